@@ -1,0 +1,33 @@
+# Two commands do all the set-up on a fresh machine: make demo, make test.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint types contracts clean
+
+demo: $(STAMP)
+	$(VENV)/bin/equipoise analyze --demo
+
+test: $(STAMP) lint types contracts
+	$(PYTHON) -m pytest --minimum-tests
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell equipoise tests benchmarks docs README.md
+
+types: $(STAMP)
+	$(VENV)/bin/mypy
+
+contracts: $(STAMP)
+	$(VENV)/bin/lint-imports
+
+# One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out

@@ -1,0 +1,77 @@
+"""Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
+
+The verbs and nouns of the torch-free half, loaded when first used, so that `import equipoise` stays fast:
+
+    routes = eq.read_routes("rollouts.jsonl", model="qwen3-30b-a3b")
+    loads  = eq.count_loads(routes, schedule)
+    plan   = eq.plan(loads, cluster=cluster, model=model, slots=1)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from equipoise.core import (
+        AdapterError,
+        Cluster,
+        EquipoiseError,
+        InfeasiblePlanError,
+        LoadMatrix,
+        LoadsError,
+        ModelShape,
+        RouteCounts,
+        Routes,
+        RoutesError,
+        SampleRoutes,
+        Schedule,
+        ScheduleError,
+        TopologyError,
+        TransferError,
+    )
+    from equipoise.loads import count_loads, skew
+    from equipoise.routes import count_routes, diagnose, read_routes, write_routes
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "read_routes": "equipoise.routes",
+    "write_routes": "equipoise.routes",
+    "count_routes": "equipoise.routes",
+    "diagnose": "equipoise.routes",
+    "count_loads": "equipoise.loads",
+    "skew": "equipoise.loads",
+}
+
+__all__ = [
+    "read_routes",
+    "write_routes",
+    "count_routes",
+    "diagnose",
+    "count_loads",
+    "skew",
+    "Cluster",
+    "ModelShape",
+    "Routes",
+    "SampleRoutes",
+    "RouteCounts",
+    "Schedule",
+    "LoadMatrix",
+    "EquipoiseError",
+    "RoutesError",
+    "ScheduleError",
+    "LoadsError",
+    "TopologyError",
+    "InfeasiblePlanError",
+    "TransferError",
+    "AdapterError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'equipoise' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "equipoise.core")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

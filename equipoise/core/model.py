@@ -1,0 +1,249 @@
+"""The shape of a Mixture-of-Experts model: the figures that loads, bytes and seconds need.
+
+Knows published configurations (data files in `presets/models`, one per model, each naming its source) and the
+keys of HF `config.json` files. Does not know weights, torch or transformers.
+
+Invariants (asserted by the tests):
+1. `layers` is the number of MoE layers and equals `len(layer_numbers)`; layer numbers are global and ascending.
+2. A preset equals what `from_config` reads from the model's own published `config.json` figures.
+3. Any figure of a preset can be overridden; an unknown name is an error that lists the known ones.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from equipoise.core.errors import TopologyError
+from equipoise.core.value import Value, require_int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelShape(Value):
+    """The figures of one MoE model. Layers are numbered globally, dense ones included, from 0."""
+
+    name: str
+    experts: int
+    """Routed experts per MoE layer."""
+    top_k: int
+    """Experts each token chooses in each MoE layer."""
+    layer_numbers: tuple[int, ...]
+    """Global numbers of the MoE layers, ascending. Example: (1, 2, 3) for four layers, the first one dense."""
+    hidden_layers: int
+    """All decoder layers, dense ones included, MTP layers not."""
+    hidden: int
+    """Width of the residual stream."""
+    expert_width: int
+    """Inner width of one routed expert."""
+    shared_experts: int = 0
+    """Experts every token passes, each of `expert_width`."""
+    attention_params: int = 0
+    """Parameters of one layer's attention projections."""
+    attention_width: int = 0
+    """Heads times (query-key width + value width): what one score and its use cost per pair of tokens."""
+    mtp_layers: int = 0
+    """Multi-token-prediction layers; they are never part of recorded routes."""
+    hash_layers: tuple[int, ...] = ()
+    """Global numbers of MoE layers whose routing is a function of the token id alone."""
+    expert_bias: bool = False
+    """Whether experts carry bias vectors."""
+    weight_bytes: int = 2
+    """Bytes of one weight as the training kernels read it (2: bf16)."""
+    source: str = ""
+    """Where the figures come from."""
+
+    def __post_init__(self) -> None:
+        for name, low in _LOWEST.items():
+            value = require_int(f"model {self.name!r}: {name}", getattr(self, name), low=low, error=TopologyError)
+            object.__setattr__(self, name, value)
+        if self.top_k > self.experts:
+            raise TopologyError(f"model {self.name!r}: top_k is {self.top_k}; there are only {self.experts} experts")
+        numbers = tuple(int(n) for n in self.layer_numbers)
+        object.__setattr__(self, "layer_numbers", numbers)
+        if not numbers:
+            raise TopologyError(f"model {self.name!r} has no MoE layer; give at least one layer number")
+        if list(numbers) != sorted(set(numbers)) or numbers[0] < 0 or numbers[-1] >= self.hidden_layers:
+            raise TopologyError(
+                f"model {self.name!r}: layer_numbers must ascend within 0..{self.hidden_layers - 1}, got {numbers}"
+            )
+        strangers = sorted(set(self.hash_layers) - set(numbers))
+        if strangers:
+            raise TopologyError(f"model {self.name!r}: hash_layers {strangers} are not MoE layers; remove them")
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers, the L axis of every array."""
+        return len(self.layer_numbers)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert: gate, up and down projections, and biases where there are any."""
+        bias = 2 * self.expert_width + self.hidden if self.expert_bias else 0
+        return 3 * self.hidden * self.expert_width + bias
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one routed expert as the kernels read it."""
+        return self.expert_params * self.weight_bytes
+
+    @property
+    def row_flops(self) -> int:
+        """Floating-point operations of one row in the forward pass of one expert."""
+        return 6 * self.hidden * self.expert_width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on the wire: one hidden state."""
+        return self.hidden * self.weight_bytes
+
+    @classmethod
+    def preset(cls, name: str, /, **figures: Any) -> "ModelShape":
+        """Build a published model by name; any figure can be overridden, `layers` (a count) too.
+
+        Args:
+            name: for example "qwen3-30b-a3b"; upper case and underscores are accepted
+            figures: fields of this class, or `layers`
+        """
+        known = preset_names()
+        key = name.lower().replace("_", "-")
+        if key not in known:
+            raise TopologyError(f"no model preset {name!r}; known: {', '.join(known)}, or give a config.json")
+        text = (resources.files("equipoise.core") / "presets" / "models" / f"{key}.json").read_text()
+        data = json.loads(text)
+        shape = cls.from_config(data["config"], name=key)
+        shape = replace(shape, source=data["source"])
+        return shape.replace(**figures) if figures else shape
+
+    def replace(self, **figures: Any) -> "ModelShape":
+        """Return a copy with some figures changed; `layers=n` keeps the leading dense layers and n MoE layers."""
+        figures = dict(figures)
+        layers = figures.pop("layers", None)
+        unknown = sorted(set(figures) - {f.name for f in fields(self)})
+        if unknown:
+            names = ", ".join(sorted([f.name for f in fields(self)] + ["layers"]))
+            raise TopologyError(f"model {self.name!r} has no figure {unknown[0]!r}; known: {names}")
+        if layers is not None:
+            if "layer_numbers" in figures:
+                raise TopologyError("give layers or layer_numbers, not both")
+            count = require_int("layers", layers, low=1, error=TopologyError)
+            figures["layer_numbers"] = _first_numbers(self.layer_numbers, count)
+            figures.setdefault("hash_layers", tuple(n for n in self.hash_layers if n in figures["layer_numbers"]))
+        if figures.get("layer_numbers"):
+            figures.setdefault("hidden_layers", max(figures["layer_numbers"]) + 1)
+        if "experts" in figures and "top_k" not in figures:
+            figures["top_k"] = min(self.top_k, int(figures["experts"]))
+        return replace(self, **figures)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path, *, name: str | None = None) -> "ModelShape":
+        """Read a HF `config.json`, given as a path or as its content."""
+        if isinstance(config, str | Path):
+            return cls._from_config_file(Path(config), name)
+        text_config = config.get("text_config")
+        figures = {**config, **text_config} if isinstance(text_config, Mapping) else dict(config)
+        title = name or str(figures.get("_name_or_path") or figures.get("model_type") or "model")
+        hidden_layers = _figure(figures, title, "num_hidden_layers")
+        return cls(
+            name=title,
+            experts=_figure(figures, title, "num_experts", "n_routed_experts", "num_local_experts"),
+            top_k=_figure(figures, title, "num_experts_per_tok", "moe_topk", "moe_router_topk"),
+            layer_numbers=_moe_layer_numbers(figures, hidden_layers),
+            hidden_layers=hidden_layers,
+            hidden=_figure(figures, title, "hidden_size"),
+            expert_width=_figure(figures, title, "moe_intermediate_size", "intermediate_size"),
+            shared_experts=int(figures.get("n_shared_experts") or figures.get("num_shared_experts") or 0),
+            attention_params=_attention_params(figures, title),
+            attention_width=_attention_width(figures, title),
+            mtp_layers=int(figures.get("num_nextn_predict_layers") or 0),
+            hash_layers=tuple(range(int(figures.get("num_hash_layers") or 0))),
+            expert_bias=figures.get("model_type") == "gpt_oss",
+            source="config.json",
+        )
+
+    @classmethod
+    def _from_config_file(cls, path: Path, name: str | None) -> "ModelShape":
+        if path.is_dir():
+            path = path / "config.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise TopologyError(f"no model config at {path}; give a preset name or a HF config.json") from error
+        except (ValueError, OSError) as error:
+            raise TopologyError(f"{path} is not a readable JSON file: {error}") from error
+        if not isinstance(content, Mapping):
+            raise TopologyError(f"{path} holds a {type(content).__name__}; a HF config.json holds an object")
+        shape = cls.from_config(content, name=name or path.resolve().parent.name)
+        return replace(shape, source=str(path))
+
+
+_LOWEST = {
+    "experts": 1,
+    "top_k": 1,
+    "hidden_layers": 1,
+    "hidden": 1,
+    "expert_width": 1,
+    "shared_experts": 0,
+    "attention_params": 0,
+    "attention_width": 0,
+    "mtp_layers": 0,
+    "weight_bytes": 1,
+}
+
+
+def preset_names() -> list[str]:
+    """Names of all model presets, sorted."""
+    folder = resources.files("equipoise.core") / "presets" / "models"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def _first_numbers(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The first `count` MoE layer numbers, continued one by one where the model has fewer."""
+    kept = numbers[:count]
+    return kept + tuple(range(kept[-1] + 1, kept[-1] + 1 + count - len(kept)))
+
+
+def _figure(figures: Mapping[str, Any], title: str, *keys: str) -> int:
+    for key in keys:
+        if figures.get(key) is not None:
+            return require_int(f"model {title!r}: config key {key!r}", figures[key], low=1, error=TopologyError)
+    raise TopologyError(f"model {title!r}: config.json has none of the keys {', '.join(keys)}; is it an MoE model?")
+
+
+def _moe_layer_numbers(figures: Mapping[str, Any], hidden_layers: int) -> tuple[int, ...]:
+    """MoE layers by the three conventions in use: a dense prefix, a stride, a list of dense layers."""
+    first = int(figures.get("first_k_dense_replace") or 0)
+    stride = int(figures.get("decoder_sparse_step") or figures.get("moe_layer_freq") or 1)
+    dense = set(figures.get("mlp_only_layers") or ())
+    # decoder_sparse_step counts layers from 1, moe_layer_freq from 0.
+    offset = 1 if figures.get("decoder_sparse_step") else 0
+    return tuple(n for n in range(first, hidden_layers) if n not in dense and (n + offset) % stride == 0)
+
+
+def _head_width(figures: Mapping[str, Any], title: str) -> int:
+    given = figures.get("head_dim")
+    if given:
+        return int(given)
+    return _figure(figures, title, "hidden_size") // _figure(figures, title, "num_attention_heads")
+
+
+def _attention_params(figures: Mapping[str, Any], title: str) -> int:
+    hidden = _figure(figures, title, "hidden_size")
+    heads = _figure(figures, title, "num_attention_heads")
+    if figures.get("kv_lora_rank"):
+        nope, rope, value = (int(figures[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        rank, q_rank = int(figures["kv_lora_rank"]), figures.get("q_lora_rank")
+        query = heads * (nope + rope)
+        query_params = hidden * int(q_rank) + int(q_rank) * query if q_rank else hidden * query
+        return query_params + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    width = _head_width(figures, title)
+    kv_heads = int(figures.get("num_key_value_heads") or heads)
+    return 2 * hidden * heads * width + 2 * hidden * kv_heads * width
+
+
+def _attention_width(figures: Mapping[str, Any], title: str) -> int:
+    heads = _figure(figures, title, "num_attention_heads")
+    if figures.get("kv_lora_rank"):
+        return heads * sum(int(figures[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return 2 * heads * _head_width(figures, title)

@@ -1,0 +1,77 @@
+"""What all value types share: equality by content, arrays that cannot be written, integers that are integers.
+
+Knows numpy and nothing else of the package but its errors.
+
+Invariants (asserted by the tests):
+1. Two values are equal exactly when their types and all their fields are, arrays element by element.
+2. An array kept by a value type cannot be written through it.
+3. A float, a bool, a NaN or a number outside int64 never becomes an integer silently.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from equipoise.core.errors import EquipoiseError
+
+INT64_MAX = 2**63 - 1
+
+
+class Value:
+    """Base of frozen dataclasses that hold arrays."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields if f.compare)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have no stable hash
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+            return False
+        return a.shape == b.shape and bool(np.array_equal(a, b))
+    return bool(a == b)
+
+
+def frozen_array(array: np.ndarray) -> np.ndarray:
+    """Return a view of `array` that cannot be written."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]) -> np.ndarray:
+    """Return `array` as a contiguous read-only int64 array, or raise `error` naming what is wrong.
+
+    Args:
+        name: what the message calls the array, with its shape letters
+        array: anything numpy can turn into an integer array
+        ndim: the number of axes it must have
+        error: the error to raise
+    """
+    given = np.asarray(array)
+    if given.dtype.kind not in "iu":
+        raise error(f"{name} must hold integers, got dtype {given.dtype}; convert it with .astype(np.int64)")
+    if given.ndim != ndim:
+        raise error(f"{name} must have {ndim} axes, got shape {given.shape}")
+    if given.dtype == np.uint64 and given.size and int(given.max()) > INT64_MAX:
+        raise error(f"{name} holds {int(given.max())}, above the limit of int64, {INT64_MAX}")
+    return frozen_array(np.ascontiguousarray(given, dtype=np.int64))
+
+
+def require_int(name: str, value: Any, *, low: int, high: int | None = None, error: type[EquipoiseError]) -> int:
+    """Return `value` as a plain int in [low, high], or raise `error` naming name, value and limit."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise error(f"{name} must be a whole number, got {value!r} of type {type(value).__name__}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise error(f"{name} is {number}; it must be {limit}")
+    return number

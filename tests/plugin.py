@@ -1,0 +1,51 @@
+"""Pytest plug-in of this project: a floor under the number of tests, and each room's test time.
+
+`--minimum-tests` fails a run in which fewer tests passed than `tests/minimum_tests.txt` says, so that an import
+error, a lost file or a marker typo cannot turn into a green run.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+MINIMUM_FILE = Path(__file__).parent / "minimum_tests.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minimum-tests", action="store_true", help="fail if fewer tests pass than the kept number")
+
+
+class RoomTimes:
+    """Collects seconds and passes per folder of tests."""
+
+    def __init__(self) -> None:
+        self.seconds = defaultdict(float)
+        self.passed = defaultdict(int)
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        parts = Path(report.nodeid.split("::")[0]).parts
+        room = parts[1] if len(parts) > 2 else "package"
+        self.seconds[room] += report.duration
+        if report.when == "call" and report.passed:
+            self.passed[room] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        terminalreporter.section("time by room")
+        for room in sorted(self.seconds):
+            terminalreporter.line(f"{room:<10} {self.passed[room]:>5} passed {self.seconds[room]:>8.1f} s")
+        if config.getoption("--minimum-tests"):
+            wanted = int(MINIMUM_FILE.read_text())
+            terminalreporter.line(f"{sum(self.passed.values())} passed; at least {wanted} must")
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if session.config.getoption("--minimum-tests") and exitstatus == pytest.ExitCode.OK:
+            wanted = int(MINIMUM_FILE.read_text())
+            if sum(self.passed.values()) < wanted:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RoomTimes(), "room-times")
