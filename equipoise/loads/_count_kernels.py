@@ -1,0 +1,109 @@
+"""The compiled inner loops of `count.py`; importing this module imports numba and compiles nothing yet.
+
+Knows arrays of ids and where to add. Does not know samples, names or errors: the caller looks at what it gets back.
+
+Every kernel masks an id by `width - 1`, where `width` is the power of two that holds all experts, so no id can write
+outside its histogram; the bitwise or of all ids comes back, so no id that was masked goes unnoticed.
+
+Invariants (asserted by the tests):
+1. Each kernel equals its namesake in `reference.py` bit for bit, on every dtype, top-k and mask.
+2. An id outside the experts is noticed, whatever its sign, and nothing outside the histogram is written.
+3. Kernels run where neither the installed package nor the user's cache folder can be written.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile on first call, keeping machine code on disk where a folder for it can be written."""
+    try:
+        return numba.njit(cache=True)(function)
+    except RuntimeError:
+        # numba refuses to cache when it finds no writable folder; compiling in each process still works.
+        return numba.njit(function)
+
+
+@_compiled
+def add_bytes(word_TL: np.ndarray, mask: np.uint64, count_LW: np.ndarray) -> np.uint64:
+    """Count routes of eight one-byte ids, each route read as one 64-bit word; return the or of all words."""
+    tokens, layers = word_TL.shape
+    seen = np.uint64(0)
+    one = np.uint32(1)
+    for t in range(tokens):
+        for layer in range(layers):
+            word = word_TL[t, layer]
+            seen |= word
+            count_W = count_LW[layer]
+            # Written out: eight independent increments keep the store ports busy, a loop halves the speed.
+            count_W[word & mask] += one
+            count_W[(word >> np.uint64(8)) & mask] += one
+            count_W[(word >> np.uint64(16)) & mask] += one
+            count_W[(word >> np.uint64(24)) & mask] += one
+            count_W[(word >> np.uint64(32)) & mask] += one
+            count_W[(word >> np.uint64(40)) & mask] += one
+            count_W[(word >> np.uint64(48)) & mask] += one
+            count_W[(word >> np.uint64(56)) & mask] += one
+    return seen
+
+
+@_compiled
+def add_ids(ids_TLK: np.ndarray, mask: np.uint64, count_LW: np.ndarray) -> np.uint64:
+    """Count routes of any top-k and unsigned dtype; return the or of all ids."""
+    tokens, layers, top_k = ids_TLK.shape
+    seen = np.uint64(0)
+    for t in range(tokens):
+        for layer in range(layers):
+            for k in range(top_k):
+                expert = np.uint64(ids_TLK[t, layer, k])
+                seen |= expert
+                count_LW[layer, expert & mask] += np.uint32(1)
+    return seen
+
+
+@_compiled
+def add_masked(
+    ids_TLK: np.ndarray, known_TL: np.ndarray, mask: np.uint64, count_LW: np.ndarray, known_L: np.ndarray
+) -> np.uint64:
+    """Count the known routes alone and add how many there are to `known_L`; return the or of their ids."""
+    tokens, layers, top_k = ids_TLK.shape
+    seen = np.uint64(0)
+    for t in range(tokens):
+        for layer in range(layers):
+            if not known_TL[t, layer]:
+                continue
+            known_L[layer] += 1
+            for k in range(top_k):
+                expert = np.uint64(ids_TLK[t, layer, k])
+                seen |= expert
+                count_LW[layer, expert & mask] += np.uint32(1)
+    return seen
+
+
+@_compiled
+def add_pairs(ids_TLK: np.ndarray, known_TL: np.ndarray, pair_LEE: np.ndarray) -> None:
+    """Add each token's pairs of distinct experts, diagonal included; every known id must be in range."""
+    tokens, layers, top_k = ids_TLK.shape
+    chosen_K = np.empty(top_k, dtype=np.int64)
+    for t in range(tokens):
+        for layer in range(layers):
+            if not known_TL[t, layer]:
+                continue
+            distinct = 0
+            for k in range(top_k):
+                expert = np.int64(ids_TLK[t, layer, k])
+                is_new = True
+                for j in range(distinct):
+                    if chosen_K[j] == expert:
+                        is_new = False
+                if not is_new:
+                    continue
+                for j in range(distinct):
+                    pair_LEE[layer, chosen_K[j], expert] += 1
+                    pair_LEE[layer, expert, chosen_K[j]] += 1
+                pair_LEE[layer, expert, expert] += 1
+                chosen_K[distinct] = expert
+                distinct += 1

@@ -1,0 +1,258 @@
+"""Counting: routes of samples, or of token ranges of them, into histograms of rows.
+
+Knows samples and histograms. Does not know micro-steps or ranks (`matrix.py`), nor any recording's form.
+
+How rows are counted
+1. A known route of a token adds one row to each of its K ids. A duplicate id adds a row each time, as a dispatcher
+   sees it; one that collapses duplicates receives fewer.
+2. A known route of a padding row adds to the padding counts instead: it is dispatched, but it is no token's.
+3. An unknown route adds no row. A token is unknown in a layer where its row is masked, or where it has no row.
+4. Token t owns the t-th row that is not padding. Padding rows go with the token before them, or with the first.
+
+Invariants (asserted by the tests):
+1. Counting equals `reference.py` bit for bit.
+2. Counts of ranges that tile a sample's tokens add up to the counts of the sample.
+3. Known and unknown tokens of every layer add up to the tokens of the sample; rows of a layer are known tokens x K.
+4. An id outside the model's experts is an error that names sample, row and layer, never a count.
+5. One sample is in memory at a time: an iterable of samples is consumed as it comes.
+6. Importing this module does not import numba.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.core import ModelShape, RouteCounts, Routes, RoutesError, SampleRoutes, ScheduleError
+from equipoise.core.value import Value, frozen_array, require_int
+
+Progress = Callable[[int, int], None]
+"""Called with (samples done, samples in all, or 0 where that is not known) after each sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RangeCount(Value):
+    """Histograms of a range of tokens of one sample."""
+
+    count_LE: np.ndarray
+    """[L, E] int64 rows of each layer and expert; padding rows not included."""
+    padding_LE: np.ndarray
+    """[L, E] int64 padding rows."""
+    unknown_L: np.ndarray
+    """[L] int64 tokens whose route is unknown, those without a row included."""
+
+
+def count_range(sample: SampleRoutes, start: int, stop: int, experts: int) -> RangeCount:
+    """Count tokens `[start, stop)` of one sample.
+
+    Args:
+        sample: whose routes
+        start: first token
+        stop: token after the last one, at most `sample.num_tokens`
+        experts: routed experts of the model, E
+    """
+    if not 0 <= start <= stop <= sample.num_tokens:
+        raise ScheduleError(
+            f"sample {sample.name!r}: tokens {start}..{stop} asked for; it has tokens 0..{sample.num_tokens}"
+        )
+    first, last = _row_range(sample, start, stop)
+    return _count_rows(sample, first, last, tokens=stop - start, experts=experts)
+
+
+def count_sample(sample: SampleRoutes, experts: int) -> RangeCount:
+    """Count all tokens and all padding rows of one sample."""
+    return _count_rows(sample, 0, sample.num_rows, tokens=sample.num_tokens, experts=experts)
+
+
+def count_routes(
+    routes: Routes | Iterable[SampleRoutes],
+    *,
+    model: ModelShape | None = None,
+    layer_numbers: Sequence[int] | None = None,
+    pairs: bool = False,
+    progress: Progress | None = None,
+) -> RouteCounts:
+    """Count every sample, one after another, so that the routes need not be kept.
+
+    Args:
+        routes: `Routes`, or any iterable of samples straight from a reader
+        model: whose experts the ids are; needed where `routes` does not say
+        layer_numbers: global number of each entry of the L axis; those of `routes`, or all MoE layers of `model`
+        pairs: count co-activations `pair_LEE` in the same pass
+        progress: called after each sample
+    """
+    model, numbers = _shape_of(routes, model, layer_numbers)
+    total = len(routes) if isinstance(routes, Routes | Sequence) else 0
+    tally = _Tally(model, num_layers=len(numbers), expected=total, pairs=pairs)
+    for sample in routes:
+        tally.add(sample)
+        if progress is not None:
+            progress(len(tally.names), total)
+    return tally.counts(numbers)
+
+
+class _Tally:
+    """Histograms of the samples seen so far."""
+
+    def __init__(self, model: ModelShape, *, num_layers: int, expected: int, pairs: bool) -> None:
+        experts = model.experts
+        self.model = model
+        self.num_layers = num_layers
+        self.names: list[str] = []
+        self.tokens: list[int] = []
+        self.unknown: list[np.ndarray] = []
+        self.padding: dict[int, np.ndarray] = {}
+        self.count_BLE = np.zeros((expected, num_layers, experts), dtype=np.int64)
+        self.pair_LEE = np.zeros((num_layers, experts, experts), dtype=np.int64) if pairs else None
+
+    def add(self, sample: SampleRoutes) -> None:
+        _check_shape(sample, model=self.model, num_layers=self.num_layers)
+        found = count_sample(sample, self.model.experts)
+        at = len(self.names)
+        if at == len(self.count_BLE):
+            self.count_BLE = _grown(self.count_BLE)
+        self.count_BLE[at] = found.count_LE
+        if found.padding_LE.any():
+            self.padding[at] = found.padding_LE
+        if self.pair_LEE is not None:
+            _add_pairs(sample, self.pair_LEE)
+        self.names.append(sample.name)
+        self.tokens.append(sample.num_tokens)
+        self.unknown.append(found.unknown_L)
+
+    def counts(self, layer_numbers: tuple[int, ...]) -> RouteCounts:
+        count_BLE = self.count_BLE[: len(self.names)]
+        padding_BLE = np.zeros_like(count_BLE) if self.padding else None
+        for at, padding_LE in self.padding.items():
+            assert padding_BLE is not None, "padding was found, so there is room for it"
+            padding_BLE[at] = padding_LE
+        return RouteCounts(
+            model=self.model,
+            count_BLE=count_BLE,
+            padding_BLE=padding_BLE,
+            unknown_BL=np.array(self.unknown, dtype=np.int64).reshape(-1, self.num_layers),
+            tokens_B=np.array(self.tokens, dtype=np.int64),
+            names=tuple(self.names),
+            layer_numbers=layer_numbers,
+            pair_LEE=self.pair_LEE,
+        )
+
+
+def _shape_of(
+    routes: Routes | Iterable[SampleRoutes], model: ModelShape | None, layer_numbers: Sequence[int] | None
+) -> tuple[ModelShape, tuple[int, ...]]:
+    if isinstance(routes, Routes):
+        if model is not None and (model.experts, model.top_k) != (routes.model.experts, routes.model.top_k):
+            raise RoutesError(
+                f"routes of {routes.model.name!r} ({routes.model.experts} experts, top-{routes.model.top_k}) cannot be "
+                f"counted as {model.name!r} ({model.experts} experts, top-{model.top_k}); leave model= out"
+            )
+        return model or routes.model, tuple(layer_numbers or routes.layer_numbers)
+    if model is None:
+        raise RoutesError("counting bare samples needs model=, the shape whose experts their ids are")
+    return model, tuple(layer_numbers or model.layer_numbers)
+
+
+def _check_shape(sample: SampleRoutes, *, model: ModelShape, num_layers: int) -> None:
+    _, layers, top_k = sample.ids_TLK.shape
+    if layers != num_layers or top_k != model.top_k:
+        raise RoutesError(
+            f"sample {sample.name!r}: routes have {layers} layers and top-{top_k}; "
+            f"{model.name!r} here needs {num_layers} layers and top-{model.top_k}"
+        )
+
+
+def _grown(array: np.ndarray) -> np.ndarray:
+    """The array with room for half as many entries again."""
+    grown = np.zeros((max(8, len(array) * 3 // 2), *array.shape[1:]), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def _row_range(sample: SampleRoutes, start: int, stop: int) -> tuple[int, int]:
+    """Rows of tokens `[start, stop)`: the t-th row that is not padding is token t's."""
+    rows = sample.num_rows
+    if sample.padding_T is None or start == stop:
+        return min(start, rows), min(stop, rows)
+    token_rows = np.flatnonzero(~sample.padding_T)
+    edges = [int(token_rows[t]) if t < len(token_rows) else rows for t in (start, stop)]
+    return (0 if start == 0 else edges[0]), edges[1]
+
+
+def _count_rows(sample: SampleRoutes, first: int, last: int, *, tokens: int, experts: int) -> RangeCount:
+    """Count rows `[first, last)`, which hold the routes of `tokens` tokens."""
+    ids_TLK = _unsigned(sample.ids_TLK[first:last])
+    known_TL = None if sample.known_TL is None else sample.known_TL[first:last]
+    padding_T = None if sample.padding_T is None else sample.padding_T[first:last]
+    histogram = _Histogram(ids_TLK.shape[1], require_int("experts", experts, low=1, error=RoutesError))
+    if padding_T is not None and padding_T.any():
+        known_TL = np.ones(ids_TLK.shape[:2], dtype=np.bool_) if known_TL is None else known_TL
+        padding = _Histogram(ids_TLK.shape[1], experts)
+        padding.add(ids_TLK, known_TL & padding_T[:, None])
+        histogram.add(ids_TLK, known_TL & ~padding_T[:, None])
+        padding_LE = padding.rows(sample)
+    else:
+        padding_LE = np.zeros((ids_TLK.shape[1], experts), dtype=np.int64)
+        histogram.add(ids_TLK, known_TL)
+    count_LE = histogram.rows(sample)
+    unknown_L = tokens - histogram.known_L
+    if unknown_L.min(initial=0) < 0:
+        raise RoutesError(
+            f"sample {sample.name!r}: {int(histogram.known_L.max())} rows for {tokens} tokens; at most one per token, "
+            "padding rows marked in padding_T"
+        )
+    return RangeCount(
+        count_LE=frozen_array(count_LE), padding_LE=frozen_array(padding_LE), unknown_L=frozen_array(unknown_L)
+    )
+
+
+class _Histogram:
+    """Rows of each layer and expert, counted by the compiled kernels."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.experts = experts
+        width = 1 << (experts - 1).bit_length()
+        self.mask = np.uint64(width - 1)
+        self.seen = 0
+        # 32 bits keep the histogram of 48 layers x 128 experts in the first-level cache.
+        self.count_LW = np.zeros((layers, width), dtype=np.uint32)
+        self.known_L = np.zeros(layers, dtype=np.int64)
+
+    def add(self, ids_TLK: np.ndarray, known_TL: np.ndarray | None) -> None:
+        from equipoise.loads import _count_kernels as kernels
+
+        if known_TL is not None and not known_TL.all():
+            known_TL = frozen_array(np.ascontiguousarray(known_TL))
+            self.seen |= int(kernels.add_masked(ids_TLK, known_TL, self.mask, self.count_LW, self.known_L))
+            return
+        self.known_L += len(ids_TLK)
+        if ids_TLK.dtype == np.uint8 and ids_TLK.shape[2] == 8:
+            word_TL = frozen_array(np.require(ids_TLK.view(np.uint64)[:, :, 0], requirements=["C", "A"]))
+            seen = int(kernels.add_bytes(word_TL, self.mask, self.count_LW))
+            self.seen |= int(np.bitwise_or.reduce(np.array([seen], dtype=np.uint64).view(np.uint8)))
+        else:
+            self.seen |= int(kernels.add_ids(ids_TLK, self.mask, self.count_LW))
+
+    def rows(self, sample: SampleRoutes) -> np.ndarray:
+        """[L, E] int64, or an error if an id was outside the experts."""
+        if self.seen > int(self.mask) or self.count_LW[:, self.experts :].any():
+            sample.check_ids(self.experts)
+            raise AssertionError(f"sample {sample.name!r}: an id is out of range, but check_ids found none")
+        return self.count_LW[:, : self.experts].astype(np.int64)
+
+
+def _unsigned(ids: np.ndarray) -> np.ndarray:
+    """The ids as a contiguous, aligned, native, read-only unsigned array: one compiled kernel per width."""
+    native = np.require(ids, dtype=ids.dtype.newbyteorder("="), requirements=["C", "A"])
+    return frozen_array(native.view(np.dtype(f"u{native.dtype.itemsize}")))
+
+
+def _add_pairs(sample: SampleRoutes, pair_LEE: np.ndarray) -> None:
+    """Add the pairs of one sample whose ids were checked."""
+    from equipoise.loads import _count_kernels as kernels
+
+    ids_TLK = _unsigned(sample.ids_TLK)
+    known_TL = np.ones(ids_TLK.shape[:2], dtype=np.bool_) if sample.known_TL is None else sample.known_TL
+    if sample.padding_T is not None:
+        known_TL = known_TL & ~sample.padding_T[:, None]
+    kernels.add_pairs(ids_TLK, frozen_array(np.ascontiguousarray(known_TL)), pair_LEE)
