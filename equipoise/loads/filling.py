@@ -1,0 +1,80 @@
+"""Choose experts for rows that have no route: last tokens and padding. They are dispatched, so they are load.
+
+Knows how many such tokens each rank forwards and what the experts already carry. Does not know samples or schedules.
+
+Ways, all deterministic (the names are those of `PaddingPolicy`):
+    spread   the least loaded experts of the (micro-step, layer): the lowest loads are raised to a common level
+    arange   ids running through all experts, from 0 on each rank, as slime pads
+    first    ids 0..k-1 for every token, as NeMo-RL pads
+
+Spreading, per layer, n tokens over all ranks of top_k rows each:
+1. Find the level to which n * top_k rows raise the lowest loads, no expert taking more than n (ids of a token differ).
+2. Rows short of a full level go to the lowest expert numbers that can still take one.
+3. Deal: the rows, sorted by expert, go to tokens round-robin. An expert has at most n rows, so a token never
+   gets it twice; tokens are numbered rank by rank, which gives each rank's part in closed form.
+
+Invariants (asserted by the tests):
+1. Every rank gets exactly its tokens x top_k rows in every layer, and no expert more rows than the rank has tokens.
+2. `spread` reaches the lowest possible maximum over experts, given that ids of one token differ.
+3. Nothing depends on anything but the arguments: same input, same rows.
+"""
+
+import numpy as np
+
+
+def spread_rows(load_LE: np.ndarray, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
+    """Give tokens without a route to the least loaded experts.
+
+    Args:
+        load_LE: [L, E] rows each expert already has, over all ranks of the EP group
+        tokens_R: [R] tokens without a route on each rank
+        top_k: distinct experts per token
+
+    Returns:
+        [L, R, E] rows to add.
+    """
+    layers, experts = load_LE.shape
+    count = int(tokens_R.sum())
+    if count == 0:
+        return np.zeros((layers, len(tokens_R), experts), dtype=np.int64)
+    end_LE = np.cumsum(_raise_lowest(load_LE, cap=count, rows=count * top_k), axis=1)
+    last_R = np.cumsum(tokens_R)
+    first_R = last_R - tokens_R
+    # Rows before position x whose token (x mod count) belongs to rank r.
+    before_LRE = (end_LE // count)[:, None, :] * tokens_R[:, None] + np.clip(
+        (end_LE % count)[:, None, :] - first_R[:, None], 0, tokens_R[:, None]
+    )
+    return np.diff(before_LRE, axis=2, prepend=0)
+
+
+def arange_rows(experts: int, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
+    """[R, E] rows of ids that run through all experts, starting from 0 on each rank."""
+    rows_R = np.asarray(tokens_R, dtype=np.int64) * top_k
+    return rows_R[:, None] // experts + (np.arange(experts) < rows_R[:, None] % experts)
+
+
+def first_rows(experts: int, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
+    """[R, E] rows of ids 0..top_k-1 for every token."""
+    return np.asarray(tokens_R, dtype=np.int64)[:, None] * (np.arange(experts) < top_k)
+
+
+def _raise_lowest(load_LE: np.ndarray, *, cap: int, rows: int) -> np.ndarray:
+    """[L, E] how many of `rows` each expert takes, at most `cap`, so that the lowest loads reach one level."""
+    low_L = load_LE.min(axis=1)
+    high_L = low_L + rows + load_LE.max(axis=1) - low_L
+    # Step 1: the highest level whose filling needs no more than the rows there are, by bisection in integers.
+    while (high_L - low_L > 1).any():
+        middle_L = (low_L + high_L) // 2
+        fits_L = _taken(load_LE, middle_L, cap).sum(axis=1) <= rows
+        low_L = np.where(fits_L, middle_L, low_L)
+        high_L = np.where(fits_L, high_L, middle_L)
+    taken_LE = _taken(load_LE, low_L, cap)
+    # Step 2: one more row each for the first experts that stand at the level and are not full.
+    open_LE = _taken(load_LE, low_L + 1, cap) > taken_LE
+    left_L = rows - taken_LE.sum(axis=1)
+    extra_LE = open_LE & (np.cumsum(open_LE, axis=1) <= left_L[:, None])
+    return np.asarray(taken_LE + extra_LE)
+
+
+def _taken(load_LE: np.ndarray, level_L: np.ndarray, cap: int) -> np.ndarray:
+    return np.asarray(np.clip(level_L[:, None] - load_LE, 0, cap))

@@ -1,0 +1,68 @@
+"""Rows without a route: right totals, ids of a token distinct, the lowest possible maximum."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from equipoise.loads.filling import arange_rows, first_rows, spread_rows
+
+
+def lowest_maximum(load_E: np.ndarray, *, tokens: int, top_k: int) -> int:
+    """The best a token-by-token search can reach: each token takes the top_k least loaded experts."""
+    load = load_E.copy()
+    for _ in range(tokens):
+        load[np.argsort(load, kind="stable")[:top_k]] += 1
+    return int(load.max())
+
+
+cases = st.integers(1, 9).flatmap(
+    lambda experts: st.tuples(
+        hnp.arrays(np.int64, (2, experts), elements=st.integers(0, 30)),
+        hnp.arrays(np.int64, st.integers(1, 4), elements=st.integers(0, 7)),
+        st.integers(1, experts),
+    )
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases)
+def test_every_rank_gets_its_rows_and_no_expert_twice_from_one_token(case):
+    load_LE, tokens_R, top_k = case
+    rows_LRE = spread_rows(load_LE, tokens_R, top_k)
+    assert (rows_LRE.sum(axis=2) == tokens_R * top_k).all()
+    assert (rows_LRE >= 0).all() and (rows_LRE <= tokens_R[:, None]).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases)
+def test_spread_reaches_the_lowest_possible_maximum(case):
+    load_LE, tokens_R, top_k = case
+    filled_LE = load_LE + spread_rows(load_LE, tokens_R, top_k).sum(axis=1)
+    for load_E, filled_E in zip(load_LE, filled_LE, strict=True):
+        assert filled_E.max() == lowest_maximum(load_E, tokens=int(tokens_R.sum()), top_k=top_k)
+
+
+def test_spread_fills_the_valleys_first_and_ties_by_expert_number():
+    rows = spread_rows(np.array([[5, 0, 5, 1]]), np.array([2, 1]), 2)
+    # Six rows, at most three per expert: experts 1 and 3 take three each.
+    assert rows.sum(axis=1).tolist() == [[0, 3, 0, 3]]
+    assert rows.tolist() == [[[0, 2, 0, 2], [0, 1, 0, 1]]]
+    assert spread_rows(np.zeros((1, 4), dtype=np.int64), np.array([1]), 3).tolist() == [[[1, 1, 1, 0]]]
+
+
+def test_running_ids_equal_those_written_out():
+    tokens_R, experts, top_k = np.array([0, 3, 5]), 7, 4
+    for count, rows_E in zip(tokens_R, arange_rows(experts, tokens_R, top_k), strict=True):
+        ids = np.arange(count * top_k) % experts
+        assert rows_E.tolist() == np.bincount(ids, minlength=experts).tolist()
+
+
+def test_first_ids_take_every_token():
+    assert first_rows(4, np.array([3, 0]), 2).tolist() == [[3, 3, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_nothing_to_spread_adds_nothing(top_k):
+    assert not spread_rows(np.array([[1, 2, 3, 4]]), np.array([0, 0]), top_k).any()
