@@ -1,16 +1,24 @@
-"""`Source`: a dump on its way in. A file, a folder, or an object already in memory.
+"""`Source`: a dump on its way in. A file, a folder, or an object already in memory; and values on their way to arrays.
 
 It opens files by suffix, without ever unpickling: `.json`, `.jsonl`, `.npy`, `.npz`, `.pt` (weights only), `.txt`.
 Readers ask it for records; whatever is wrong with the container becomes a `RoutesError` that names the file and place.
 
-Knows containers. Does not know what routes look like in them.
+Knows containers and array types. Does not know what routes look like in them.
+
+Invariants (asserted by the tests):
+1. A damaged or foreign file raises `RoutesError`, never an error of another kind, and runs no code.
+2. `opened()` reads a whole-file container once, however many formats look at it.
+3. Nothing but integers becomes an integer array: floats, bools, ragged lists and numbers beyond int64 are refused.
 """
 
 import json
 import pickle
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -20,11 +28,32 @@ import numpy as np
 from equipoise.core import RoutesError
 
 SUFFIXES = (".json", ".jsonl", ".npy", ".npz", ".pt", ".txt")
+_WHOLE_FILE = (".json", ".npy", ".npz", ".pt")
+
+# What json, numpy, zipfile and torch are known to raise on damaged bytes; the fuzz tests hold this list.
+_DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    OSError,
+    EOFError,
+    SyntaxError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+    pickle.UnpicklingError,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One dump: `path` is set for files and folders, `content` for objects."""
+    """One dump: `path` is set for files and folders, `content` for objects and for files already read."""
 
     name: str
     """What messages call it."""
@@ -50,12 +79,18 @@ class Source:
             return ""
         return "/" if self.path.is_dir() else self.path.suffix.lower()
 
+    def opened(self) -> "Source":
+        """Return this source with a whole-file container read, so that each format need not read it again."""
+        if self.path is None or self.content is not None or self.suffix not in _WHOLE_FILE:
+            return self
+        return replace(self, content=_load(self.path, self.suffix))
+
     def records(self) -> Iterator[tuple[str, Any]]:
         """Yield (place, record): lines of a `.jsonl` or `.txt`, files of a folder, else the one content.
 
         A top-level JSON list, and a list or tuple object, is taken apart; a dict, an array or a tensor is one record.
         """
-        if self.path is None:
+        if self.path is None or self.content is not None:
             yield from _take_apart("", self.content)
         elif self.path.is_dir():
             for file in sorted(p for p in self.path.iterdir() if p.suffix.lower() in SUFFIXES):
@@ -70,6 +105,14 @@ class Source:
         """The first `count` records: what a format looks at to recognise its own."""
         return list(islice(self.records(), count))
 
+    def first(self) -> Any:
+        """The first record, or None where there is none or the container is broken: enough to recognise a form."""
+        try:
+            found = self.peek()
+        except RoutesError:
+            return None
+        return found[0][1] if found else None
+
     def nonempty_records(self) -> Iterator[tuple[str, Any]]:
         """`records()`, or an error if there is none."""
         records = self.records()
@@ -77,6 +120,65 @@ class Source:
         if first is None:
             raise RoutesError(f"{self.name} holds no record")
         yield from chain([first], records)
+
+
+def plain_array(value: Any) -> np.ndarray | None:
+    """Return an array, a tensor or a nested list as a numpy array; None where it is none of these."""
+    if isinstance(value, np.ndarray):
+        return value
+    if is_tensor(value):
+        if getattr(value, "is_nested", False):
+            return None
+        try:
+            return np.asarray(value.detach().cpu().numpy())
+        except (TypeError, RuntimeError):
+            return None
+    if not isinstance(value, list | tuple):
+        return None
+    try:
+        return np.asarray([plain_array(item) if is_tensor(item) else item for item in value])
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def integer_array(what: str, value: Any, *, ndim: int) -> np.ndarray:
+    """Return `value` as an integer array of `ndim` axes, or raise `RoutesError` that begins with `what`."""
+    array = plain_array(value)
+    if array is None:
+        raise RoutesError(f"{what}: expected an integer array of {ndim} axes, got a {type(value).__name__}")
+    if array.size == 0 and array.dtype.kind == "f" and isinstance(value, list | tuple):
+        array = array.astype(np.int64)  # numpy gives an empty list the dtype float
+    if array.dtype.kind not in "iu" or array.ndim != ndim:
+        raise RoutesError(f"{what}: expected an integer array of {ndim} axes, got {array.dtype} of shape {array.shape}")
+    return array
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a torch tensor; does not import torch."""
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def write_torch(content: Any, path: Path) -> None:
+    """Write `content`, its numpy arrays turned into tensors, as a file that loads with weights only."""
+    try:
+        import torch
+    except ImportError as error:
+        raise RoutesError(f"{path} needs torch to be written; pip install 'equipoise[torch]'") from error
+
+    def with_tensors(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return torch.from_numpy(np.array(value))
+        if isinstance(value, dict):
+            return {key: with_tensors(item) for key, item in value.items()}
+        return [with_tensors(item) for item in value] if isinstance(value, list) else value
+
+    torch.save(with_tensors(content), path)
+
+
+def write_npz(content: dict[str, Any], path: Path) -> None:
+    """Write named arrays as an uncompressed `.npz`, whatever the path is called."""
+    with path.open("wb") as file:
+        np.savez(file, **content)
 
 
 def _take_apart(place: str, content: Any) -> Iterator[tuple[str, Any]]:
@@ -95,26 +197,36 @@ def _lines(path: Path, *, parse: bool) -> Iterator[tuple[str, Any]]:
             place = f"line {number}"
             try:
                 text = raw.decode("utf-8")
-                yield place, json.loads(text) if parse else text.strip()
+                record = json.loads(text) if parse else text.strip()
             except (ValueError, RecursionError) as error:
                 raise RoutesError(f"{path}: {place} is not {'JSON' if parse else 'UTF-8 text'}: {error}") from error
+            yield place, record
 
 
 def _load(path: Path, suffix: str) -> Any:
     """Read one whole file by its suffix."""
+    if suffix not in _WHOLE_FILE:
+        raise RoutesError(f"{path} has suffix {suffix!r}; known: {', '.join(SUFFIXES)}, or a folder of such files")
     try:
         if suffix == ".json":
             return json.loads(path.read_bytes())
         if suffix == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False)
         if suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files}
-        if suffix == ".pt":
-            return _load_torch(path)
-    except (ValueError, OSError, EOFError, KeyError, RecursionError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise RoutesError(f"{path} cannot be read as {suffix}: {error}") from error
-    raise RoutesError(f"{path} has suffix {suffix!r}; known: {', '.join(SUFFIXES)}, or a folder of such files")
+            return _load_npz(path)
+        return _load_torch(path)
+    except RoutesError:
+        raise
+    except _DAMAGE as error:
+        raise RoutesError(f"{path} cannot be read as {suffix}: {str(error) or type(error).__name__}") from error
+
+
+def _load_npz(path: Path) -> dict[str, np.ndarray]:
+    # np.load tells formats apart by their first bytes, so a .npy renamed to .npz would come back as an array.
+    if not zipfile.is_zipfile(path):
+        raise RoutesError(f"{path} cannot be read as .npz: it is not a zip archive")
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
 
 
 def _load_torch(path: Path) -> Any:
@@ -124,7 +236,4 @@ def _load_torch(path: Path) -> Any:
         raise RoutesError(
             f"{path} needs torch to be read; pip install 'equipoise[torch]', or save it as .npz"
         ) from error
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise RoutesError(f"{path} cannot be read as a weights-only torch file: {error}") from error
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,385 @@
+"""Turn recordings into routes: the one place where rows on a wire get their meaning.
+
+Steps, for each sample:
+1. Take the MoE layers out of the wire's layer axis, by global layer number.
+2. Decide which rows are unknown, and check every id against the model.
+3. Apply the last-row policy, and join the turns of the sample at their start offsets.
+4. Compare the rows with the tokens.
+
+Streams: holds the turns of one sample at a time. Does not know any format (readers decode) nor judge quality beyond
+what would make a route wrong (the doctor does). `wire_rows` is the way back, for writers.
+
+Invariants (asserted by the tests):
+1. The layer axis is mapped by global number: named by the recording, or all decoder layers, or the MoE layers; any
+   other length is an error. A dense layer that holds ids is an error. MTP layers are never recorded.
+2. A row with a -1, and a row whose k > 1 ids are all equal, is unknown in that layer; no row gets a default expert.
+   Padding rows are dispatched as they stand, so for them only -1 means unknown.
+3. An id outside 0..experts-1 is an error that names sample, row, layer and value.
+4. A sample has one row per token, or one less; fewer only with `allow_short`; never more.
+5. Rows before a start offset are unknown unless earlier turns supply them; where turns overlap they must agree.
+6. All recordings of a dump have the same layer axis.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import Literal, get_args
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
+from equipoise.core.routes import id_dtype
+from equipoise.routes.recording import Recording
+
+LastRow = Literal["recorded", "placeholder"]
+"""What the row of a sample's last token is: `recorded` a route like any other, where the row is there at all;
+`placeholder` filler that some trainers append to make rows and tokens equal in number, dropped on reading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMap:
+    """From the wire's layer axis to global layer numbers."""
+
+    numbers: tuple[int, ...]
+    """Global numbers of the MoE layers on the wire, ascending: the L axis of the routes."""
+    wire_L: tuple[int, ...]
+    """Place of each of them on the wire."""
+    dense: tuple[tuple[int, int], ...] = ()
+    """(place, global number) of the dense layers on the wire; they hold no routes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStream(Iterator[SampleRoutes]):
+    """Samples one after another, and the layers they all have."""
+
+    samples: Iterator[SampleRoutes]
+    layer_numbers: tuple[int, ...]
+    """Global layer number of each entry of the L axis."""
+
+    def __next__(self) -> SampleRoutes:
+        return next(self.samples)
+
+
+def interpret(
+    recordings: Iterable[Recording], *, model: ModelShape, last_row: LastRow = "recorded", allow_short: bool = False
+) -> SampleStream:
+    """Turn recordings into samples of routes, one at a time.
+
+    Args:
+        recordings: what a reader yields; turns of one sample share its name and follow each other
+        model: whose layers and experts they are
+        last_row: what the row of a sample's last token is
+        allow_short: accept samples with fewer rows than tokens - 1; their last tokens stay without a route
+    """
+    if last_row not in get_args(LastRow):
+        raise RoutesError(f"last_row is {last_row!r}; it must be one of {', '.join(get_args(LastRow))}")
+    stream = iter(recordings)
+    first = next(stream, None)
+    if first is None:
+        return SampleStream(iter(()), model.layer_numbers)
+    layer_map = _map_of(first, model)
+    rules = _Rules(model=model, first=first, layer_map=layer_map, last_row=last_row, allow_short=allow_short)
+    return SampleStream(_samples(chain([first], stream), rules), layer_map.numbers)
+
+
+def map_layers(num_wire_layers: int, model: ModelShape) -> LayerMap:
+    """Map a wire's unnamed layer axis by its length: all decoder layers, or the MoE layers in order."""
+    if num_wire_layers == model.hidden_layers:
+        return map_named_layers(range(num_wire_layers), model)
+    if num_wire_layers == model.layers:
+        return map_named_layers(model.layer_numbers, model)
+    hint = "a capture of some layers only, such as one pipeline stage's, must name them"
+    if model.mtp_layers and num_wire_layers - model.mtp_layers in (model.hidden_layers, model.layers):
+        hint = f"are the {model.mtp_layers} MTP layers in it? They are never part of recorded routes: cut them off"
+    raise RoutesError(
+        f"{num_wire_layers} layers on the wire; {model.name!r} has {model.hidden_layers} decoder layers, "
+        f"{model.layers} of them MoE; {hint}"
+    )
+
+
+def map_named_layers(numbers: Sequence[int], model: ModelShape) -> LayerMap:
+    """Map a wire's layer axis whose global layer numbers are known; they may be some of the model's layers."""
+    strangers = sorted(n for n in set(numbers) if not 0 <= n < model.hidden_layers)
+    if strangers or len(set(numbers)) != len(numbers):
+        wrong = f"layer {strangers[0]}" if strangers else "a layer twice"
+        raise RoutesError(
+            f"the recording names {wrong}; {model.name!r} has decoder layers 0..{model.hidden_layers - 1}"
+        )
+    moe = set(model.layer_numbers)
+    kept = sorted((number, place) for place, number in enumerate(numbers) if number in moe)
+    if not kept:
+        raise RoutesError(f"the recording names no MoE layer of {model.name!r}, only {sorted(numbers)}")
+    return LayerMap(
+        numbers=tuple(number for number, _ in kept),
+        wire_L=tuple(place for _, place in kept),
+        dense=tuple((place, number) for place, number in enumerate(numbers) if number not in moe),
+    )
+
+
+def wire_rows(sample: SampleRoutes, routes: Routes, *, dtype: np.dtype | type, all_layers: bool = True) -> np.ndarray:
+    """Return a sample's rows as engines hand them out: unknown rows -1, dense layers zero. For writers.
+
+    Args:
+        sample: one sample of `routes`
+        routes: all of them, which know the model and the layers
+        dtype: a signed dtype where a row is unknown
+        all_layers: whether the layer axis has all decoder layers, or just those of `routes`
+
+    Returns:
+        [T, layers on the wire, K]
+    """
+    target = np.dtype(dtype)
+    if routes.model.experts - 1 > np.iinfo(target).max:
+        raise RoutesError(f"expert {routes.model.experts - 1} does not fit {target}; write the native store instead")
+    if all_layers and routes.layer_numbers != routes.model.layer_numbers:
+        raise RoutesError(
+            f"routes hold {len(routes.layer_numbers)} of {routes.model.layers} MoE layers; this form cannot name them; "
+            "write the native store instead"
+        )
+    if sample.padding_T is not None and sample.padding_T.any():
+        raise RoutesError(
+            f"sample {sample.name!r}: {int(sample.padding_T.sum())} padding rows, which this form cannot mark; "
+            "write the native store instead"
+        )
+    ids_TLK = sample.ids_TLK.astype(target)
+    if sample.known_TL is not None and not sample.known_TL.all():
+        if target.kind != "i":
+            raise RoutesError(f"sample {sample.name!r}: {target} cannot hold -1, which marks unknown rows")
+        ids_TLK[~sample.known_TL] = -1
+    if not all_layers:
+        return ids_TLK
+    rows = np.zeros((sample.num_rows, routes.model.hidden_layers, routes.model.top_k), dtype=target)
+    rows[:, list(routes.layer_numbers)] = ids_TLK
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """What holds for all recordings of one dump."""
+
+    model: ModelShape
+    first: Recording
+    layer_map: LayerMap
+    last_row: LastRow
+    allow_short: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Interpreted rows of one or more turns: those of tokens `[0, T)`, every mask present."""
+
+    ids_TLK: np.ndarray
+    known_TL: np.ndarray
+    padding_T: np.ndarray
+    segments: tuple[Segment, ...] = field(default=())
+
+
+def _map_of(recording: Recording, model: ModelShape) -> LayerMap:
+    try:
+        if recording.layer_numbers is None:
+            return map_layers(recording.rows.shape[1], model)
+        return map_named_layers(recording.layer_numbers, model)
+    except RoutesError as error:
+        raise RoutesError(f"sample {recording.name!r}: {error}") from error
+
+
+def _samples(recordings: Iterable[Recording], rules: _Rules) -> Iterator[SampleRoutes]:
+    seen: set[str] = set()
+    for name, group in groupby(recordings, key=lambda recording: recording.name):
+        turns = list(group)
+        if name in seen and turns[0].start > 0:
+            raise RoutesError(
+                f"sample {name!r}: a turn from token {turns[0].start} stands apart from its earlier turns"
+            )
+        seen.add(name)
+        yield _sample(turns, rules)
+
+
+def _sample(turns: list[Recording], rules: _Rules) -> SampleRoutes:
+    name = turns[0].name
+    if any(turn.padding is not None and turn.padding.any() for turn in turns) and (len(turns) > 1 or turns[0].start):
+        raise RoutesError(f"sample {name!r}: padding rows in a sample of several turns or with a start offset")
+    rows, tokens, num_tokens = _empty(rules), None, 0
+    for turn in turns:
+        _check_axis(turn, rules)
+        tokens = _extend_tokens(name, tokens, turn.tokens)
+        num_tokens = _count_tokens(turn)
+        rows = _append(name, rows, _place(turn, rules), turn)
+    _check_rows(name, len(rows.ids_TLK) - int(rows.padding_T.sum()), num_tokens, rules)
+    return SampleRoutes(
+        name=name,
+        ids_TLK=rows.ids_TLK,
+        num_tokens=num_tokens,
+        known_TL=None if rows.known_TL.all() else rows.known_TL,
+        padding_T=rows.padding_T if rows.padding_T.any() else None,
+        segments=() if len(rows.segments) == 1 and not rows.segments[0].weight_version else rows.segments,
+        tokens_T=tokens,
+    )
+
+
+def _empty(rules: _Rules) -> _Rows:
+    layers = len(rules.layer_map.numbers)
+    return _Rows(
+        ids_TLK=np.zeros((0, layers, rules.model.top_k), dtype=id_dtype(rules.model.experts)),
+        known_TL=np.zeros((0, layers), dtype=bool),
+        padding_T=np.zeros(0, dtype=bool),
+    )
+
+
+def _check_axis(turn: Recording, rules: _Rules) -> None:
+    """Layers and top-k of this turn against the dump's first recording and the model."""
+    layers, top_k = turn.rows.shape[1:]
+    if top_k != rules.model.top_k:
+        raise RoutesError(
+            f"sample {turn.name!r}: {top_k} ids per row; {rules.model.name!r} chooses {rules.model.top_k} experts"
+        )
+    first = rules.first
+    if layers != first.rows.shape[1] or turn.layer_numbers != first.layer_numbers:
+        raise RoutesError(
+            f"sample {turn.name!r} has {layers} layers {turn.layer_numbers or ''}, sample {first.name!r} has "
+            f"{first.rows.shape[1]} {first.layer_numbers or ''}; all samples of a dump must have the same layers"
+        )
+
+
+def _count_tokens(turn: Recording) -> int:
+    """Tokens up to the end of this turn; as many as there are rows where the dump does not say."""
+    if turn.num_tokens is not None:
+        return turn.num_tokens
+    if turn.tokens is not None:
+        return len(turn.tokens)
+    padding = 0 if turn.padding is None else int(turn.padding.sum())
+    return turn.start + len(turn.rows) - padding
+
+
+def _place(turn: Recording, rules: _Rules) -> _Rows:
+    """Interpret one turn's rows, as if they were all there is."""
+    keep = _kept_rows(turn, rules.last_row)
+    rows = turn.rows if keep is None else turn.rows[keep]
+    padding_T = np.zeros(len(turn.rows), dtype=bool) if turn.padding is None else turn.padding
+    padding_T = padding_T if keep is None else padding_T[keep]
+    _refuse_dense(turn.name, rows[~padding_T] if padding_T.any() else rows, rules.layer_map)
+    if rules.layer_map.wire_L != tuple(range(rows.shape[1])):
+        rows = rows[:, list(rules.layer_map.wire_L)]
+    _refuse_range(turn, rows, rules)
+    known_TL = _known(rows, padding_T)
+    dtype = id_dtype(rules.model.experts)
+    if known_TL.all():
+        return _Rows(ids_TLK=rows.astype(dtype, copy=False), known_TL=known_TL, padding_T=padding_T)
+    ids_TLK = np.where(known_TL[:, :, None], rows, 0).astype(dtype, copy=False)
+    return _Rows(ids_TLK=ids_TLK, known_TL=known_TL, padding_T=padding_T)
+
+
+def _kept_rows(turn: Recording, last_row: LastRow) -> np.ndarray | None:
+    """[rows] bool without the placeholder, or None to keep every row."""
+    if last_row == "recorded":
+        return None
+    real = np.arange(len(turn.rows)) if turn.padding is None else np.flatnonzero(~turn.padding)
+    if not len(real) or turn.start + len(real) != _count_tokens(turn):
+        return None
+    keep = np.ones(len(turn.rows), dtype=bool)
+    keep[real[-1]] = False
+    return keep
+
+
+def _refuse_dense(name: str, rows: np.ndarray, layer_map: LayerMap) -> None:
+    for place, number in layer_map.dense:
+        # -1 marks a missing row in every layer, dense ones too.
+        bad = (rows[:, place] != 0) & (rows[:, place] != -1)
+        if bad.any():
+            row, column = (int(i) for i in np.argwhere(bad)[0])
+            raise RoutesError(
+                f"sample {name!r}: row {row} holds expert {int(rows[row, place, column])} in dense layer {number}; "
+                "is the layer axis shifted, or is this another model's recording?"
+            )
+
+
+def _refuse_range(turn: Recording, rows: np.ndarray, rules: _Rules) -> None:
+    experts = rules.model.experts
+    if not rows.size or (int(rows.max()) < experts and int(rows.min()) >= -1):
+        return
+    row, layer, column = (int(i) for i in np.argwhere((rows >= experts) | (rows < -1))[0])
+    raise RoutesError(
+        f"sample {turn.name!r}: token {turn.start + row}, layer {rules.layer_map.numbers[layer]} holds expert "
+        f"{int(rows[row, layer, column])}; {rules.model.name!r} has experts 0..{experts - 1}. "
+        "Are these physical ids, or another model's?"
+    )
+
+
+def _known(rows: np.ndarray, padding_T: np.ndarray) -> np.ndarray:
+    """[T, L] bool: rows that are routes."""
+    known_TL = np.ones(rows.shape[:2], dtype=bool)
+    if rows.shape[2] > 1:
+        # Two equal leading ids are rare in good data: compare all k only where they occur.
+        token, layer = np.nonzero(rows[:, :, 0] == rows[:, :, 1])
+        suspect = rows[token, layer]
+        known_TL[token, layer] = ~(suspect == suspect[:, :1]).all(axis=1)
+    known_TL[padding_T] = True
+    if rows.dtype.kind == "i":
+        known_TL &= ~(rows < 0).any(axis=2)
+    return known_TL
+
+
+def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
+    """Put a turn's rows behind those so far: a gap stays unknown, an overlap must agree."""
+    have, start = len(rows.ids_TLK), turn.start
+    overlap = min(max(have - start, 0), len(more.ids_TLK))
+    if overlap:
+        rows = _merge_overlap(name, rows, more, start=start, overlap=overlap)
+    gap = max(start - have, 0)
+    fresh = slice(overlap, None)
+    layers, top_k = rows.ids_TLK.shape[1:]
+    unknown_TLK = np.zeros((gap, layers, top_k), dtype=rows.ids_TLK.dtype)
+    parts = ([Segment(start=have, stop=start)] if gap else []) + [
+        Segment(start=have + gap, stop=have + gap + len(more.ids_TLK) - overlap, weight_version=turn.weight_version)
+    ]
+    segments = (*rows.segments, *(s for s in parts if s.stop > s.start))
+    if not have and not gap:
+        return replace(more, segments=segments)
+    return _Rows(
+        ids_TLK=np.concatenate([rows.ids_TLK, unknown_TLK, more.ids_TLK[fresh]]),
+        known_TL=np.concatenate([rows.known_TL, np.zeros((gap, layers), dtype=bool), more.known_TL[fresh]]),
+        padding_T=np.concatenate([rows.padding_T, np.zeros(gap, dtype=bool), more.padding_T[fresh]]),
+        segments=segments,
+    )
+
+
+def _merge_overlap(name: str, rows: _Rows, more: _Rows, *, start: int, overlap: int) -> _Rows:
+    here, there = slice(start, start + overlap), slice(0, overlap)
+    old, new = rows.ids_TLK[here], more.ids_TLK[there]
+    both_TL = rows.known_TL[here] & more.known_TL[there]
+    differ_TL = both_TL & (np.sort(old, axis=2) != np.sort(new, axis=2)).any(axis=2)
+    if differ_TL.any():
+        raise RoutesError(
+            f"sample {name!r}: two turns give token {start + int(np.argwhere(differ_TL)[0][0])} different routes; "
+            "record later turns from their own start, or give re-generated samples their own name"
+        )
+    ids_TLK, known_TL = rows.ids_TLK.copy(), rows.known_TL.copy()
+    ids_TLK[here] = np.where(rows.known_TL[here][:, :, None], old, new)
+    known_TL[here] |= more.known_TL[there]
+    return replace(rows, ids_TLK=ids_TLK, known_TL=known_TL)
+
+
+def _extend_tokens(name: str, tokens: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
+    """The later turn's token ids, which must continue the earlier ones."""
+    if tokens is None or more is None:
+        return more
+    common = min(len(tokens), len(more))
+    differ = np.flatnonzero(tokens[:common] != more[:common])
+    if len(differ):
+        raise RoutesError(
+            f"sample {name!r}: two turns disagree on token {int(differ[0])}; they are not turns of one sample"
+        )
+    return more
+
+
+def _check_rows(name: str, num_rows: int, num_tokens: int, rules: _Rules) -> None:
+    if num_rows > num_tokens:
+        raise RoutesError(
+            f"sample {name!r}: {num_rows} rows for {num_tokens} tokens; at most one row per token. "
+            "Does the recording belong to another sample?"
+        )
+    if num_rows < num_tokens - 1 and not rules.allow_short:
+        raise RoutesError(
+            f"sample {name!r}: {num_rows} rows for {num_tokens} tokens; expected {num_tokens} or {num_tokens - 1}. "
+            "Did the recording stop early? allow_short accepts it and leaves the other tokens without a route"
+        )

@@ -1,0 +1,158 @@
+"""slime samples: `slime`, read and written. Checked with THUDM/slime 624b824a (2026-08-21).
+
+One of three containers:
+1. the debug dump of a rollout (`--save-debug-rollout-data`), a `.pt` of `{"rollout_id": 7, "samples": [sample, ...]}`;
+2. a list of samples, as dicts or `Sample` objects;
+3. the training form, one dict of lists over samples: `{"tokens": [...], "rollout_routed_experts": [...]}`.
+
+A sample has
+    tokens                    list or 1-D integer tensor: prompt and response
+    rollout_routed_experts    [len(tokens) - 1, decoder layers, K] int32 (any integer dtype, nested lists too); dense
+                              layers are zero. None: nothing was captured, every row is unknown
+    weight_versions           list of str, one per generation that made the sample; optional
+    index                     int: the sample is then called "sample <index>", else by its place
+
+slime records no boundaries between the versions of a sample: where they differ they are joined by "," into the
+sample's one version. Padding is added later, by the trainer (distinct ids counting up from 0, modulo the experts), and
+is not part of this form. Files with pickled numpy arrays are refused: they would have to be unpickled.
+
+Writing: the debug dump, unknown rows -1, `metadata["name"]` holding the sample's name.
+
+Invariants (asserted by the tests):
+1. The three containers of the same samples give the same routes.
+2. A sample without capture has unknown rows, not zeros, and no effect on its neighbours.
+3. write, read, equal, with tokens and one weight version per sample.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.routes.format import Format
+from equipoise.routes.interpret import wire_rows
+from equipoise.routes.recording import Recording
+from equipoise.routes.source import Source, integer_array, write_torch
+
+_KEY = "rollout_routed_experts"
+
+
+def _field(sample: Any, key: str) -> Any:
+    return sample.get(key) if isinstance(sample, Mapping) else getattr(sample, key, None)
+
+
+def _has(sample: Any, key: str) -> bool:
+    return key in sample if isinstance(sample, Mapping) else hasattr(sample, key)
+
+
+def _matches(source: Source) -> bool:
+    record = source.first()
+    if isinstance(record, Mapping) and isinstance(record.get("samples"), list) and record["samples"]:
+        record = record["samples"][0]
+    return _has(record, _KEY) and _has(record, "tokens")
+
+
+def _read(source: Source, model: ModelShape) -> Iterator[Recording]:
+    seen: set[str] = set()
+    for place, sample in _samples(source):
+        name = _name(sample, place)
+        # Samples split from one rollout can share its index; a name stands for one sample only.
+        name = f"{name} ({place})" if name in seen else name
+        seen.add(name)
+        yield _recording(sample, name, title=f"{source.name} {place}", model=model)
+
+
+def _samples(source: Source) -> Iterator[tuple[str, Any]]:
+    """(place, sample) from any of the three containers."""
+    for place, record in source.nonempty_records():
+        if isinstance(record, Mapping) and "samples" in record:
+            if not isinstance(record["samples"], list):
+                raise RoutesError(f"{source.name} {place}: samples must be a list, got {_type(record['samples'])}")
+            for i, sample in enumerate(record["samples"]):
+                yield f"sample {i}" if place == "record 0" else f"{place} sample {i}", sample
+        elif isinstance(record, Mapping) and _is_training_form(record):
+            yield from _training_samples(f"{source.name} {place}", record)
+        else:
+            yield place, record
+
+
+def _is_training_form(record: Mapping[str, Any]) -> bool:
+    """Lists over samples: the tokens of the first are themselves a list or an array."""
+    tokens = record.get("tokens")
+    return isinstance(tokens, list) and bool(tokens) and hasattr(tokens[0], "__len__")
+
+
+def _training_samples(title: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    tokens, routes = record["tokens"], record.get(_KEY)
+    if not isinstance(routes, list) or len(routes) != len(tokens):
+        count = len(routes) if isinstance(routes, list) else "no list of"
+        raise RoutesError(f"{title}: {len(tokens)} samples in tokens, {count} in {_KEY}")
+    versions = record.get("weight_versions")
+    if not isinstance(versions, list) or len(versions) != len(tokens):
+        versions = [None] * len(tokens)
+    for i, (sample_tokens, rows, version) in enumerate(zip(tokens, routes, versions, strict=True)):
+        yield f"sample {i}", {"tokens": sample_tokens, _KEY: rows, "weight_versions": version}
+
+
+def _name(sample: Any, place: str) -> str:
+    metadata = _field(sample, "metadata")
+    given = metadata.get("name") if isinstance(metadata, Mapping) else None
+    if isinstance(given, str) and given:
+        return given
+    index = _field(sample, "index")
+    return f"sample {index}" if isinstance(index, int) and not isinstance(index, bool) else place
+
+
+def _recording(sample: Any, name: str, *, title: str, model: ModelShape) -> Recording:
+    if not _has(sample, "tokens") or not _has(sample, _KEY):
+        raise RoutesError(f"{title}: a slime sample has tokens and {_KEY}; got {_type(sample)}")
+    tokens = integer_array(f"{title}: tokens", _field(sample, "tokens"), ndim=1)
+    rows = _field(sample, _KEY)
+    if rows is None:
+        rows = np.full((max(len(tokens) - 1, 0), model.hidden_layers, model.top_k), -1, dtype=np.int32)
+    else:
+        rows = integer_array(f"{title}: {_KEY}", rows, ndim=3)
+    version = _version(title, _field(sample, "weight_versions"))
+    return Recording(name=name, rows=rows, num_tokens=len(tokens), tokens=tokens, weight_version=version)
+
+
+def _version(title: str, versions: Any) -> str:
+    if versions is None:
+        return ""
+    if not isinstance(versions, list | tuple) or not all(isinstance(v, str | int) for v in versions):
+        raise RoutesError(f"{title}: weight_versions must be a list of names, got {_type(versions)}")
+    return ",".join(dict.fromkeys(str(v) for v in versions))
+
+
+def _type(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _write(routes: Routes, path: Path) -> None:
+    samples = []
+    for i, sample in enumerate(routes):
+        tokens = np.zeros(sample.num_tokens, dtype=np.int64) if sample.tokens_T is None else sample.tokens_T
+        samples.append(
+            {
+                "index": i,
+                "tokens": tokens.tolist(),
+                _KEY: wire_rows(sample, routes, dtype=np.int32),
+                "weight_versions": list(dict.fromkeys(s.weight_version for s in sample.segments if s.weight_version)),
+                "metadata": {"name": sample.name},
+            }
+        )
+    write_torch({"rollout_id": 0, "samples": samples}, path)
+
+
+FORMATS = (
+    Format(
+        name="slime",
+        summary="slime samples: tokens and rollout_routed_experts, as its debug dump or training lists",
+        suffixes=(".pt",),
+        matches=_matches,
+        read=_read,
+        write=_write,
+    ),
+)

@@ -1,0 +1,281 @@
+"""verl batches: `verl` (padded) and `verl-jagged`, read and written. Checked with verl 1dda039b (2026-08-22).
+
+`verl`: one batch as `.npz`, `.pt` (weights only), a dict, a TensorDict or a DataProto, or a list of such batches, with
+    routed_experts   [bsz, prompt + response, layers, K] int16 (any integer dtype is read): ids by token position;
+                     prompts are padded on the left, responses on the right, filler rows are 0
+    attention_mask   [bsz, prompt + response] 0 or 1: 1 on the tokens of a sample, which stand together
+    input_ids        [bsz, prompt + response] token ids, optional
+`verl-jagged`: the same without padding, as `left_right_2_no_padding` makes it, with
+    routed_experts   jagged nested tensor [bsz, j, layers, K]; input_ids, optional, jagged [bsz, j]
+                     (`.pt`, dict, TensorDict; a bare nested tensor is read too)
+    or, as `.npz` or a dict of arrays: the nested tensor's parts
+    values [sum of j, layers, K]; offsets [bsz + 1] ascending from 0; input_ids [sum of j], optional
+
+layers is all decoder layers (dense ones zero) or the MoE layers only. A sample is called "row i", with the batch's
+place in front where there are several.
+
+The last token of a sample is sampled but never forwarded, so verl fills its row with zeros and does not replay it: a
+last row that is zero in every layer is that filler and is not read as a row. (In mode R2 the trainer records the last
+row too; it is then read.) Trailing zero rows before it, which multi-turn loops leave, are unknown; where K is 1, so
+that zero rows cannot be told by their equal ids, they are set to -1.
+
+Writing: every sample begins in column 0; unknown rows are -1, never 0. Weight versions have no place in this form.
+
+Invariants (asserted by the tests):
+1. A row belongs to the token that the attention mask puts it at, whatever the padding.
+2. An id outside the attention mask is an error: mask and routes are then shifted against each other.
+3. write, read, equal for samples of T or T-1 rows, with masks and tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
+from equipoise.routes.format import Format
+from equipoise.routes.interpret import wire_rows
+from equipoise.routes.recording import Recording
+from equipoise.routes.source import Source, integer_array, is_tensor, plain_array, write_npz, write_torch
+
+_KEY = "routed_experts"
+
+
+def _fields(record: Any) -> Mapping[Any, Any]:
+    """The named arrays of a batch; none where the record is no batch."""
+    batch = getattr(record, "batch", record)  # a DataProto keeps its tensors there
+    if isinstance(batch, Mapping):
+        return batch
+    if hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
+        return {key: batch[key] for key in batch.keys()}  # noqa: SIM118  # a TensorDict iterates over rows, not keys
+    return {}
+
+
+def _ndim(value: Any) -> int:
+    """Axes of an array or tensor, -1 for anything else; lists are not looked into."""
+    return int(getattr(value, "ndim", -1)) if isinstance(value, np.ndarray) or is_tensor(value) else -1
+
+
+def _is_nested(value: Any) -> bool:
+    return is_tensor(value) and bool(getattr(value, "is_nested", False))
+
+
+def _matches_padded(source: Source) -> bool:
+    fields = _fields(source.first())
+    value = fields.get(_KEY)
+    return not _is_nested(value) and _ndim(value) == 4 and _ndim(fields.get("attention_mask")) == 2
+
+
+def _matches_jagged(source: Source) -> bool:
+    record = source.first()
+    if _is_nested(record):
+        return _ndim(record) == 4
+    fields = _fields(record)
+    if _is_nested(fields.get(_KEY)):
+        return True
+    return _ndim(fields.get("values")) == 3 and _ndim(fields.get("offsets")) == 1
+
+
+def _read_padded(source: Source, model: ModelShape) -> Iterator[Recording]:
+    for place, record in source.nonempty_records():
+        fields, title = _fields(record), f"{source.name} {place}"
+        missing = [key for key in (_KEY, "attention_mask") if key not in fields]
+        if missing:
+            raise RoutesError(f"{title}: no {missing[0]!r}; a padded verl batch has routed_experts and attention_mask")
+        ids = integer_array(f"{title}: routed_experts", fields[_KEY], ndim=4)
+        mask = _mask(f"{title}: attention_mask", fields["attention_mask"], ids.shape[:2])
+        tokens = fields.get("input_ids")
+        if tokens is not None:
+            tokens = integer_array(f"{title}: input_ids", tokens, ndim=2)
+            _check_shape(f"{title}: input_ids", tokens.shape, ids.shape[:2])
+        for b in range(len(ids)):
+            begin, end = _span(f"{title}: row {b}", mask[b], ids[b])
+            yield _recording(
+                _name(place, b), ids[b, begin:end], tokens=None if tokens is None else tokens[b, begin:end]
+            )
+
+
+def _mask(what: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    mask = plain_array(value)
+    if mask is None or mask.dtype.kind not in "iub":
+        raise RoutesError(f"{what} must hold 0 and 1")
+    _check_shape(what, mask.shape, shape)
+    if not np.isin(mask, (0, 1)).all():
+        raise RoutesError(f"{what} must hold 0 and 1")
+    return mask.astype(bool)
+
+
+def _check_shape(what: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if got != wanted:
+        raise RoutesError(f"{what} has shape {list(got)}; routed_experts needs {list(wanted)}")
+
+
+def _span(what: str, mask: np.ndarray, ids: np.ndarray) -> tuple[int, int]:
+    """Columns `[begin, end)` of a sample's tokens."""
+    columns = np.flatnonzero(mask)
+    begin, end = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 0)
+    if end - begin != len(columns):
+        hole = begin + int(np.flatnonzero(~mask[begin:end])[0])
+        raise RoutesError(f"{what}: attention_mask has a hole at column {hole}; the tokens of a sample stand together")
+    outside = np.flatnonzero(ids.reshape(len(ids), -1).any(axis=1) & ~mask)
+    if len(outside):
+        raise RoutesError(
+            f"{what}: column {int(outside[0])} holds ids outside the attention mask (columns {begin}..{end - 1}); "
+            "mask and routes are shifted against each other"
+        )
+    return begin, end
+
+
+def _read_jagged(source: Source, model: ModelShape) -> Iterator[Recording]:
+    for place, record in source.nonempty_records():
+        title = f"{source.name} {place}"
+        rows, tokens = _jagged_parts(title, record)
+        for b, sample_rows in enumerate(rows):
+            yield _recording(_name(place, b), sample_rows, tokens=None if tokens is None else tokens[b])
+
+
+def _jagged_parts(title: str, record: Any) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Rows of each sample, and its tokens where the batch has them."""
+    fields = {_KEY: record} if _is_nested(record) else _fields(record)
+    nested, tokens = fields.get(_KEY), fields.get("input_ids")
+    if _is_nested(nested):
+        rows = _unbind(f"{title}: routed_experts", nested, ndim=3)
+        if tokens is None:
+            return rows, None
+        if not _is_nested(tokens):
+            raise RoutesError(f"{title}: routed_experts is jagged, input_ids is not")
+        parts = _unbind(f"{title}: input_ids", tokens, ndim=1)
+    else:
+        if "values" not in fields or "offsets" not in fields:
+            raise RoutesError(f"{title}: neither a jagged routed_experts nor values and offsets")
+        values = integer_array(f"{title}: values", fields["values"], ndim=3)
+        edges = _edges(title, fields["offsets"], len(values))
+        rows = np.split(values, edges) if edges is not None else []
+        if tokens is None:
+            return rows, None
+        flat = integer_array(f"{title}: input_ids", tokens, ndim=1)
+        _check_shape(f"{title}: input_ids", flat.shape, values.shape[:1])
+        parts = np.split(flat, edges) if edges is not None else []
+    if [len(part) for part in parts] != [len(part) for part in rows]:
+        raise RoutesError(f"{title}: input_ids and routed_experts have samples of different length")
+    return rows, parts
+
+
+def _unbind(what: str, nested: Any, *, ndim: int) -> list[np.ndarray]:
+    return [integer_array(f"{what} of row {b}", part, ndim=ndim) for b, part in enumerate(nested.unbind())]
+
+
+def _edges(title: str, value: Any, num_rows: int) -> np.ndarray | None:
+    """Inner edges between samples, None where there is no sample."""
+    offsets = integer_array(f"{title}: offsets", value, ndim=1).astype(np.int64)
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 0).any():
+        raise RoutesError(
+            f"{title}: offsets must ascend from 0 to the {num_rows} rows of values, got {offsets.tolist()}"
+        )
+    return offsets[1:-1] if len(offsets) > 1 else None
+
+
+def _name(place: str, row: int) -> str:
+    return f"row {row}" if place == "record 0" else f"{place} row {row}"
+
+
+def _recording(name: str, rows: np.ndarray, *, tokens: np.ndarray | None) -> Recording:
+    num_tokens = len(rows)
+    filled = np.flatnonzero(rows.any(axis=(1, 2)))
+    num_filled = int(filled[-1]) + 1 if len(filled) else 0
+    if num_filled < num_tokens:
+        rows = rows[:-1]
+        if rows.shape[2] == 1:
+            rows = np.where(np.arange(num_tokens - 1)[:, None, None] < num_filled, rows, np.int64(-1))
+    return Recording(name=name, rows=rows, num_tokens=num_tokens, tokens=tokens)
+
+
+def _write_padded(routes: Routes, path: Path) -> None:
+    width = max((sample.num_tokens for sample in routes), default=0)
+    model = routes.model
+    ids = np.zeros((len(routes), width, model.hidden_layers, model.top_k), dtype=np.int16)
+    mask = np.zeros((len(routes), width), dtype=np.int64)
+    for b, sample in enumerate(routes):
+        ids[b, : sample.num_tokens] = _token_rows(sample, routes)
+        mask[b, : sample.num_tokens] = 1
+    content = {_KEY: ids, "attention_mask": mask}
+    tokens = _tokens(routes)
+    if tokens:
+        padded = np.zeros((len(routes), width), dtype=np.int64)
+        for b, sample_tokens in enumerate(tokens):
+            padded[b, : len(sample_tokens)] = sample_tokens
+        content["input_ids"] = padded
+    _save(content, path)
+
+
+def _write_jagged(routes: Routes, path: Path) -> None:
+    rows = [_token_rows(sample, routes) for sample in routes]
+    tokens = _tokens(routes)
+    if path.suffix.lower() == ".pt":
+        _save_nested(rows, tokens, path)
+        return
+    shape = (0, routes.model.hidden_layers, routes.model.top_k)
+    content: dict[str, Any] = {
+        "values": np.concatenate([np.zeros(shape, dtype=np.int16), *rows]),
+        "offsets": np.cumsum([0] + [len(r) for r in rows], dtype=np.int64),
+    }
+    if tokens:
+        content["input_ids"] = np.concatenate(tokens)
+    _save(content, path)
+
+
+def _tokens(routes: Routes) -> list[np.ndarray]:
+    """Token ids of all samples, or none where a sample has none."""
+    tokens = [sample.tokens_T for sample in routes if sample.tokens_T is not None]
+    return tokens if len(tokens) == len(routes) else []
+
+
+def _token_rows(sample: SampleRoutes, routes: Routes) -> np.ndarray:
+    """One row per token: the recorded rows, -1 where the recording stopped early, zeros for the last token."""
+    rows = np.full((sample.num_tokens, routes.model.hidden_layers, routes.model.top_k), -1, dtype=np.int16)
+    if sample.num_rows < sample.num_tokens:
+        rows[-1] = 0
+    rows[: sample.num_rows] = wire_rows(sample, routes, dtype=np.int16)
+    return rows
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    if path.suffix.lower() == ".pt":
+        write_torch(content, path)
+    else:
+        write_npz(content, path)
+
+
+def _save_nested(rows: list[np.ndarray], tokens: list[np.ndarray], path: Path) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise RoutesError(f"{path} needs torch to be written; pip install 'equipoise[torch]', or write .npz") from error
+
+    def nested(parts: list[np.ndarray]) -> Any:
+        return torch.nested.as_nested_tensor([torch.from_numpy(np.array(p)) for p in parts], layout=torch.jagged)
+
+    if not rows:
+        raise RoutesError("a jagged tensor needs at least one sample; write .npz")
+    torch.save({_KEY: nested(rows), **({"input_ids": nested(tokens)} if tokens else {})}, path)
+
+
+FORMATS = (
+    Format(
+        name="verl",
+        summary="verl batch: routed_experts [bsz, prompt + response, layers, K] with attention_mask",
+        suffixes=(".npz", ".pt"),
+        matches=_matches_padded,
+        read=_read_padded,
+        write=_write_padded,
+    ),
+    Format(
+        name="verl-jagged",
+        summary="verl batch without padding: jagged routed_experts, or its values and offsets",
+        suffixes=(".npz", ".pt"),
+        matches=_matches_jagged,
+        read=_read_jagged,
+        write=_write_jagged,
+    ),
+)
