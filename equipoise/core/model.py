@@ -7,6 +7,7 @@ Invariants (asserted by the tests):
 1. `layers` is the number of MoE layers and equals `len(layer_numbers)`; layer numbers are global and ascending.
 2. A preset equals what `from_config` reads from the model's own published `config.json` figures.
 3. Any figure of a preset can be overridden; an unknown name is an error that lists the known ones.
+4. `from_figures(shape.figures())` is the shape again, also through JSON.
 """
 
 import json
@@ -136,6 +137,28 @@ class ModelShape(Value):
             figures["top_k"] = min(self.top_k, int(figures["experts"]))
         return replace(self, **figures)
 
+    def figures(self) -> dict[str, Any]:
+        """Return every field as plain JSON content; `from_figures` is the way back."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
+
+    @classmethod
+    def from_figures(cls, figures: Mapping[str, Any]) -> "ModelShape":
+        """Build the model that `figures` describes, or raise naming what is missing, unknown or of a wrong kind."""
+        known = {f.name for f in fields(cls)}
+        wrong = sorted(set(figures) ^ known)
+        if wrong:
+            state = "unknown" if wrong[0] in figures else "missing"
+            raise TopologyError(f"figures of a model: {wrong[0]!r} is {state}; they are {', '.join(sorted(known))}")
+        numbers = {
+            name: tuple(require_int(name, n, low=0, error=TopologyError) for n in _listed(name, figures[name]))
+            for name in ("layer_numbers", "hash_layers")
+        }
+        for name, kind in (("name", str), ("source", str), ("expert_bias", bool)):
+            if not isinstance(figures[name], kind):
+                raise TopologyError(f"figures of a model: {name} must be {kind.__name__}, got {figures[name]!r}")
+        return cls(**{**figures, **numbers})
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, *, name: str | None = None) -> "ModelShape":
         """Read a HF `config.json`, given as a path or as its content."""
@@ -190,6 +213,12 @@ _LOWEST = {
     "mtp_layers": 0,
     "weight_bytes": 1,
 }
+
+
+def _listed(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise TopologyError(f"figures of a model: {name} must be a list, got {value!r}")
+    return value
 
 
 def preset_names() -> list[str]:

@@ -23,7 +23,8 @@ def count_LE(sample: SampleRoutes, experts: int, *, padding: bool = False) -> np
 def unknown_L(sample: SampleRoutes) -> np.ndarray:
     """[L] tokens of the sample whose route is unknown, those without a row included."""
     known_TL, padding_T = _masks(sample)
-    return np.subtract(sample.num_tokens, (known_TL & ~padding_T[:, None]).sum(axis=0, dtype=np.int64))
+    known_L: np.ndarray = (known_TL & ~padding_T[:, None]).sum(axis=0, dtype=np.int64)
+    return np.asarray(sample.num_tokens - known_L)
 
 
 def pair_LEE(sample: SampleRoutes, experts: int) -> np.ndarray:
