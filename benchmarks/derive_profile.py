@@ -1,0 +1,147 @@
+"""Derive the hardware profile of one device from the measured profile of another, by published figures.
+
+    python benchmarks/derive_profile.py h100 -o equipoise/cost/profiles/h100.json
+    python benchmarks/derive_profile.py a100 -o equipoise/cost/profiles/a100.json
+
+Knows the file and the roofline; measures nothing and needs nothing but Python. Published figures come from
+`equipoise/core/presets/clusters`.
+
+The profile, one JSON object (nanoseconds and bytes; every part names its `source`):
+    format      "equipoise-profile-1"
+    device      the device's name
+    kind        "measured", or "derived" from a measured one
+    made_by, commit, driver, torch, date   what made the figures; of the measured profile where derived
+    compute     a list, one entry per expert shape:
+        hidden, expert_width    D and F of the expert
+        slots, rows             the axes of the tables: non-empty slots and total rows of one rank, ascending
+        forward_ns              [slots][rows] forward of the expert block
+        update_ns               [slots][rows] forward and backward, input and weight gradients
+        spread                  largest (p90 - p10) / median of any cell
+    attention   forward_flops_per_s, backward_flops_per_s: one layer's projections and causal attention; a pair of
+                tokens is counted once, backward is counted as twice the forward operations
+    pull        host_bytes_per_s, host_fixed_ns: pinned host memory to device; peer_*: another device of the node
+    add         bytes_per_s: gradient add, two reads and a write counted
+    all_to_all  inside_share, across_share of the published link rate inside and across nodes; fixed_ns per exchange
+
+Invariants (asserted by the tests):
+1. A derived cell is the measured one times the ratio of the two devices' floors (operations or bytes, the larger).
+2. Devices with the same figures have the same tables.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PROFILES = ROOT / "equipoise" / "cost" / "profiles"
+FORMAT = "equipoise-profile-1"
+BF16_BYTES = 2
+
+
+def published_figures(name: str) -> dict[str, int]:
+    """Read the device and link figures of a cluster preset."""
+    return dict(_read_preset(name)["figures"])
+
+
+def _read_preset(name: str) -> Any:
+    return json.loads((ROOT / "equipoise" / "core" / "presets" / "clusters" / f"{name}.json").read_text())
+
+
+def floor_s(rows: int, slots: int, *, shape: tuple[int, int], figures: dict[str, int]) -> float:
+    """Seconds that the forward of one cell takes at least, by operations or by bytes moved.
+
+    Backward does each of both twice more, so the ratio of two devices' floors holds for the update too.
+    """
+    hidden, width = shape
+    flops = 6 * hidden * width * rows
+    # Weights once; per row the input, the inner pair written and read, their product likewise, the output.
+    moved = BF16_BYTES * (3 * hidden * width * slots + rows * (2 * hidden + 6 * width))
+    return max(flops / figures["flops"], moved / figures["memory_bytes_per_s"])
+
+
+def derive(measured: dict[str, Any], *, base: str, target: str) -> dict[str, Any]:
+    """Return the profile of preset `target` from one measured on preset `base`.
+
+    Args:
+        measured: content of a measured profile
+        base: cluster preset of the device it was measured on
+        target: cluster preset of the device to derive
+    """
+    if measured["kind"] != "measured":
+        raise ValueError(f"the base profile is {measured['kind']!r}; derive from a measured one")
+    old, new = published_figures(base), published_figures(target)
+    said = f"derived from the profile measured on {measured['device']}"
+    flops = new["flops"] / old["flops"]
+    memory = new["memory_bytes_per_s"] / old["memory_bytes_per_s"]
+    return {
+        **measured,
+        "device": _read_preset(target)["device"],
+        "kind": "derived",
+        "made_by": f"python benchmarks/derive_profile.py {target}",
+        "compute": [_derive_compute(part, old=old, new=new, said=said) for part in measured["compute"]],
+        "attention": {
+            "forward_flops_per_s": round(measured["attention"]["forward_flops_per_s"] * flops),
+            "backward_flops_per_s": round(measured["attention"]["backward_flops_per_s"] * flops),
+            "source": f"{said}: times {flops:.4f}, the ratio of the published dense bf16 rates",
+        },
+        "pull": {
+            **measured["pull"],
+            "host_bytes_per_s": new["host_bytes_per_s"],
+            "peer_bytes_per_s": new["nvlink_bytes_per_s"],
+            "source": f"rates are the figures of the cluster preset {target}; fixed parts {said}, unchanged",
+        },
+        "add": {
+            "bytes_per_s": round(measured["add"]["bytes_per_s"] * memory),
+            "source": f"{said}: times {memory:.4f}, the ratio of the published memory bandwidths",
+        },
+    }
+
+
+def _derive_compute(part: dict[str, Any], *, old: dict[str, int], new: dict[str, int], said: str) -> dict[str, Any]:
+    shape = (part["hidden"], part["expert_width"])
+
+    def scaled(table: list[list[int]]) -> list[list[int]]:
+        return [
+            [
+                round(
+                    ns * floor_s(rows, slots, shape=shape, figures=new) / floor_s(rows, slots, shape=shape, figures=old)
+                )
+                for rows, ns in zip(part["rows"], line, strict=True)
+            ]
+            for slots, line in zip(part["slots"], table, strict=True)
+        ]
+
+    return {
+        **part,
+        "forward_ns": scaled(part["forward_ns"]),
+        "update_ns": scaled(part["update_ns"]),
+        "source": f"{said}: each cell times the ratio of the two devices' floors, the larger of operations over "
+        f"{new['flops']} per s (there {old['flops']}) and bytes over {new['memory_bytes_per_s']} per s "
+        f"(there {old['memory_bytes_per_s']}); cells bound by launches are overestimated; spread is the measured one",
+    }
+
+
+def write_profile(profile: dict[str, Any], path: Path) -> None:
+    """Write a profile as indented JSON, one line per table line."""
+    text = json.dumps(profile, indent=2)
+    flat = re.sub(r"\[\s*([\d.,\s]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
+    path.write_text(flat + "\n")
+
+
+def main() -> None:
+    """Derive, write the file, print it as the last line."""
+    parser = argparse.ArgumentParser(description="Derive one device's profile from another's.")
+    parser.add_argument("target", help="cluster preset of the device to derive, such as h100")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--base", default="h200", help="cluster preset and profile that was measured")
+    given = parser.parse_args()
+    measured = json.loads((PROFILES / f"{given.base}.json").read_text())
+    profile = derive(measured, base=given.base, target=given.target)
+    write_profile(profile, given.output)
+    print(json.dumps(profile))
+
+
+if __name__ == "__main__":
+    main()
