@@ -1,0 +1,189 @@
+"""The doctor's comparison of two recordings of the same tokens: an engine's with a trainer's, or before with after.
+
+    pairing      each sample has a partner of the same tokens, in the same order
+    agreement    share of routes with the same set of ids, layer by layer
+    token-order  no shift by one row makes the two agree better
+
+What to expect: a replayed recording agrees fully; an engine and a trainer that each route for themselves agree on
+about 0.9 of the routes (R3, arXiv 2510.11370: about 10 % of choices differ per router). Misaligned rows agree by
+chance only.
+
+1. Put the turns of a sample on one token axis, later turns over earlier ones.
+2. Sort the ids of each route: engines and trainers list the same experts in different orders.
+3. Compare where both have a route and a layer of the same number; then once more with one side moved by one row.
+
+Knows sorted ids. Does not know which side is right.
+
+Invariants (asserted by the tests):
+1. A recording agrees fully with itself, whatever the order of ids within a route.
+2. Agreement counts only routes that both sides have.
+3. Moving all rows by one fires `token-order`, and names the direction.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.routes.finding import Finding, Tally, judge
+from equipoise.routes.reading import Reading
+
+MIN_AGREEMENT = 0.8
+"""A layer below this is a finding: clearly under the 0.9 that two correct but independent recordings reach."""
+_SHIFTS = (0, 1, -1)
+_SHIFT_GAIN = 0.1
+"""A shift must agree on this much more of the routes than no shift, so that chance never points to one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One sample on its token axis."""
+
+    ids_TLK: np.ndarray
+    """[T, L, K] ids, sorted within each route."""
+    known_TL: np.ndarray
+    numbers_L: tuple[int, ...]
+
+
+class Agreement:
+    """Compares samples of two dumps, pair by pair. Keeps counts per layer and shift only."""
+
+    def __init__(self, min_agreement: float = MIN_AGREEMENT) -> None:
+        self.min_agreement = min_agreement
+        self.pairing = Tally()
+        self.same: dict[int, Counter[int]] = {shift: Counter() for shift in _SHIFTS}
+        self.seen: dict[int, Counter[int]] = {shift: Counter() for shift in _SHIFTS}
+        self.places: dict[int, str] = {}
+
+    def compare(self, first: list[Reading], second: list[Reading] | None) -> None:
+        """Take in one sample of the first dump and its partner, the turns of each."""
+        title = first[0].title
+        if second is None:
+            self.pairing.add(1, 1, lambda: f"{title} has no partner in the second recording")
+            return
+        differ = _first_different_token(first[-1], second[-1])
+        partner = second[0].title
+        self.pairing.add(int(differ is not None), 1, lambda: f"{title} and {partner} differ at token {differ}")
+        if differ is None:
+            self._count(title, _assemble(first), _assemble(second))
+
+    def add_unpaired(self, second: list[Reading]) -> None:
+        """Take in a sample that only the second dump has."""
+        title = second[0].title
+        self.pairing.add(1, 1, lambda: f"{title} of the second recording has no partner in the first")
+
+    def _count(self, title: str, first: _Side, second: _Side) -> None:
+        columns = (first.ids_TLK.shape[2], second.ids_TLK.shape[2])
+        if columns[0] != columns[1]:
+            return
+        common = [n for n in first.numbers_L if n in set(second.numbers_L)]
+        a, b = _only(first, common), _only(second, common)
+        for shift in _SHIFTS:
+            both_TL, same_TL = _compare(a, b, shift)
+            for i, number in enumerate(common):
+                self.seen[shift][number] += int(both_TL[:, i].sum())
+                self.same[shift][number] += int(same_TL[:, i].sum())
+                if shift == 0 and number not in self.places and not same_TL[both_TL[:, i], i].all():
+                    token = int(np.flatnonzero(both_TL[:, i] & ~same_TL[:, i])[0])
+                    self.places[number] = f"{title}, token {token}, layer {number}"
+
+    def rate(self, shift: int) -> float:
+        """Share of routes that agree when the second recording is moved by `shift` rows."""
+        seen = sum(self.seen[shift].values())
+        return sum(self.same[shift].values()) / seen if seen else 0.0
+
+    @property
+    def rate_by_layer(self) -> dict[int, float]:
+        """Agreement without a shift, by global layer number, ascending."""
+        seen = self.seen[0]
+        return {n: self.same[0][n] / seen[n] for n in sorted(seen) if seen[n]}
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Judge what was seen."""
+        advice = "compare recordings of the same samples in the same order; join them by sample id first"
+        return (
+            judge("pairing", self.pairing, unit="samples", advice=advice),
+            self._agreement(),
+            self._token_order(),
+        )
+
+    def _agreement(self) -> Finding:
+        rates, total = self.rate_by_layer, sum(self.seen[0].values())
+        low = [n for n, rate in rates.items() if rate < self.min_agreement]
+        worst = min(rates, key=lambda n: rates[n], default=-1)
+        return Finding(
+            check="agreement",
+            verdict="skipped" if not total else ("finding" if low else "good"),
+            count=total - sum(self.same[0].values()),
+            total=total,
+            first_place=self.places.get(low[0], "") if low else "",
+            detail=f"mean {self.rate(0):.3f}, worst layer {worst} {rates[worst]:.3f}" if rates else "",
+            advice=(
+                f"{len(low)} layers agree on less than {self.min_agreement:g}; about 0.9 is usual between an engine "
+                "and a trainer without replay, 1.0 with it: look for shifted rows, a wrong layer map, or other weights"
+                if low
+                else ""
+            ),
+            rate_L=tuple(rates.values()),
+        )
+
+    def _token_order(self) -> Finding:
+        total = sum(self.seen[0].values())
+        shift = max(_SHIFTS, key=self.rate)
+        moved = shift != 0 and self.rate(shift) > self.rate(0) + _SHIFT_GAIN
+        row = "later" if shift > 0 else "earlier"
+        return Finding(
+            check="token-order",
+            verdict="skipped" if not total else ("finding" if moved else "good"),
+            count=sum(self.same[shift].values()) if moved else 0,
+            total=sum(self.seen[shift].values()) if moved else total,
+            first_place=f"the second recording stands one row {row}" if moved else "",
+            detail=f"agreement {self.rate(0):.3f}, moved by one row {self.rate(1):.3f} / {self.rate(-1):.3f}"
+            if total
+            else "",
+            advice=(
+                "one side is off by one row: the first forwarded token is row 0 and the last token has none; "
+                "look where a row is dropped or put in front"
+                if moved
+                else ""
+            ),
+        )
+
+
+def _first_different_token(first: Reading, second: Reading) -> int | None:
+    """The first token in which both samples' known token ids differ; a shorter sample is cut, not different."""
+    a, b = first.recording.tokens, second.recording.tokens
+    if a is None or b is None:
+        return None
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
+    return int(differ[0]) if len(differ) else None
+
+
+def _assemble(turns: list[Reading]) -> _Side:
+    """Put the turns of one sample on its token axis."""
+    numbers = turns[0].numbers_L
+    columns = len(turns[0].ids_KTL)
+    fitting = [t for t in turns if t.numbers_L == numbers and len(t.ids_KTL) == columns]
+    length = max(t.recording.start + t.num_rows for t in fitting)
+    ids_TLK = np.zeros((length, len(numbers), columns), dtype=np.int64)
+    known_TL = np.zeros((length, len(numbers)), dtype=bool)
+    for turn in fitting:
+        span = slice(turn.recording.start, turn.recording.start + turn.num_rows)
+        ids_TLK[span] = np.sort(turn.ids_KTL.transpose(1, 2, 0), axis=2)
+        known_TL[span] = turn.routed_TL
+    return _Side(ids_TLK, known_TL, numbers)
+
+
+def _only(side: _Side, numbers: list[int]) -> _Side:
+    at = [side.numbers_L.index(n) for n in numbers]
+    return _Side(side.ids_TLK[:, at], side.known_TL[:, at], tuple(numbers))
+
+
+def _compare(first: _Side, second: _Side, shift: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where both have a route, and where it is the same; row t of the first meets row t + shift of the second."""
+    skip_a, skip_b = max(0, -shift), max(0, shift)
+    length = max(0, min(len(first.ids_TLK) - skip_a, len(second.ids_TLK) - skip_b))
+    a, b = slice(skip_a, skip_a + length), slice(skip_b, skip_b + length)
+    both_TL = first.known_TL[a] & second.known_TL[b]
+    return both_TL, both_TL & (first.ids_TLK[a] == second.ids_TLK[b]).all(axis=2)

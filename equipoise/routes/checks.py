@@ -1,0 +1,309 @@
+"""The doctor's checks of rows, layers, padding and weight versions.
+
+    rows-tokens         rows end at the last token (T) or one before it (T-1)
+    layer-map           the layer axis is all hidden layers, all MoE layers, or names the MoE layers one by one
+    top-k               as many ids per route as the model chooses experts
+    zero-layers         no MoE layer is zero throughout: such captures were not merged across pipeline stages
+    dense-layers        dense layers on the wire hold nothing (0 or -1)
+    missing-rows        every token but the last has a route in every layer
+    equal-rows          no route has k equal ids: those are fillers that were never recorded
+    padding             padding rows are not all sent to the same few experts
+    versions-in-sample  one sample, one version of the weights
+    versions-across     all samples of one version
+
+Checks of the ids themselves are in `id_checks.py`, of repeated rows in `stale.py`, of two recordings in `agreement.py`.
+Knows what is wrong with a dump. Does not know any wire form, and never raises on what a dump holds.
+
+Invariants (asserted by the tests):
+1. Breaking one thing in good data fires that thing's check and no other.
+2. Padding rows are seen by `padding` only; a filler in the row of the last token, which has no route, is nothing wrong.
+3. A dump that lacks what a check needs (token counts, versions, padding) is skipped by it.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from equipoise.core import ModelShape
+from equipoise.routes.finding import Check, Finding, Tally, judge
+from equipoise.routes.reading import Reading
+
+PADDING_SHARE = 0.5
+"""Padding is concentrated where one expert of a layer takes more than this share of the padding tokens."""
+_MIN_PADDING = 8
+"""Fewer padding tokens can neither be concentrated nor hurt."""
+
+
+class RowsTokens(Check):
+    """Rows against tokens: the last row is the last token's (T) or the one before (T-1)."""
+
+    name = "rows-tokens"
+    unit = "recordings"
+    advice = (
+        "rows do not reach the end of the sample, or pass it: look for a lost turn, a wrong start offset, "
+        "a dropped or doubled row where routes and tokens are joined"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.short_by: Counter[int] = Counter()
+
+    def look(self, reading: Reading) -> None:
+        recording = reading.recording
+        tokens = len(recording.tokens) if recording.tokens is not None else recording.num_tokens
+        if tokens is None:
+            return
+        named = tokens if recording.num_tokens is None else recording.num_tokens
+        stop = recording.start + reading.num_rows
+        self.short_by[tokens - stop] += 1
+        wrong = tokens - stop not in (0, 1) or named != tokens
+        words = f"{reading.num_rows} rows from token {recording.start} on, {named} tokens"
+        if named != tokens:
+            words += f", {tokens} token ids"
+        self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {words}")
+
+    def detail(self) -> str:
+        return f"T rows in {self.short_by[0]} recordings, T-1 in {self.short_by[1]}" if self.tally.total else ""
+
+
+class LayerMap(Check):
+    """The wire's layer axis: all hidden layers, the MoE layers, or numbers that name every MoE layer."""
+
+    name = "layer-map"
+    unit = "recordings"
+    advice = (
+        "layers cannot be mapped to the model's: check --model, merge the captures of all pipeline stages, "
+        "and leave MTP layers out"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.kinds: Counter[str] = Counter()
+
+    def look(self, reading: Reading) -> None:
+        kind, wrong = self._judge(reading)
+        self.kinds[kind] += 1
+        self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {kind}")
+
+    def _judge(self, reading: Reading) -> tuple[str, bool]:
+        model, on_wire = self.model, reading.recording.rows.shape[1]
+        if reading.recording.layer_numbers is not None:
+            return self._judge_named(reading.recording.layer_numbers)
+        if reading.layer_numbers is None:
+            words = f"{on_wire} layers; {model.name!r} has {model.hidden_layers}, of which {model.layers} are MoE"
+            if model.mtp_layers and on_wire in (
+                model.hidden_layers + model.mtp_layers,
+                model.layers + model.mtp_layers,
+            ):
+                words += f" (+ {model.mtp_layers} MTP)"
+            return words, True
+        return ("MoE layers only" if on_wire == model.layers else "all hidden layers"), False
+
+    def _judge_named(self, numbers: tuple[int, ...]) -> tuple[str, bool]:
+        strange = [n for n in numbers if not 0 <= n < self.model.hidden_layers]
+        absent = sorted(set(self.model.layer_numbers) - set(numbers))
+        if strange:
+            return f"layer {strange[0]} named; {self.model.name!r} has 0..{self.model.hidden_layers - 1}", True
+        if list(numbers) != sorted(set(numbers)):
+            return f"layer numbers do not ascend: {numbers}", True
+        if absent:
+            return f"MoE layer {absent[0]} is absent ({len(absent)} of {self.model.layers} are)", True
+        return "layers named by the dump", False
+
+    def detail(self) -> str:
+        return "; ".join(f"{kind}: {count}" for kind, count in self.kinds.most_common(3))
+
+
+class TopK(Check):
+    """As many ids per route as the model chooses experts."""
+
+    name = "top-k"
+    unit = "recordings"
+    advice = "check --model; drop the columns of fused shared experts before writing routes"
+
+    def look(self, reading: Reading) -> None:
+        columns = reading.recording.rows.shape[2]
+        wrong = columns != self.model.top_k
+        self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {columns} ids per route, top-{self.model.top_k} model")
+
+
+class ZeroLayers(Check):
+    """MoE layers that are zero throughout a recording."""
+
+    name = "zero-layers"
+    unit = "layers"
+    advice = (
+        "routes of these layers were never captured: merge the captures of all pipeline stages, or upgrade the engine"
+    )
+
+    def look(self, reading: Reading) -> None:
+        dead = np.flatnonzero(reading.dead_L).tolist()
+        layers = [reading.numbers_L[i] for i in dead]
+        self.tally.add(len(dead), len(reading.dead_L), lambda: f"{reading.title}, layers {layers}")
+
+
+class DenseLayers(Check):
+    """Dense layers on the wire hold nothing."""
+
+    name = "dense-layers"
+    unit = "layers"
+    advice = (
+        "ids stand where the model has no experts: the layer axis is shifted, or --model names the wrong dense layers"
+    )
+
+    def look(self, reading: Reading) -> None:
+        dense_TLK = reading.dense_TLK
+        # Written as two tests so that unsigned ids are never compared with -1.
+        filled_TLK = dense_TLK != 0
+        if dense_TLK.dtype.kind == "i":
+            filled_TLK &= dense_TLK != -1
+        filled = np.flatnonzero(filled_TLK.any(axis=(0, 2))).tolist()
+        layers = [reading.dense_numbers[i] for i in filled]
+        self.tally.add(len(filled), dense_TLK.shape[1], lambda: f"{reading.title}, layers {layers}")
+
+
+class MissingRows(Check):
+    """Tokens without a route: -1 rows, and tokens before a start offset that no earlier turn covers."""
+
+    name = "missing-rows"
+    advice = (
+        "these tokens will be routed natively and the plan cannot foresee them: record prompts and every turn, "
+        "or accept the share as uncovered"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.sample = -1
+        self.covered = 0
+
+    def look(self, reading: Reading) -> None:
+        recording = reading.recording
+        if reading.sample != self.sample:
+            self.sample, self.covered = reading.sample, 0
+        gap = max(0, recording.start - self.covered)
+        layers = len(reading.numbers_L)
+        before = f"{reading.title}, tokens {self.covered} to {recording.start - 1} have no row"
+        self.tally.add(gap * layers, gap * layers, lambda: before)
+        self.covered = max(self.covered, recording.start + reading.num_rows)
+
+        missing_TL = reading.missing_TL[: reading.num_judged]
+        self.tally.add(int(missing_TL.sum()), missing_TL.size, lambda: reading.place(missing_TL))
+
+
+class EqualRows(Check):
+    """Routes of k equal ids."""
+
+    name = "equal-rows"
+    advice = "fillers stand where routes should be (0 is a valid expert): write -1 for rows that were not recorded"
+
+    def look(self, reading: Reading) -> None:
+        if len(reading.ids_KTL) > 1:
+            bad_TL = reading.equal_TL[: reading.num_judged]
+            self.tally.add(int(bad_TL.sum()), bad_TL.size, lambda: reading.place(bad_TL))
+
+
+class Padding(Check):
+    """How many rows are padding, and which experts they are sent to."""
+
+    name = "padding"
+    unit = "rows"
+    advice = (
+        "padding is dispatched too, here to the same few experts and so to one rank: pack tighter, "
+        "or fill padding with distinct ids that run through all experts"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.sent: dict[int, np.ndarray] = {}
+
+    def look(self, reading: Reading) -> None:
+        padding = reading.padding_TLK
+        self.tally.add(len(padding), len(padding) + reading.num_rows, lambda: reading.title)
+        for layer, number in enumerate(reading.numbers_L if len(padding) else ()):
+            ids_TK = np.sort(padding[:, layer], axis=1)
+            # A token that names an expert twice is still one token sent there.
+            first = np.diff(ids_TK, axis=1, prepend=ids_TK[:, :1]) != 0
+            first[:, :1] = True
+            ids = ids_TK[first & (ids_TK >= 0) & (ids_TK < self.model.experts)]
+            count_E = np.bincount(ids.astype(np.int64), minlength=self.model.experts)
+            self.sent[number] = self.sent.get(number, 0) + count_E
+
+    @property
+    def busiest_share(self) -> float:
+        """Share of the padding tokens that the busiest expert takes, mean over layers."""
+        if not self.sent or not self.tally.count:
+            return 0.0
+        return float(np.mean([count_E.max() for count_E in self.sent.values()])) / self.tally.count
+
+    def findings(self) -> tuple[Finding, ...]:
+        even = self.model.top_k / self.model.experts
+        limit = max(PADDING_SHARE, min(1.0, 2 * even))
+        concentrated = self.tally.count >= _MIN_PADDING and self.busiest_share > limit
+        verdict = judge(self.name, self.tally, unit=self.unit, advice=self.advice, detail=self.detail())
+        if concentrated or verdict.verdict == "skipped":
+            return (verdict,)
+        # Padding as such is nothing wrong; its share stays in the table.
+        return (
+            Finding(
+                check=self.name,
+                verdict="good",
+                count=self.tally.count,
+                total=self.tally.total,
+                unit=self.unit,
+                detail=self.detail(),
+            ),
+        )
+
+    def detail(self) -> str:
+        if not self.sent:
+            return ""
+        total_E = sum(self.sent.values(), np.zeros(self.model.experts, dtype=np.int64))
+        top = [f"{e}: {int(total_E[e])}" for e in np.argsort(-total_E, kind="stable")[:4].tolist() if total_E[e]]
+        return f"busiest expert of a layer takes {self.busiest_share:.0%} of padding; rows by expert {', '.join(top)}"
+
+
+class Versions(Check):
+    """Weight versions, within samples and across them. Samples mixed inside are not counted again across."""
+
+    advice_in = (
+        "a sample was made by two versions of the weights: its routes differ from any one policy's, mask or drop it"
+    )
+    advice_across = "samples of several weight versions are mixed: expect lower agreement, or keep one version per step"
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.sample = -1
+        self.title = ""
+        self.seen: set[str] = set()
+        self.mixed = Tally()
+        self.by_version: Counter[str] = Counter()
+        self.first_other = ""
+
+    def look(self, reading: Reading) -> None:
+        if reading.sample != self.sample:
+            self._close()
+            self.sample, self.title = reading.sample, reading.title
+        if reading.recording.weight_version:
+            self.seen.add(reading.recording.weight_version)
+
+    def _close(self) -> None:
+        """Take in the sample that has just ended."""
+        versions, self.seen = sorted(self.seen), set()
+        if not versions:
+            return
+        self.mixed.add(int(len(versions) > 1), 1, lambda: f"{self.title}: versions {', '.join(versions)}")
+        if len(versions) == 1:
+            if self.by_version and versions[0] not in self.by_version and not self.first_other:
+                self.first_other = f"{self.title}: version {versions[0]}, before it {next(iter(self.by_version))}"
+            self.by_version[versions[0]] += 1
+
+    def findings(self) -> tuple[Finding, ...]:
+        self._close()
+        total = sum(self.by_version.values())
+        other = total - max(self.by_version.values(), default=0)
+        across = Tally(count=other, total=total, first_place=self.first_other)
+        listed = ", ".join(f"{version}: {count}" for version, count in self.by_version.most_common(4))
+        return (
+            judge("versions-in-sample", self.mixed, unit="samples", advice=self.advice_in),
+            judge("versions-across", across, unit="samples", advice=self.advice_across, detail=listed),
+        )

@@ -1,0 +1,121 @@
+"""`diagnose`: run every check over a dump's recordings, one sample at a time, and say what is wrong and what to do.
+
+1. Take one sample's recordings (its turns) from the stream; a reader's error becomes the finding `decode`.
+2. Prepare each once (`reading.py`) and show it to every check (`checks.py`, `id_checks.py`, `stale.py`).
+3. Given a second recording of the same tokens, compare sample by sample (`agreement.py`).
+4. Judge.
+
+It looks at recordings, not at `Routes`: mapping hides what is wrong. Knows the order of checks; each check knows its
+own. `docs/doctor.md` says in words what each check means.
+
+Invariants (asserted by the tests):
+1. Good data of every format has no finding.
+2. Bad data never raises: what cannot be decoded is a finding that names the place, and what came before it is judged.
+3. Nothing is kept of a sample but counts and digests.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from equipoise.core import ModelShape, RoutesError
+from equipoise.routes.agreement import MIN_AGREEMENT, Agreement
+from equipoise.routes.checks import (
+    DenseLayers,
+    EqualRows,
+    LayerMap,
+    MissingRows,
+    Padding,
+    RowsTokens,
+    TopK,
+    Versions,
+    ZeroLayers,
+)
+from equipoise.routes.finding import Check, Diagnosis, Finding, Tally, Verdict, judge
+from equipoise.routes.id_checks import DistinctIds, IdCauses
+from equipoise.routes.reading import Reading, read_samples
+from equipoise.routes.recording import Recording
+from equipoise.routes.stale import StaleRows
+
+__all__ = ["Diagnosis", "Finding", "Verdict", "diagnose"]
+
+CHECKS: tuple[type[Check], ...] = (
+    RowsTokens,
+    LayerMap,
+    TopK,
+    ZeroLayers,
+    DenseLayers,
+    MissingRows,
+    EqualRows,
+    DistinctIds,
+    IdCauses,
+    StaleRows,
+    Padding,
+    Versions,
+)
+"""In the order in which a cause should be looked for: shape, layers, rows, ids, samples."""
+
+
+def diagnose(
+    recordings: Iterable[Recording],
+    *,
+    model: ModelShape,
+    second: Iterable[Recording] | None = None,
+    min_agreement: float = MIN_AGREEMENT,
+) -> Diagnosis:
+    """Run every check over the recordings of one dump.
+
+    Args:
+        recordings: as a format's reader yields them, turns of a sample next to each other
+        model: whose routes they should be
+        second: another recording of the same tokens, in the same order, to compare with
+        min_agreement: share of equal routes under which a layer is a finding
+    """
+    decode, checks, agreement = _Decode(), [check(model) for check in CHECKS], Agreement(min_agreement)
+    partners = None if second is None else read_samples(decode.guard(second, of="the second recording"), model=model)
+    num_samples = num_rows = 0
+    for turns in read_samples(decode.guard(recordings), model=model):
+        num_samples += 1
+        num_rows += sum(turn.num_rows for turn in turns)
+        _show(turns, checks)
+        if partners is not None:
+            agreement.compare(turns, next(partners, None))
+    for extra in partners or ():
+        agreement.add_unpaired(extra)
+    findings = [decode.finding(), *(f for check in checks for f in check.findings()), *agreement.findings()]
+    return Diagnosis(findings=tuple(findings), num_samples=num_samples, num_rows=num_rows)
+
+
+def _show(turns: list[Reading], checks: list[Check]) -> None:
+    for turn in turns:
+        for check in checks:
+            check.look(turn)
+
+
+class _Decode:
+    """Turns a reader's error into a finding."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def guard(self, recordings: Iterable[Recording], *, of: str = "") -> Iterator[Recording]:
+        """Pass recordings on until the reader gives up, and keep what it said."""
+        stream = iter(recordings)
+        while True:
+            try:
+                recording = next(stream, None)
+            except RoutesError as error:
+                self._give_up(f"{of}: {error}" if of else str(error))
+                return
+            if recording is None:
+                return
+            self.tally.total += 1
+            yield recording
+
+    def _give_up(self, words: str) -> None:
+        self.tally.add(1, 1, lambda: words)
+
+    def finding(self) -> Finding:
+        """Judge the decoding; a dump without a single recording is a finding too."""
+        if not self.tally.total:
+            self._give_up("the dump holds no recording")
+        advice = "the dump cannot be read past this place; write it again, or name its format with --format"
+        return judge("decode", self.tally, unit="recordings", advice=advice)

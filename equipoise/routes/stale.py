@@ -1,0 +1,150 @@
+"""The doctor's check for rows that belong to another sample: a stale or re-used capture buffer.
+
+Rows are cut into blocks of `BLOCK` tokens at multiples of `BLOCK`; each block leaves one 8-byte digest. A block whose
+rows some other sample already had is *shared*. Sharing is legitimate exactly for a common prefix: the route of a token
+is a function of the tokens up to it.
+- Token ids known in both samples: a shared block is legitimate if all tokens up to its end are the same, else stale.
+- Token ids unknown: a run of shared blocks from token 0 on, at the same places, may be a common prompt and is let pass;
+  a shared block after the first difference is stale, and so is a sample whose every row another sample already had.
+
+Knows routes as bytes. Keeps one digest per block, no rows. Blocks that hold no route at all are not looked at.
+
+Invariants (asserted by the tests):
+1. Samples of one prompt are not stale to each other, with and without token ids.
+2. The rows of one sample standing in another with different tokens are stale, from the first full block on.
+3. Turns of one sample are never compared with each other.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape
+from equipoise.routes.finding import Check, Finding
+from equipoise.routes.reading import Reading
+
+BLOCK = 32
+"""Tokens per digest: short enough to find one stale page of a KV cache, long enough to cost little memory."""
+MIN_BLOCK = 8
+"""Shorter remainders at the end of a turn are not compared: small models repeat single rows by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a block of rows was first seen."""
+
+    sample: int
+    title: str
+    start: int
+    prefix: bytes | None
+    """Digest of all tokens up to the block's end; None where tokens are unknown."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is known of the sample being looked at."""
+
+    sample: int = -1
+    is_prefix: bool = True
+    """Whether every block so far may be part of a common prompt."""
+    prefix_rows: int = 0
+    """Rows let pass as a common prompt."""
+    origin: str = ""
+    title: str = ""
+    whole: Any = field(default_factory=lambda: blake2b(digest_size=8))
+    """Running digest of all blocks; typed loosely because hashlib names no public type."""
+
+
+class StaleRows(Check):
+    """Rows identical to another sample's where the tokens are not."""
+
+    name = "stale-rows"
+    unit = "rows"
+    advice = (
+        "rows of one sample stand in another: the engine's capture buffer was not refreshed (prefix cache, slot "
+        "re-use); upgrade, or turn prefix caching off while recording. Token ids in the dump tell "
+        "equal rollouts of one prompt apart"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.blocks: dict[bytes, _Origin] = {}
+        self.wholes: set[bytes] = set()
+        self.run = _Run()
+
+    def look(self, reading: Reading) -> None:
+        start = reading.recording.start
+        if reading.sample != self.run.sample:
+            self._close()
+            self.run = _Run(sample=reading.sample, title=reading.title)
+        elif start == 0:
+            # A later turn that repeats its whole history begins with the common prompt again.
+            self.run.is_prefix = True
+        stop = start + reading.num_rows
+        edges = [start, *range(start - start % BLOCK + BLOCK, stop, BLOCK), stop]
+        prefixes = _prefixes(reading.recording.tokens, edges[1:])
+        routed_T: np.ndarray = np.any(reading.routed_TL, axis=1)
+        for a, b, prefix in zip(edges[:-1], edges[1:], prefixes, strict=True):
+            if routed_T[a - start : b - start].any():
+                here = _Origin(reading.sample, reading.title, a, prefix)
+                self._look_at_block(here, reading.ids_KTL[:, a - start : b - start])
+
+    def _look_at_block(self, here: _Origin, ids_KTL: np.ndarray) -> None:
+        rows = ids_KTL.shape[1]
+        digest = blake2b(ids_KTL.tobytes(), digest_size=8).digest()
+        self.run.whole.update(digest)
+        self.tally.total += rows
+        if rows < MIN_BLOCK:
+            return
+        there = self.blocks.setdefault(digest, here)
+        if there is here:
+            self.run.is_prefix = False
+        elif there.sample == here.sample:
+            return
+        elif here.prefix is not None and there.prefix is not None:
+            self._judge_known(here, there, rows)
+        else:
+            self._judge_unknown(here, there, rows)
+
+    def _judge_known(self, here: _Origin, there: _Origin, rows: int) -> None:
+        if here.prefix != there.prefix:
+            self._blame(here, there.title, rows)
+
+    def _judge_unknown(self, here: _Origin, there: _Origin, rows: int) -> None:
+        if self.run.is_prefix and here.start == there.start:
+            self.run.prefix_rows += rows
+            self.run.origin = there.title
+        else:
+            self._blame(here, there.title, rows)
+
+    def _blame(self, here: _Origin, other: str, rows: int) -> None:
+        words = f"{here.title}, tokens {here.start} to {here.start + rows - 1}: the rows of {other}"
+        self.tally.add(rows, 0, lambda: words)
+
+    def _close(self) -> None:
+        """Blame a sample of unknown tokens that passed as a prefix of others, if another one ended there too."""
+        run, whole = self.run, self.run.whole.digest()
+        if run.is_prefix and run.prefix_rows and whole in self.wholes:
+            words = f"{run.title}: every row is that of {run.origin}"
+            self.tally.add(run.prefix_rows, 0, lambda: words)
+        self.wholes.add(whole)
+
+    def findings(self) -> tuple[Finding, ...]:
+        self._close()
+        self.run = _Run()
+        return super().findings()
+
+
+def _prefixes(tokens: np.ndarray | None, stops: list[int]) -> list[bytes | None]:
+    """Digest of the tokens up to each stop; None where they are unknown."""
+    if tokens is None:
+        return [None] * len(stops)
+    digests: list[bytes | None] = []
+    running, done = blake2b(digest_size=8), 0
+    for stop in stops:
+        running.update(np.ascontiguousarray(tokens[done:stop], dtype=np.int64).tobytes())
+        done = stop
+        digests.append(running.digest() if stop <= len(tokens) else None)
+    return digests
