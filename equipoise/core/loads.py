@@ -15,7 +15,9 @@ Invariants (asserted by the tests):
 3. `load(save(x)) == x`; a file with pickled objects is refused.
 """
 
+import struct
 import zipfile
+import zlib
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +29,9 @@ from equipoise.core.value import Value, frozen_array, int64_array
 
 Stage = Literal["recompute", "update"]
 FORMAT = "equipoise-loads-1"
+
+NPZ_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error)
+"""What else a damaged `.npz` can raise: its directory, its compressed data, its extra fields."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +200,7 @@ def read_npz(path: str | Path, *, wanted: str, error: type[Exception]) -> dict[s
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError as cause:
         raise error(f"no file at {path}") from cause
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError, KeyError, NotImplementedError) as cause:
+    except (*NPZ_ERRORS, ValueError, OSError, EOFError, KeyError, RuntimeError) as cause:
         if isinstance(cause, error):
             raise
         raise error(f"{path} cannot be read as a {wanted} file: {cause}") from cause
