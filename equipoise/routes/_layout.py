@@ -1,0 +1,101 @@
+"""What the writers of the engine formats share: laying routes out as an engine would, or refusing.
+
+Knows which rows, layers and markers a form has room for. Does not know any engine's field names, nor how to read
+(that is `_wire.py`).
+
+Invariants (asserted by the tests):
+1. What a form has no place for (padding, versions, unknown rows of a top-1 model, a part of the layers) is refused.
+2. Unknown rows are written as the form's own marker, never as a route; dense layers as zeros.
+"""
+
+import base64
+import json
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import Routes, RoutesError, SampleRoutes, Segment
+from equipoise.routes.interpret import wire_rows
+
+
+def engine_rows(sample: SampleRoutes, routes: Routes, *, form: str, dtype: np.dtype) -> np.ndarray:
+    """Lay out a sample's rows as engines do: all hidden layers, dense ones and unknown rows as zeros.
+
+    Args:
+        sample: one of `routes`
+        routes: whose layers and model they are
+        form: name of the form, for messages
+        dtype: an integer dtype that holds every expert id
+
+    Returns:
+        [rows, hidden layers, K]
+    """
+    rows = wire_rows(sample, routes, dtype=np.int32)
+    if (rows < 0).any():
+        if routes.model.top_k == 1:
+            raise RoutesError(
+                f"sample {sample.name!r} has unknown rows; form {form!r} marks them by equal ids, which every row of a "
+                "top-1 model has: write nemo-rl or the native store"
+            )
+        rows[rows < 0] = 0
+    return rows.astype(dtype)
+
+
+def engine_dtype(experts: int) -> np.dtype:
+    """The dtype vLLM returns since 0.22: uint8 up to 256 experts, then uint16; int32 beyond what that holds."""
+    if experts > 2**16:
+        return np.dtype(np.int32)
+    return np.dtype(np.uint8 if experts <= 2**8 else np.uint16)
+
+
+def refuse_versions(sample: SampleRoutes, *, form: str, instead: str, allow_turns: bool = False) -> None:
+    """Raise if the sample has a named weight version, or more than one segment unless `allow_turns`."""
+    versions = [segment.weight_version for segment in sample.segments]
+    if any(versions) or (len(versions) > 1 and not allow_turns):
+        raise RoutesError(
+            f"sample {sample.name!r} has {len(versions)} segments with weight versions {versions}; "
+            f"form {form!r} has no place for them, write {instead}"
+        )
+
+
+def segments_of(sample: SampleRoutes) -> tuple[Segment, ...]:
+    """The sample's segments, one unnamed segment where it has none."""
+    return sample.segments or (Segment(start=0, stop=sample.num_rows),)
+
+
+def tokens_until(sample: SampleRoutes, stop: int) -> int:
+    """Tokens when row `stop - 1` was made: one sampled token more than rows, all of them at the end."""
+    return sample.num_tokens if stop == sample.num_rows else min(stop + 1, sample.num_tokens)
+
+
+def check_names(routes: Routes, *, form: str) -> None:
+    """Raise if two samples share a name: read back, they would be turns of one sample."""
+    seen: set[str] = set()
+    for sample in routes:
+        if sample.name in seen:
+            raise RoutesError(f"two samples are named {sample.name!r}; form {form!r} knows them by name, rename one")
+        seen.add(sample.name)
+
+
+def encode_base64(raw: bytes) -> str:
+    """Standard base64 as text."""
+    return base64.b64encode(raw).decode("ascii")
+
+
+def write_npz(arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write named arrays as an uncompressed `.npz` without pickled objects."""
+    # np.savez takes names as keyword arguments, so a sample named "file" would break it.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def write_jsonl(records: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write one JSON object per line."""
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")

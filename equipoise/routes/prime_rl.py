@@ -1,0 +1,151 @@
+"""prime-rl's recorded routes: the wire object of its `/generate` route, and its transport form (`prime-rl`).
+
+Checked against prime-rl of November 2026: `inference/vllm/routed_experts.py`, `transports/rollouts/types.py`.
+
+The wire object, a JSON object:
+    data        base64 of the raw bytes of the array, C order, little-endian, no header
+    shape       [rows, hidden layers, K]; tokens - 1 rows as vLLM gives them; dense layers are zeros
+    start       first token with a row (`routed_experts_prompt_start` of the request); absent: 0
+    dtype       "uint8" up to 256 experts, else "uint16"; "int16" and "int32" for captures of other widths
+The transport form (msgspec `RoutedExperts`) is the same without `start`, `data` being raw bytes; rows there are one per
+token of `token_ids`, filled up with zeros.
+
+Where it stands: alone; in a list; under `routed_experts` of a record with `token_ids` (a training sample); or under
+`choices[i].routed_experts` of a `/generate` response, whose other fields are vLLM's (`vllm.py`).
+Written as `.jsonl` of `/generate` responses, one per segment. There is no place for a weight version.
+
+Does not know missing rows or turns: `interpret.py` judges them.
+
+Invariants (asserted by the tests):
+1. Bytes, shape and dtype must agree exactly; other dtypes are refused.
+2. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
+3. `matches` claims a wire object by its `data`, `shape` and `dtype`, wherever it may stand.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.routes._layout import (
+    check_names,
+    encode_base64,
+    engine_dtype,
+    engine_rows,
+    refuse_versions,
+    segments_of,
+    write_jsonl,
+)
+from equipoise.routes._wire import (
+    Response,
+    choice_name,
+    decode_base64,
+    field,
+    first_record,
+    items,
+    optional_count,
+    recordings,
+    shape_bytes,
+    token_array,
+)
+from equipoise.routes.format import Format
+from equipoise.routes.recording import Recording
+from equipoise.routes.source import Source
+from equipoise.routes.vllm import generate_record, http_response
+
+DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
+
+
+def matches(source: Source) -> bool:
+    """Whether the first record is or carries a wire object."""
+    record = first_record(source)
+    choices = field(record, "choices")
+    carrier = choices[0] if isinstance(choices, list | tuple) and choices else record
+    return _is_wire_object(record) or _is_wire_object(field(carrier, "routed_experts"))
+
+
+def read(source: Source, model: ModelShape) -> Iterator[Recording]:
+    """Decode every wire object."""
+    for place, record in source.nonempty_records():
+        if field(record, "choices") is not None:
+            yield from _read_response(record, place=place)
+        elif _is_wire_object(record):
+            yield from recordings(*_decode(record, Response(name=place), place=place))
+        else:
+            tokens = token_array(field(record, "token_ids"), "token_ids", place=place)
+            response = Response(name=place, num_tokens=None if tokens is None else len(tokens), tokens=tokens)
+            yield from recordings(*_decode(field(record, "routed_experts"), response, place=place))
+
+
+def write(routes: Routes, path: Path) -> None:
+    """Write `/generate` responses, one line per segment."""
+    check_names(routes, form="prime-rl")
+    write_jsonl(_records(routes), path)
+
+
+def _is_wire_object(value: Any) -> bool:
+    return (
+        isinstance(field(value, "data"), str | bytes)
+        and isinstance(field(value, "shape"), list | tuple)
+        and isinstance(field(value, "dtype"), str)
+    )
+
+
+def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, Response]:
+    """The rows of a wire object, and `response` with its start."""
+    if not _is_wire_object(value):
+        raise RoutesError(
+            f"{place} has no routed_experts with data, shape and dtype; was the request aborted, or "
+            "enable_return_routed_experts off? Drop the record or record again"
+        )
+    name, data = field(value, "dtype"), field(value, "data")
+    if name not in DTYPES:
+        raise RoutesError(f"{place}: routed_experts has dtype {name!r}; known: {', '.join(DTYPES)}")
+    raw = data if isinstance(data, bytes) else decode_base64(data, place=place)
+    rows = shape_bytes(raw, dtype=np.dtype(DTYPES[name]), shape=field(value, "shape"), place=place)
+    given = field(value, "start")
+    start = optional_count(given, "start", place=place) or 0
+    num_tokens = response.num_tokens
+    if num_tokens is None and given is None:
+        # The transport form has a row for every token.
+        num_tokens = len(rows)
+    return rows, replace(response, start=start, num_tokens=num_tokens)
+
+
+def _read_response(record: Any, *, place: str) -> Iterator[Recording]:
+    choices = items(record, "choices", place=place)
+    for position, choice in enumerate(choices):
+        where = choice_name(place, choice, position=position, count=len(choices))
+        response = http_response(record, choice, position=position, place=place)
+        yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
+
+
+def _records(routes: Routes) -> Iterator[dict[str, Any]]:
+    dtype = engine_dtype(routes.model.experts)
+    for sample in routes:
+        refuse_versions(sample, form="prime-rl", instead="vllm-http, sglang or the native store", allow_turns=True)
+        rows = engine_rows(sample, routes, form="prime-rl", dtype=dtype)
+        for segment in segments_of(sample):
+            payload = _wire_object(rows[segment.start : segment.stop], start=segment.start)
+            yield generate_record(sample, segment, payload)
+
+
+def _wire_object(rows: np.ndarray, *, start: int) -> dict[str, Any]:
+    name = rows.dtype.name
+    data = encode_base64(rows.astype(DTYPES[name]).tobytes())
+    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": name}
+
+
+FORMATS = (
+    Format(
+        name="prime-rl",
+        summary="prime-rl: wire objects {data, shape, start, dtype}, alone or in /generate responses",
+        suffixes=(".jsonl",),
+        matches=matches,
+        read=read,
+        write=write,
+    ),
+)

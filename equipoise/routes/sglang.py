@@ -1,0 +1,254 @@
+"""SGLang's recorded routes: native `/generate` responses (`sglang`) and OpenAI responses (`sglang-openai`).
+
+Checked against SGLang 0.5.18 and the sources of November 2026: `srt/state_capturer/routed_experts.py`,
+`srt/managers/io_struct.py`, `srt/utils/weight_versions.py`, `srt/entrypoints/openai/protocol.py`.
+
+The payload, in both forms: base64 of raw little-endian int32 bytes, C order, **no header**, to be reshaped by
+`(-1, hidden layers, K)` of the model: nothing on the wire says how many layers there are. Rows cover tokens
+`[routed_experts_start_len, tokens - 1)`: the last token was sampled, never forwarded. Dense layers are zeros, ids
+logical. Older servers with `skip_tokenizer_init` hand out a tensor instead of text; arrays and tensors of one axis (to
+be reshaped) or three are read as well.
+
+Form `sglang`: JSON objects, one per line, as a list, or one alone; or Python dicts.
+    meta_info.routed_experts        the payload
+    meta_info.id                    name of the sample; turns of one sample share it
+    meta_info.prompt_tokens, .completion_tokens     token counts
+    meta_info.weight_versions       spans over generated tokens (see `_wire.py`); else
+    meta_info.weight_version        name of the weights when the response ended
+    output_ids                      generated token ids
+    input_ids                       prompt token ids, of the record or of a kept `request`
+    routed_experts_start_len        request field: kept in the record, its `request` or its `meta_info`
+    written                         `.jsonl`, one object per segment
+
+Form `sglang-openai`: chat and completions responses, the same containers.
+    sglext.routed_experts           the payload of the *first* choice; the other choices have none
+    choices[i].meta_info            as in form `sglang`, for servers asked with `return_meta_info`
+    id; usage; metadata.weight_version      name, token counts (for one choice), name of the weights
+    input_ids, output_ids, routed_experts_start_len     as in form `sglang`
+    written                         `.jsonl` with `sglext`, one object per segment
+
+Routes do not know where the prompt ends: all tokens before a segment and its first count as prompt when written.
+Does not know missing rows or turns: `interpret.py` judges them.
+
+Invariants (asserted by the tests):
+1. Bytes that do not divide by hidden layers x K x 4 are refused, naming the numbers; nothing guesses the layers.
+2. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
+3. `matches` claims `meta_info` without `choices` for `sglang`, `sglext` or a choice's `meta_info` for `sglang-openai`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
+from equipoise.routes._layout import check_names, encode_base64, engine_rows, segments_of, tokens_until, write_jsonl
+from equipoise.routes._wire import (
+    Response,
+    choice_name,
+    decode_base64,
+    field,
+    find_field,
+    first_record,
+    given_name,
+    is_int_array,
+    items,
+    optional_count,
+    recordings,
+    shape_bytes,
+    token_array,
+)
+from equipoise.routes.format import Format
+from equipoise.routes.recording import Recording
+from equipoise.routes.source import Source, integer_array
+
+WIRE_DTYPE = np.dtype("<i4")
+
+
+def matches_native(source: Source) -> bool:
+    """Whether the first record has a payload in its `meta_info` and no choices."""
+    record = first_record(source)
+    return field(record, "choices") is None and _is_payload(field(field(record, "meta_info"), "routed_experts"))
+
+
+def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
+    """Decode native responses."""
+    for place, record in source.nonempty_records():
+        meta = field(record, "meta_info")
+        rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
+        yield from recordings(rows, _response(record, meta, usage=meta, place=place))
+
+
+def write_native(routes: Routes, path: Path) -> None:
+    """Write native responses, one line per segment."""
+    check_names(routes, form="sglang")
+    write_jsonl((_native_record(*part) for part in _segments(routes, form="sglang")), path)
+
+
+def matches_openai(source: Source) -> bool:
+    """Whether the first record has choices and a payload in `sglext` or in the first choice's `meta_info`."""
+    record = first_record(source)
+    choices = field(record, "choices")
+    if not isinstance(choices, list | tuple) or not choices:
+        return False
+    holders = (field(record, "sglext"), field(choices[0], "meta_info"))
+    return any(_is_payload(field(holder, "routed_experts")) for holder in holders)
+
+
+def read_openai(source: Source, model: ModelShape) -> Iterator[Recording]:
+    """Decode OpenAI responses: every choice with its own `meta_info`, else the first one by `sglext`."""
+    for place, record in source.nonempty_records():
+        choices = items(record, "choices", place=place)
+        has_own = any(field(field(c, "meta_info"), "routed_experts") is not None for c in choices)
+        shared = field(record, "sglext")
+        for position, choice in enumerate(choices if has_own else choices[:1]):
+            where = choice_name(place, choice, position=position, count=len(choices))
+            meta = field(choice, "meta_info")
+            payload = field(meta if has_own else shared, "routed_experts")
+            rows = _decode_payload(payload, model, place=where)
+            yield from recordings(rows, _openai_response(record, choice, position=position, place=place))
+
+
+def write_openai(routes: Routes, path: Path) -> None:
+    """Write chat responses with `sglext`, one line per segment."""
+    check_names(routes, form="sglang-openai")
+    write_jsonl((_openai_record(*part) for part in _segments(routes, form="sglang-openai")), path)
+
+
+def _is_payload(value: Any) -> bool:
+    return isinstance(value, str) or is_int_array(value, ndim=1) or is_int_array(value, ndim=3)
+
+
+def _decode_payload(payload: Any, model: ModelShape, *, place: str) -> np.ndarray:
+    if payload is None:
+        raise RoutesError(
+            f"{place} has no routed_experts: was the request sent with return_routed_experts to a server with "
+            "--enable-return-routed-experts? Drop the record or record again"
+        )
+    if is_int_array(payload, ndim=3):
+        return integer_array(f"{place}: routed_experts", payload, ndim=3)
+    row = (model.hidden_layers, model.top_k)
+    if not isinstance(payload, str):
+        flat = integer_array(f"{place}: routed_experts", payload, ndim=1)
+        _check_divides(flat.size, row, what="ids", place=place)
+        return flat.reshape(-1, *row)
+    raw = decode_base64(payload, place=place)
+    _check_divides(len(raw), (*row, WIRE_DTYPE.itemsize), what="bytes", place=place)
+    rows = len(raw) // (row[0] * row[1] * WIRE_DTYPE.itemsize)
+    return shape_bytes(raw, dtype=WIRE_DTYPE, shape=(rows, *row), place=place)
+
+
+def _check_divides(count: int, row: tuple[int, ...], *, what: str, place: str) -> None:
+    unit = int(np.prod(row))
+    if count % unit:
+        figures = f"{row[0]} hidden layers x top-{row[1]}" + (f" x {row[2]} bytes" if len(row) == 3 else "")
+        raise RoutesError(
+            f"{place}: routed_experts has {count} {what}, which do not divide by {unit} ({figures}); "
+            "is it another model's recording, or was it cut?"
+        )
+
+
+def _response(record: Any, meta: Any, *, usage: Any, place: str) -> Response:
+    """What one response says; `usage` is whatever holds its token counts."""
+    request = field(record, "request")
+    num_prompt = optional_count(field(usage, "prompt_tokens"), "prompt_tokens", place=place)
+    num_generated = optional_count(field(usage, "completion_tokens"), "completion_tokens", place=place)
+    prompt = token_array(find_field("input_ids", record, request), "input_ids", place=place)
+    generated = token_array(field(record, "output_ids"), "output_ids", place=place)
+    start = find_field("routed_experts_start_len", record, request, meta)
+    num_prompt = len(prompt) if num_prompt is None and prompt is not None else num_prompt
+    num_generated = len(generated) if num_generated is None and generated is not None else num_generated
+    num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
+    tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+    return Response(
+        name=given_name(field(meta, "id"), field(record, "id"), place=place),
+        start=optional_count(start, "routed_experts_start_len", place=place) or 0,
+        num_prompt=num_prompt,
+        num_tokens=num_tokens,
+        # Ids that do not cover all tokens (images, a rewritten prompt) would be laid beside the wrong rows.
+        tokens=tokens if tokens is not None and len(tokens) == num_tokens else None,
+        versions=_versions(record, meta),
+    )
+
+
+def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> Response:
+    count = len(field(record, "choices"))
+    meta = field(choice, "meta_info")
+    own = field(meta, "prompt_tokens") is not None
+    # usage sums the completion tokens of all choices.
+    usage = meta if own else (field(record, "usage") if count == 1 else None)
+    response = _response(record if count == 1 else _without_outputs(record), meta, usage=usage, place=place)
+    owner = given_name(field(record, "id"), field(meta, "id"), place=place)
+    return replace(response, name=choice_name(owner, choice, position=position, count=count))
+
+
+def _without_outputs(record: Any) -> dict[str, Any]:
+    """The record's fields that hold for every choice."""
+    return {name: field(record, name) for name in ("request", "input_ids", "routed_experts_start_len", "metadata")}
+
+
+def _versions(record: Any, meta: Any) -> Any:
+    spans = field(meta, "weight_versions")
+    if spans is not None:
+        return spans
+    version = find_field("weight_version", meta, field(record, "metadata"))
+    return None if version is None else str(version)
+
+
+def _segments(routes: Routes, *, form: str) -> Iterator[tuple[SampleRoutes, Segment, str]]:
+    """Every segment of every sample with its payload."""
+    for sample in routes:
+        rows = engine_rows(sample, routes, form=form, dtype=WIRE_DTYPE)
+        for segment in segments_of(sample):
+            yield sample, segment, encode_base64(rows[segment.start : segment.stop].tobytes())
+
+
+def _native_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
+    record, counts = _common_fields(sample, segment)
+    meta: dict[str, Any] = {"id": sample.name, **counts, "routed_experts": payload}
+    if segment.weight_version:
+        meta["weight_version"] = segment.weight_version
+    return {**record, "meta_info": meta}
+
+
+def _openai_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
+    record, counts = _common_fields(sample, segment)
+    record = {"id": sample.name, "choices": [{"index": 0}], "usage": counts, **record}
+    if segment.weight_version:
+        record["metadata"] = {"weight_version": segment.weight_version}
+    return {**record, "sglext": {"routed_experts": payload}}
+
+
+def _common_fields(sample: SampleRoutes, segment: Segment) -> tuple[dict[str, Any], Mapping[str, int]]:
+    """Token ids and start offset; token counts."""
+    total = tokens_until(sample, segment.stop)
+    num_prompt = min(segment.start + 1, total)
+    record: dict[str, Any] = {}
+    if sample.tokens_T is not None:
+        record["input_ids"] = sample.tokens_T[:num_prompt].tolist()
+        record["output_ids"] = sample.tokens_T[num_prompt:total].tolist()
+    if segment.start:
+        record["routed_experts_start_len"] = segment.start
+    return record, {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt}
+
+
+FORMATS = (
+    Format(
+        name="sglang",
+        summary="SGLang native: JSON responses with base64 raw int32 in meta_info.routed_experts",
+        suffixes=(".jsonl",),
+        matches=matches_native,
+        read=read_native,
+        write=write_native,
+    ),
+    Format(
+        name="sglang-openai",
+        summary="SGLang OpenAI: JSON responses with base64 raw int32 in sglext or choices[i].meta_info",
+        suffixes=(".jsonl",),
+        matches=matches_openai,
+        read=read_openai,
+        write=write_openai,
+    ),
+)

@@ -1,0 +1,275 @@
+"""vLLM's recorded routes: offline arrays (`vllm`) and HTTP responses (`vllm-http`).
+
+Checked against vLLM 0.22 to HEAD of November 2026: `vllm/outputs.py`, `entrypoints/openai/*/protocol.py`,
+`entrypoints/scale_out/token_in_token_out/protocol.py`. Ids are logical, captured before the engine's own balancing.
+
+Form `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated - 1, hidden layers, K]`.
+    dtype           uint8 up to 256 experts, else uint16; int32 before 0.22
+    last token      has no row: it was sampled, never forwarded
+    dense layers    zeros
+    `.npy`          one sample; a folder of them: one sample per file, named by the file
+    `.npz`          one array per sample, named by its key; `<name>_tokens` beside `<name>` holds its token ids
+    object          an array, a list of arrays, or `RequestOutput`s (objects or dicts): `request_id`,
+                    `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`
+    written         `.npz`; has no place for start, weight version, nor (without token ids) a number of tokens
+
+Form `vllm-http`: JSON responses of chat, completions and `/generate`, one per line, as a list, or one object.
+    id, request_id                      name of the sample; turns of one sample share it
+    choices[i].routed_experts           base64 of the bytes of a `.npy` file (magic, header, data) of the array above
+    choices[i].index                    int; several choices are named "choice 1 of <id>"
+    choices[i].token_ids                generated token ids, where asked for
+    prompt_token_ids                    of the response, its choice, or `token_ids` of a kept `request`
+    usage.prompt_tokens, .completion_tokens     token counts; the latter sums all choices, so it is used for one only
+    choices[i].weight_versions          spans {version, start, end} over generated tokens (see `_wire.py`)
+    routed_experts_prompt_start         request field: first token with a row; kept in the record, its `request`, or
+                                        the `sampling_params` of either
+    written         `.jsonl` of `/generate` responses, one per segment. Routes do not know where the prompt ends: all
+                    tokens before a segment and the first of it count as prompt, which is where its rows start.
+
+Does not know missing rows, layers or turns: `interpret.py` judges them.
+
+Invariants (asserted by the tests):
+1. A response's base64 decodes to exactly the `.npy` array in it; pickled objects are refused.
+2. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
+3. `matches` claims three-axis integer arrays, and JSON responses whose payload starts like a `.npy` file.
+"""
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
+from equipoise.routes._layout import (
+    check_names,
+    encode_base64,
+    engine_dtype,
+    engine_rows,
+    refuse_versions,
+    segments_of,
+    tokens_until,
+    write_jsonl,
+    write_npz,
+)
+from equipoise.routes._wire import (
+    NPY_MAGIC_BASE64,
+    Response,
+    choice_name,
+    decode_base64,
+    decode_npy,
+    field,
+    find_field,
+    first_record,
+    given_name,
+    is_int_array,
+    items,
+    optional_count,
+    recordings,
+    token_array,
+)
+from equipoise.routes.format import Format
+from equipoise.routes.recording import Recording
+from equipoise.routes.source import Source, integer_array
+
+TOKENS_SUFFIX = "_tokens"
+
+
+def matches_offline(source: Source) -> bool:
+    """Whether the first record is a three-axis integer array, an archive of them, or a `RequestOutput`."""
+    record = first_record(source)
+    if is_int_array(record, ndim=3):
+        return True
+    outputs = field(record, "outputs")
+    if isinstance(outputs, list | tuple) and outputs:
+        return is_int_array(field(outputs[0], "routed_experts"), ndim=3)
+    return isinstance(record, Mapping) and _is_archive(record)
+
+
+def read_offline(source: Source, model: ModelShape) -> Iterator[Recording]:
+    """Decode arrays, archives and `RequestOutput`s."""
+    for place, record in source.nonempty_records():
+        if field(record, "outputs") is not None:
+            yield from _read_request_output(record, place=place)
+        elif isinstance(record, Mapping):
+            yield from _read_archive(record, place=place)
+        else:
+            name = place.removesuffix(" record 0").removesuffix(".npy")
+            yield from recordings(integer_array(place, record, ndim=3), Response(name=name))
+
+
+def write_offline(routes: Routes, path: Path) -> None:
+    """Write one array per sample into an `.npz`."""
+    check_names(routes, form="vllm")
+    arrays: dict[str, np.ndarray] = {}
+    for sample in routes:
+        refuse_versions(sample, form="vllm", instead="vllm-http or the native store")
+        if sample.tokens_T is None and sample.num_rows != sample.num_tokens - 1:
+            raise RoutesError(
+                f"sample {sample.name!r} has {sample.num_rows} rows for {sample.num_tokens} tokens; form 'vllm' means "
+                "one token more than rows unless token ids are given: write vllm-http or the native store"
+            )
+        arrays[sample.name] = engine_rows(sample, routes, form="vllm", dtype=engine_dtype(routes.model.experts))
+        if sample.tokens_T is not None:
+            arrays[sample.name + TOKENS_SUFFIX] = np.asarray(sample.tokens_T)
+    taken = [s.name for s in routes if s.name.removesuffix(TOKENS_SUFFIX) in arrays and s.name.endswith(TOKENS_SUFFIX)]
+    if taken:
+        raise RoutesError(f"sample {taken[0]!r} is named like the token ids of another sample; rename one")
+    write_npz(arrays, path)
+
+
+def matches_http(source: Source) -> bool:
+    """Whether the first record is a response whose first choice carries a base64 `.npy` payload."""
+    choices = field(first_record(source), "choices")
+    if not isinstance(choices, list | tuple) or not choices:
+        return False
+    payload = field(choices[0], "routed_experts")
+    return isinstance(payload, str) and payload.startswith(NPY_MAGIC_BASE64)
+
+
+def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
+    """Decode every choice of every response."""
+    for place, record in source.nonempty_records():
+        choices = items(record, "choices", place=place)
+        for position, choice in enumerate(choices):
+            where = choice_name(place, choice, position=position, count=len(choices))
+            payload = field(choice, "routed_experts")
+            if payload is None:
+                raise RoutesError(
+                    f"{where} has no routed_experts: the request was aborted, or the server runs without "
+                    "--enable-return-routed-experts; drop the record or record again"
+                )
+            rows = decode_npy(decode_base64(payload, place=where), place=where)
+            yield from recordings(rows, http_response(record, choice, position=position, place=place))
+
+
+def write_http(routes: Routes, path: Path) -> None:
+    """Write `/generate` responses, one line per segment."""
+    check_names(routes, form="vllm-http")
+    write_jsonl(_http_records(routes), path)
+
+
+def http_response(record: Any, choice: Any, *, position: int, place: str) -> Response:
+    """Return what a response says about one of its choices, besides the rows."""
+    count = len(field(record, "choices"))
+    request = field(record, "request")
+    prompt = find_field("prompt_token_ids", record, choice)
+    prompt = token_array(field(request, "token_ids") if prompt is None else prompt, "prompt_token_ids", place=place)
+    generated = token_array(field(choice, "token_ids"), "token_ids", place=place)
+    usage = field(record, "usage")
+    num_prompt = optional_count(field(usage, "prompt_tokens"), "usage.prompt_tokens", place=place)
+    num_generated = optional_count(field(usage, "completion_tokens"), "usage.completion_tokens", place=place)
+    num_prompt = num_prompt if prompt is None else len(prompt)
+    num_generated = (num_generated if count == 1 else None) if generated is None else len(generated)
+    return Response(
+        name=choice_name(
+            given_name(field(record, "id"), field(record, "request_id"), place=place),
+            choice,
+            position=position,
+            count=count,
+        ),
+        start=_prompt_start(record, request, place=place),
+        num_prompt=num_prompt,
+        num_tokens=None if num_prompt is None or num_generated is None else num_prompt + num_generated,
+        tokens=None if prompt is None or generated is None else np.concatenate([prompt, generated]),
+        versions=field(choice, "weight_versions"),
+    )
+
+
+def _prompt_start(record: Any, request: Any, *, place: str) -> int:
+    holders = (record, request, field(record, "sampling_params"), field(request, "sampling_params"))
+    start = find_field("routed_experts_prompt_start", *holders)
+    return optional_count(start, "routed_experts_prompt_start", place=place) or 0
+
+
+def generate_record(sample: SampleRoutes, segment: Segment, payload: Any) -> dict[str, Any]:
+    """Return a `/generate` response of one choice for one segment, with `payload` as its routes."""
+    total = tokens_until(sample, segment.stop)
+    num_prompt = min(segment.start + 1, total)
+    choice: dict[str, Any] = {"index": 0, "routed_experts": payload}
+    record: dict[str, Any] = {"request_id": sample.name, "choices": [choice]}
+    record["usage"] = {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt, "total_tokens": total}
+    if sample.tokens_T is not None:
+        record["prompt_token_ids"] = sample.tokens_T[:num_prompt].tolist()
+        choice["token_ids"] = sample.tokens_T[num_prompt:total].tolist()
+    return record
+
+
+def _http_records(routes: Routes) -> Iterator[dict[str, Any]]:
+    for sample in routes:
+        rows = engine_rows(sample, routes, form="vllm-http", dtype=engine_dtype(routes.model.experts))
+        for segment in segments_of(sample):
+            record = generate_record(sample, segment, _npy_base64(rows[segment.start : segment.stop]))
+            if segment.start:
+                record["routed_experts_prompt_start"] = segment.start
+            if segment.weight_version:
+                span = {"version": segment.weight_version, "start": 0, "end": record["usage"]["completion_tokens"]}
+                record["choices"][0]["weight_versions"] = [span]
+            yield record
+
+
+def _npy_base64(rows: np.ndarray) -> str:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.ascontiguousarray(rows), version=(1, 0), allow_pickle=False)
+    return encode_base64(stream.getvalue())
+
+
+def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
+    outputs = items(record, "outputs", place=place)
+    owner = given_name(field(record, "request_id"), place=place)
+    prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
+    for position, output in enumerate(outputs):
+        generated = token_array(field(output, "token_ids"), "token_ids", place=place)
+        tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+        response = Response(
+            name=choice_name(owner, output, position=position, count=len(outputs)),
+            start=_prompt_start(record, None, place=place),
+            num_prompt=None if prompt is None else len(prompt),
+            num_tokens=None if tokens is None else len(tokens),
+            tokens=tokens,
+            versions=field(output, "weight_versions"),
+        )
+        yield from recordings(
+            integer_array(f"{response.name}: routed_experts", field(output, "routed_experts"), ndim=3), response
+        )
+
+
+def _is_archive(record: Mapping[Any, Any]) -> bool:
+    samples = [name for name in record if not _is_tokens(name, record)]
+    return bool(samples) and all(isinstance(n, str) and is_int_array(record[n], ndim=3) for n in samples)
+
+
+def _is_tokens(name: Any, record: Mapping[Any, Any]) -> bool:
+    return isinstance(name, str) and name.endswith(TOKENS_SUFFIX) and name.removesuffix(TOKENS_SUFFIX) in record
+
+
+def _read_archive(record: Mapping[Any, Any], *, place: str) -> Iterator[Recording]:
+    for name in record:
+        if _is_tokens(name, record):
+            continue
+        where = f"{place}: array {name!r}"
+        tokens = token_array(record.get(f"{name}{TOKENS_SUFFIX}"), f"{name}{TOKENS_SUFFIX}", place=where)
+        rows = integer_array(where, record[name], ndim=3)
+        num_tokens = None if tokens is None else len(tokens)
+        yield from recordings(rows, Response(name=str(name), num_tokens=num_tokens, tokens=tokens))
+
+
+FORMATS = (
+    Format(
+        name="vllm",
+        summary="vLLM offline: arrays [tokens - 1, hidden layers, K] in .npy, .npz, a folder, or RequestOutput objects",
+        suffixes=(".npz",),
+        matches=matches_offline,
+        read=read_offline,
+        write=write_offline,
+    ),
+    Format(
+        name="vllm-http",
+        summary="vLLM HTTP: JSON responses with base64 .npy in choices[i].routed_experts",
+        suffixes=(".jsonl",),
+        matches=matches_http,
+        read=read_http,
+        write=write_http,
+    ),
+)
