@@ -197,8 +197,6 @@ def _samples(recordings: Iterable[Recording], rules: _Rules) -> Iterator[SampleR
 
 def _sample(turns: list[Recording], rules: _Rules) -> SampleRoutes:
     name = turns[0].name
-    if any(turn.padding is not None and turn.padding.any() for turn in turns) and (len(turns) > 1 or turns[0].start):
-        raise RoutesError(f"sample {name!r}: padding rows in a sample of several turns or with a start offset")
     rows, tokens, num_tokens = _empty(rules), None, 0
     for turn in turns:
         _check_axis(turn, rules)
@@ -321,24 +319,31 @@ def _known(rows: np.ndarray, padding_T: np.ndarray) -> np.ndarray:
 
 def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
     """Put a turn's rows behind those so far: a gap stays unknown, an overlap must agree."""
-    have, start = len(rows.ids_TLK), turn.start
-    overlap = min(max(have - start, 0), len(more.ids_TLK))
+    num_rows = len(rows.ids_TLK)
+    num_tokens = num_rows - int(rows.padding_T.sum())
+    if turn.start != num_tokens and (rows.padding_T.any() or more.padding_T.any()):
+        raise RoutesError(
+            f"sample {name!r}: a turn with padding rows begins at token {turn.start}, {num_tokens} tokens came before; "
+            "padding rows have no token, so such turns must follow each other exactly"
+        )
+    overlap = min(max(num_tokens - turn.start, 0), len(more.ids_TLK))
     if overlap:
-        rows = _merge_overlap(name, rows, more, start=start, overlap=overlap)
-    gap = max(start - have, 0)
-    fresh = slice(overlap, None)
+        rows = _merge_overlap(name, rows, more, start=turn.start, overlap=overlap)
+    gap = max(turn.start - num_tokens, 0)
+    edges = (num_rows, num_rows + gap, num_rows + gap + len(more.ids_TLK) - overlap)
+    parts = (
+        Segment(start=edges[0], stop=edges[1]),
+        Segment(start=edges[1], stop=edges[2], weight_version=turn.weight_version),
+    )
+    segments = (*rows.segments, *(part for part in parts if part.stop > part.start))
+    if not edges[1]:
+        return replace(more, segments=segments)
     layers, top_k = rows.ids_TLK.shape[1:]
     unknown_TLK = np.zeros((gap, layers, top_k), dtype=rows.ids_TLK.dtype)
-    parts = ([Segment(start=have, stop=start)] if gap else []) + [
-        Segment(start=have + gap, stop=have + gap + len(more.ids_TLK) - overlap, weight_version=turn.weight_version)
-    ]
-    segments = (*rows.segments, *(s for s in parts if s.stop > s.start))
-    if not have and not gap:
-        return replace(more, segments=segments)
     return _Rows(
-        ids_TLK=np.concatenate([rows.ids_TLK, unknown_TLK, more.ids_TLK[fresh]]),
-        known_TL=np.concatenate([rows.known_TL, np.zeros((gap, layers), dtype=bool), more.known_TL[fresh]]),
-        padding_T=np.concatenate([rows.padding_T, np.zeros(gap, dtype=bool), more.padding_T[fresh]]),
+        ids_TLK=np.concatenate([rows.ids_TLK, unknown_TLK, more.ids_TLK[overlap:]]),
+        known_TL=np.concatenate([rows.known_TL, np.zeros((gap, layers), dtype=bool), more.known_TL[overlap:]]),
+        padding_T=np.concatenate([rows.padding_T, np.zeros(gap, dtype=bool), more.padding_T[overlap:]]),
         segments=segments,
     )
 

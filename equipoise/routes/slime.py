@@ -16,7 +16,8 @@ slime records no boundaries between the versions of a sample: where they differ 
 sample's one version. Padding is added later, by the trainer (distinct ids counting up from 0, modulo the experts), and
 is not part of this form. Files with pickled numpy arrays are refused: they would have to be unpickled.
 
-Writing: the debug dump, unknown rows -1, `metadata["name"]` holding the sample's name.
+Writing: the debug dump, unknown rows -1, `metadata["name"]` holding the sample's name. Where token ids are not known
+they are all -1, and are read back as not known.
 
 Invariants (asserted by the tests):
 1. The three containers of the same samples give the same routes.
@@ -114,8 +115,13 @@ def _recording(sample: Any, name: str, *, title: str, model: ModelShape) -> Reco
         rows = np.full((max(len(tokens) - 1, 0), model.hidden_layers, model.top_k), -1, dtype=np.int32)
     else:
         rows = integer_array(f"{title}: {_KEY}", rows, ndim=3)
-    version = _version(title, _field(sample, "weight_versions"))
-    return Recording(name=name, rows=rows, num_tokens=len(tokens), tokens=tokens, weight_version=version)
+    return Recording(
+        name=name,
+        rows=rows,
+        num_tokens=len(tokens),
+        tokens=tokens if not len(tokens) or (tokens != -1).any() else None,
+        weight_version=_version(title, _field(sample, "weight_versions")),
+    )
 
 
 def _version(title: str, versions: Any) -> str:
@@ -133,7 +139,7 @@ def _type(value: Any) -> str:
 def _write(routes: Routes, path: Path) -> None:
     samples = []
     for i, sample in enumerate(routes):
-        tokens = np.zeros(sample.num_tokens, dtype=np.int64) if sample.tokens_T is None else sample.tokens_T
+        tokens = np.full(sample.num_tokens, -1, dtype=np.int64) if sample.tokens_T is None else sample.tokens_T
         samples.append(
             {
                 "index": i,
