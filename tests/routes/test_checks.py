@@ -1,6 +1,7 @@
 """Each check fires on exactly the thing it is for: good recordings, broken in one way, one way at a time."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -544,7 +545,7 @@ def test_real_traces_are_good(file, ids, offsets, preset):
         rows, edges = data[ids], data[offsets][:201]
     recordings = [
         Recording(name=f"s{i}", rows=rows[a:b], num_tokens=int(b - a) + 1)
-        for i, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        for i, (a, b) in enumerate(pairwise(edges))
     ]
     diagnosis = diagnose(recordings, model=ModelShape.preset(preset))
     assert diagnosis.fired == (), [f for f in diagnosis.findings if f.verdict == "finding"]

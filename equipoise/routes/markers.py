@@ -1,0 +1,218 @@
+"""Planted markers: known rows that prove that each token's route arrives with its token, through any slicing.
+
+A marker row names its token and its layer by the ids it holds, so a trainer's own packing and slicing can be run on
+markers instead of routes, and every delivered row be compared with the token it was delivered with.
+
+The code. Tokens of all samples are numbered 0, 1, 2, ... in order. With `base = experts // top_k`, column k of a route
+takes its id from the band `[k * base, (k + 1) * base)`, so ids are distinct and may be sorted or kept as a set.
+The token number is written in D digits of that base; position `p = layer * top_k + k` holds digit `p mod D`, turned by
+digit k of the layer's index (modulo base), so that rows of two layers, too, are told apart.
+
+Knows ids and arrays. Does not know any trainer: theirs comes in as a function. Our own slicing is in `slicing.py`.
+
+Invariants (asserted by the tests):
+1. Marker rows are good routes: k distinct ids in range; reading a row gives back its sample and token.
+2. A row moved to another token, a layer moved to another layer, a token lost or doubled is found and named.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
+from equipoise.routes.finding import Finding, Tally, judge
+from equipoise.routes.recording import Recording
+
+PADDING = -1
+"""Token number of padding; its row may hold anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Delivery:
+    """What one rank holds of one pipeline stage: token numbers, and the rows that came with them."""
+
+    name: str
+    """Who holds it, for messages: "cp 1, sp 0, pp 2"."""
+    tokens_T: np.ndarray
+    """[T] token numbers, `PADDING` for padding."""
+    ids_TLK: np.ndarray
+    """[T, layers of the stage, K] the rows."""
+    layers: Sequence[int]
+    """Index of each of these layers among the model's MoE layers."""
+
+
+Slicer = Callable[[np.ndarray, np.ndarray], Iterable[Delivery]]
+"""Cuts packed (tokens_T, ids_TLK) the way a trainer does, tokens by its token path, rows by its route path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markers:
+    """Marker rows for samples of given lengths."""
+
+    model: ModelShape
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.base < 2:
+            raise RoutesError(
+                f"model {self.model.name!r}: {self.model.experts} experts are too few to mark top-{self.model.top_k} "
+                f"routes; use a shape of at least {2 * self.model.top_k} experts"
+            )
+        if not self.lengths or min(self.lengths) < 1:
+            raise RoutesError(f"lengths is {self.lengths}; give at least one sample of at least one token")
+        if self.num_digits > self.model.layers * self.model.top_k:
+            most = self.base ** (self.model.layers * self.model.top_k)
+            raise RoutesError(f"{self.num_tokens} tokens cannot be marked; {self.model.name!r} has room for {most}")
+
+    @property
+    def base(self) -> int:
+        """Ids per column."""
+        return self.model.experts // self.model.top_k
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(self.lengths)
+
+    @property
+    def num_digits(self) -> int:
+        """Digits of a token number, D."""
+        digits, room = 1, self.base
+        while room < self.num_tokens:
+            digits, room = digits + 1, room * self.base
+        return digits
+
+    def rows(self, tokens_T: np.ndarray) -> np.ndarray:
+        """[T, L, K] the marker rows of these token numbers."""
+        digit_TD = tokens_T[:, None] // self.base ** np.arange(self.num_digits) % self.base
+        digit_TLK = digit_TD[:, self._digit_LK()] + self._turn_LK()
+        ids_TLK: np.ndarray = digit_TLK % self.base + self.base * np.arange(self.model.top_k)
+        return ids_TLK
+
+    def read(self, ids_TLK: np.ndarray) -> np.ndarray:
+        """[T] the token numbers of rows with all layers, ids in any order; -1 where the row is no marker."""
+        ids = np.sort(ids_TLK.astype(np.int64), axis=2) - self.base * np.arange(self.model.top_k)
+        digit_TLK = (ids - self._turn_LK()) % self.base
+        place_LK = self._digit_LK()
+        token_T = np.zeros(len(ids), dtype=np.int64)
+        for d in range(self.num_digits):
+            token_T += digit_TLK[:, place_LK == d][:, 0] * self.base**d
+        same_T = (np.sort(ids_TLK, axis=2) == self.rows(token_T)).all(axis=(1, 2))
+        return np.where(same_T & (token_T < self.num_tokens), token_T, -1)
+
+    def name(self, token: int) -> str:
+        """'token 3 of sample 1' for a token number."""
+        if not 0 <= token < self.num_tokens:
+            return "padding" if token == PADDING else "no marker"
+        ends = np.cumsum(self.lengths)
+        sample = int(np.searchsorted(ends, token, side="right"))
+        return f"token {token - int(ends[sample]) + self.lengths[sample]} of sample {sample}"
+
+    def sample_tokens(self) -> list[np.ndarray]:
+        """Token numbers of each sample."""
+        return np.split(np.arange(self.num_tokens), np.cumsum(self.lengths)[:-1])
+
+    def recordings(self) -> list[Recording]:
+        """One recording per sample, MoE layers only, a row for every token; token ids are the token numbers."""
+        return [
+            Recording(name=f"sample {i}", rows=self.rows(tokens), num_tokens=len(tokens), tokens=tokens)
+            for i, tokens in enumerate(self.sample_tokens())
+        ]
+
+    def routes(self) -> Routes:
+        """The same as routes, for writers and for loads."""
+        samples = [
+            SampleRoutes(name=f"sample {i}", ids_TLK=self.rows(tokens), num_tokens=len(tokens), tokens_T=tokens)
+            for i, tokens in enumerate(self.sample_tokens())
+        ]
+        return Routes.of(samples, model=self.model)
+
+    def _digit_LK(self) -> np.ndarray:
+        """[L, K] which digit of the token number stands where."""
+        return np.arange(self.model.layers * self.model.top_k).reshape(-1, self.model.top_k) % self.num_digits
+
+    def _turn_LK(self) -> np.ndarray:
+        """[L, K] digits of the layer index, column 0 the lowest."""
+        turn_LK = np.zeros((self.model.layers, self.model.top_k), dtype=np.int64)
+        left_L = np.arange(self.model.layers)
+        for k in range(self.model.top_k):
+            left_L, turn_LK[:, k] = np.divmod(left_L, self.base)
+        return turn_LK
+
+
+def plant(lengths: Sequence[int], *, model: ModelShape) -> Markers:
+    """Make markers for samples of these lengths."""
+    return Markers(model=model, lengths=tuple(int(n) for n in lengths))
+
+
+def check_arrival(markers: Markers, deliveries: Iterable[Delivery], *, check: str = "markers") -> Finding:
+    """Compare each delivered row with the token it was delivered with.
+
+    Args:
+        markers: what was planted
+        deliveries: what arrived, from all ranks and stages
+        check: name of the finding
+
+    Returns:
+        A finding counted in routes; a token that never arrives in some layer, or arrives twice, counts too.
+    """
+    tally = Tally()
+    seen_TL = np.zeros((markers.num_tokens, markers.model.layers), dtype=np.int64)
+    for delivery in deliveries:
+        _check_delivery(markers, delivery, tally, seen_TL)
+    wrong_TL = seen_TL != 1
+
+    def place() -> str:
+        token, layer = (int(i) for i in np.argwhere(wrong_TL)[0])
+        return f"{markers.name(token)}, layer index {layer}: delivered {int(seen_TL[token, layer])} times"
+
+    tally.add(int(wrong_TL.sum()), int(wrong_TL.sum()), place)
+    advice = "routes and tokens are cut differently: make both go through one slicing function, then run this again"
+    return judge(check, tally, unit="routes", advice=advice)
+
+
+def _check_delivery(markers: Markers, delivery: Delivery, tally: Tally, seen_TL: np.ndarray) -> None:
+    real_T = delivery.tokens_T != PADDING
+    tokens_T, layers = delivery.tokens_T[real_T], list(delivery.layers)
+    got_TLK = np.sort(delivery.ids_TLK[real_T], axis=2)
+    wrong_TL = (got_TLK != markers.rows(tokens_T)[:, layers]).any(axis=2)
+    np.add.at(seen_TL, (tokens_T[:, None], np.array(layers)[None, :]), 1)
+
+    def place() -> str:
+        row, layer = (int(i) for i in np.argwhere(wrong_TL)[0])
+        words = f"{delivery.name}: {markers.name(int(tokens_T[row]))}, layer index {layers[layer]}"
+        if layers == list(range(markers.model.layers)):
+            words += f", came with the route of {markers.name(int(markers.read(got_TLK[row : row + 1])[0]))}"
+        return words
+
+    tally.add(int(wrong_TL.sum()), wrong_TL.size, place)
+
+
+def prove_slicing(slicer: Slicer, *, markers: Markers, multiple: int = 1) -> Finding:
+    """Run a trainer's own slicing on packed markers and prove that every route arrives with its token.
+
+    Args:
+        slicer: gets tokens_T and ids_TLK, gives what each rank and stage holds
+        markers: what to plant
+        multiple: each sample is padded to a multiple of this many tokens before
+    """
+    tokens_T = pack_tokens(markers, multiple=multiple)
+    return check_arrival(markers, slicer(tokens_T, pack_rows(markers, multiple=multiple)))
+
+
+def pack_tokens(markers: Markers, *, multiple: int = 1) -> np.ndarray:
+    """[T] token numbers of all samples in a row, each padded to a multiple."""
+    parts = [np.pad(t, (0, -len(t) % multiple), constant_values=PADDING) for t in markers.sample_tokens()]
+    return np.concatenate(parts)
+
+
+def pack_rows(markers: Markers, *, multiple: int = 1) -> np.ndarray:
+    """[T, L, K] marker rows of all samples in a row; padding rows hold 0..k-1."""
+    parts = []
+    for recording in markers.recordings():
+        rows = np.empty((-(-len(recording.rows) // multiple) * multiple, *recording.rows.shape[1:]), dtype=np.int64)
+        rows[:] = np.arange(markers.model.top_k)
+        rows[: len(recording.rows)] = recording.rows
+        parts.append(rows)
+    return np.concatenate(parts)
