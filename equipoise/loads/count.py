@@ -226,12 +226,10 @@ class _Histogram:
             self.seen |= int(kernels.add_masked(ids_TLK, known_TL, self.mask, self.count_LW, self.known_L))
             return
         self.known_L += len(ids_TLK)
-        if ids_TLK.dtype == np.uint8 and ids_TLK.shape[2] == 8:
-            word_TL = frozen_array(np.require(ids_TLK.view(np.uint64)[:, :, 0], requirements=["C", "A"]))
-            seen = int(kernels.add_bytes(word_TL, self.mask, self.count_LW))
-            self.seen |= int(np.bitwise_or.reduce(np.array([seen], dtype=np.uint64).view(np.uint8)))
-        else:
-            self.seen |= int(kernels.add_ids(ids_TLK, self.mask, self.count_LW))
+        tokens, layers, top_k = ids_TLK.shape
+        base_C = np.repeat(np.arange(layers, dtype=np.uint64) * np.uint64(self.count_LW.shape[1]), top_k)
+        ids_TC = ids_TLK.reshape(tokens, layers * top_k)
+        self.seen |= int(kernels.add_ids(ids_TC, base_C, self.mask, self.count_LW.reshape(-1)))
 
     def rows(self, sample: SampleRoutes) -> np.ndarray:
         """[L, E] int64, or an error if an id was outside the experts."""
