@@ -51,11 +51,13 @@ class Cluster(Value):
         for name in ("nodes", "ranks_per_node", "ep", *_FIGURES):
             value = require_int(f"cluster {self.name!r}: {name}", getattr(self, name), low=1, error=TopologyError)
             object.__setattr__(self, name, value)
-        node_R = tuple(int(n) for n in self.node_R)
+        label = f"cluster {self.name!r}: an entry of node_R"
+        node_R = tuple(require_int(label, n, low=0, error=TopologyError) for n in self.node_R)
         object.__setattr__(self, "node_R", node_R)
         if len(node_R) != self.ep:
             raise TopologyError(
-                f"cluster {self.name!r}: node_R names {len(node_R)} ranks, the EP group has {self.ep}; give one node per rank"
+                f"cluster {self.name!r}: node_R names {len(node_R)} ranks, the EP group has {self.ep}; "
+                "give one node per rank"
             )
         if set(node_R) != set(range(len(set(node_R)))):
             raise TopologyError(

@@ -61,8 +61,11 @@ class ModelShape(Value):
             object.__setattr__(self, name, value)
         if self.top_k > self.experts:
             raise TopologyError(f"model {self.name!r}: top_k is {self.top_k}; there are only {self.experts} experts")
-        numbers = tuple(int(n) for n in self.layer_numbers)
-        object.__setattr__(self, "layer_numbers", numbers)
+        for name in ("layer_numbers", "hash_layers"):
+            label = f"model {self.name!r}: an entry of {name}"
+            entries = tuple(require_int(label, n, low=-1, error=TopologyError) for n in getattr(self, name))
+            object.__setattr__(self, name, entries)
+        numbers = self.layer_numbers
         if not numbers:
             raise TopologyError(f"model {self.name!r} has no MoE layer; give at least one layer number")
         if list(numbers) != sorted(set(numbers)) or numbers[0] < 0 or numbers[-1] >= self.hidden_layers:
@@ -167,20 +170,20 @@ class ModelShape(Value):
         text_config = config.get("text_config")
         figures = {**config, **text_config} if isinstance(text_config, Mapping) else dict(config)
         title = name or str(figures.get("_name_or_path") or figures.get("model_type") or "model")
-        hidden_layers = _figure(figures, title, "num_hidden_layers")
+        hidden_layers = _figure(figures, title, "num_hidden_layers", high=_MOST_LAYERS)
         return cls(
             name=title,
             experts=_figure(figures, title, "num_experts", "n_routed_experts", "num_local_experts"),
             top_k=_figure(figures, title, "num_experts_per_tok", "moe_topk", "moe_router_topk"),
-            layer_numbers=_moe_layer_numbers(figures, hidden_layers),
+            layer_numbers=_moe_layer_numbers(figures, title, hidden_layers),
             hidden_layers=hidden_layers,
             hidden=_figure(figures, title, "hidden_size"),
             expert_width=_figure(figures, title, "moe_intermediate_size", "intermediate_size"),
-            shared_experts=int(figures.get("n_shared_experts") or figures.get("num_shared_experts") or 0),
+            shared_experts=_count(figures, title, "n_shared_experts", "num_shared_experts"),
             attention_params=_attention_params(figures, title),
             attention_width=_attention_width(figures, title),
-            mtp_layers=int(figures.get("num_nextn_predict_layers") or 0),
-            hash_layers=tuple(range(int(figures.get("num_hash_layers") or 0))),
+            mtp_layers=_count(figures, title, "num_nextn_predict_layers"),
+            hash_layers=tuple(range(_count(figures, title, "num_hash_layers", high=hidden_layers))),
             expert_bias=figures.get("model_type") == "gpt_oss",
             source="config.json",
         )
@@ -200,6 +203,9 @@ class ModelShape(Value):
         shape = cls.from_config(content, name=name or path.resolve().parent.name)
         return replace(shape, source=str(path))
 
+
+_MOST_LAYERS = 10_000
+"""Above every real model; a broken file must not make a list of 10^30 layer numbers."""
 
 _LOWEST = {
     "experts": 1,
@@ -233,46 +239,66 @@ def _first_numbers(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
     return kept + tuple(range(kept[-1] + 1, kept[-1] + 1 + count - len(kept)))
 
 
-def _figure(figures: Mapping[str, Any], title: str, *keys: str) -> int:
+def _figure(figures: Mapping[str, Any], title: str, *keys: str, low: int = 1, high: int | None = None) -> int:
+    """The figure under the first of `keys` that the config gives, or an error that names them."""
     for key in keys:
         if figures.get(key) is not None:
-            return require_int(f"model {title!r}: config key {key!r}", figures[key], low=1, error=TopologyError)
+            label = f"model {title!r}: config key {key!r}"
+            return require_int(label, figures[key], low=low, high=high, error=TopologyError)
     raise TopologyError(f"model {title!r}: config.json has none of the keys {', '.join(keys)}; is it an MoE model?")
 
 
-def _moe_layer_numbers(figures: Mapping[str, Any], hidden_layers: int) -> tuple[int, ...]:
-    """MoE layers by the three conventions in use: a dense prefix, a stride, a list of dense layers."""
-    first = int(figures.get("first_k_dense_replace") or 0)
-    stride = int(figures.get("decoder_sparse_step") or figures.get("moe_layer_freq") or 1)
-    dense = set(figures.get("mlp_only_layers") or ())
+def _count(figures: Mapping[str, Any], title: str, *keys: str, high: int | None = None) -> int:
+    """A figure that a config may leave out, which means 0."""
+    given = [key for key in keys if figures.get(key) is not None]
+    return _figure(figures, title, *given, low=0, high=high) if given else 0
+
+
+def _moe_layer_numbers(figures: Mapping[str, Any], title: str, hidden_layers: int) -> tuple[int, ...]:
+    """MoE layers by the conventions in use: a dense prefix, a stride, a list of dense layers, a flag per layer."""
+    flags = figures.get("moe_layer_freq")
+    if isinstance(flags, list):
+        if len(flags) != hidden_layers or any(flag not in (0, 1) for flag in flags):
+            raise TopologyError(f"model {title!r}: moe_layer_freq must be one 0 or 1 per layer, or a stride")
+        return tuple(n for n, flag in enumerate(flags) if flag)
+    first = _count(figures, title, "first_k_dense_replace")
+    dense = figures.get("mlp_only_layers")
+    if not isinstance(dense, list | None):
+        raise TopologyError(f"model {title!r}: mlp_only_layers must be a list of layer numbers, got {dense!r}")
     # decoder_sparse_step counts layers from 1, moe_layer_freq from 0.
     offset = 1 if figures.get("decoder_sparse_step") else 0
-    return tuple(n for n in range(first, hidden_layers) if n not in dense and (n + offset) % stride == 0)
+    stride = _count(figures, title, "decoder_sparse_step" if offset else "moe_layer_freq") or 1
+    return tuple(n for n in range(first, hidden_layers) if n not in (dense or ()) and (n + offset) % stride == 0)
 
 
 def _head_width(figures: Mapping[str, Any], title: str) -> int:
-    given = figures.get("head_dim")
-    if given:
-        return int(given)
+    if figures.get("head_dim") is not None:
+        return _figure(figures, title, "head_dim")
     return _figure(figures, title, "hidden_size") // _figure(figures, title, "num_attention_heads")
+
+
+def _mla_widths(figures: Mapping[str, Any], title: str) -> tuple[int, int, int]:
+    """Query-key width without and with rotation, and value width, of one head of latent attention."""
+    nope, rope, value = (_figure(figures, title, k) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return nope, rope, value
 
 
 def _attention_params(figures: Mapping[str, Any], title: str) -> int:
     hidden = _figure(figures, title, "hidden_size")
     heads = _figure(figures, title, "num_attention_heads")
-    if figures.get("kv_lora_rank"):
-        nope, rope, value = (int(figures[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        rank, q_rank = int(figures["kv_lora_rank"]), figures.get("q_lora_rank")
+    rank, q_rank = (_count(figures, title, key) for key in ("kv_lora_rank", "q_lora_rank"))
+    if rank:
+        nope, rope, value = _mla_widths(figures, title)
         query = heads * (nope + rope)
-        query_params = hidden * int(q_rank) + int(q_rank) * query if q_rank else hidden * query
+        query_params = hidden * q_rank + q_rank * query if q_rank else hidden * query
         return query_params + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
     width = _head_width(figures, title)
-    kv_heads = int(figures.get("num_key_value_heads") or heads)
+    kv_heads = _count(figures, title, "num_key_value_heads") or heads
     return 2 * hidden * heads * width + 2 * hidden * kv_heads * width
 
 
 def _attention_width(figures: Mapping[str, Any], title: str) -> int:
     heads = _figure(figures, title, "num_attention_heads")
-    if figures.get("kv_lora_rank"):
-        return heads * sum(int(figures[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if _count(figures, title, "kv_lora_rank"):
+        return heads * sum(_mla_widths(figures, title))
     return 2 * heads * _head_width(figures, title)

@@ -58,7 +58,8 @@ class SampleRoutes(Value):
         ids = np.asarray(self.ids_TLK)
         if ids.ndim != 3 or ids.dtype.kind not in "iu":
             raise RoutesError(
-                f"sample {self.name!r}: routes must be integers of shape [T, L, K], got {ids.dtype} of shape {ids.shape}"
+                f"sample {self.name!r}: routes must be integers of shape [T, L, K], "
+                f"got {ids.dtype} of shape {ids.shape}"
             )
         object.__setattr__(self, "ids_TLK", frozen_array(ids))
         tokens = require_int(f"sample {self.name!r}: num_tokens", self.num_tokens, low=0, error=RoutesError)
@@ -162,7 +163,7 @@ class Routes(Value):
     """Global layer number of each entry of the L axis."""
 
     def __post_init__(self) -> None:
-        numbers = tuple(int(n) for n in self.layer_numbers)
+        numbers = _layer_numbers(self.layer_numbers)
         object.__setattr__(self, "layer_numbers", numbers)
         strangers = sorted(set(numbers) - set(self.model.layer_numbers))
         if strangers or list(numbers) != sorted(set(numbers)):
@@ -238,6 +239,10 @@ def _fit(sample: SampleRoutes, *, model: ModelShape, num_layers: int) -> SampleR
     )
 
 
+def _layer_numbers(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(require_int("an entry of layer_numbers", n, low=0, error=RoutesError) for n in numbers)
+
+
 def _spans(numbers: Sequence[int]) -> str:
     """'0-3, 7' for (0, 1, 2, 3, 7)."""
     spans: list[list[int]] = []
@@ -273,7 +278,7 @@ class RouteCounts(Value):
         object.__setattr__(self, "count_BLE", counts)
         object.__setattr__(self, "tokens_B", int64_array("tokens_B", self.tokens_B, ndim=1, error=RoutesError))
         object.__setattr__(self, "names", tuple(self.names))
-        object.__setattr__(self, "layer_numbers", tuple(int(n) for n in self.layer_numbers))
+        object.__setattr__(self, "layer_numbers", _layer_numbers(self.layer_numbers))
         wanted = {
             "padding_BLE": counts.shape,
             "unknown_BL": (samples, layers),

@@ -121,7 +121,8 @@ def test_equal_arguments_make_equal_clusters():
         pytest.param({"node_R": (0, 0, 1)}, "names 3 ranks, the EP group has 4", id="too-few-ranks"),
         pytest.param({"node_R": (0, 0, 2, 2)}, "without gaps", id="gap"),
         pytest.param({"node_R": (1, 1, 1, 1)}, "without gaps", id="not-from-zero"),
-        pytest.param({"node_R": (-1, 0, 0, 1)}, "without gaps", id="negative-node"),
+        pytest.param({"node_R": (-1, 0, 0, 1)}, "node_R is -1; it must be at least 0", id="negative-node"),
+        pytest.param({"node_R": (0, 0, 1.5, 1)}, "whole number, got 1.5", id="float-node"),
         pytest.param({"nodes": 1}, "names node 1; there are 1 nodes", id="too-many-nodes"),
         pytest.param({"flops": 0}, "flops is 0; it must be at least 1", id="zero-figure"),
         pytest.param({"flops": 1e12}, "flops must be a whole number", id="float-figure"),
@@ -156,5 +157,5 @@ def test_home_slots_are_owned_experts_per_rank():
 
 def test_experts_that_do_not_divide_are_refused_with_a_size_that_works():
     model = ModelShape.preset("qwen3-30b-a3b", experts=63)
-    with pytest.raises(TopologyError, match="63 experts of 'qwen3-30b-a3b' do not divide by 8 ranks; .* example 7"):
+    with pytest.raises(TopologyError, match=r"63 experts of 'qwen3-30b-a3b' do not divide by 8 ranks; .* example 7"):
         Cluster.preset("h200").home_slots(model)
