@@ -96,8 +96,8 @@ def choice_name(owner: str, choice: Any, *, position: int, count: int) -> str:
 
 
 def given_name(*names: Any, place: str) -> str:
-    """The first non-empty string among `names`, else the record's place."""
-    return next((name for name in names if isinstance(name, str) and name), place)
+    """The first id among `names`, text or a number, else the record's place."""
+    return next((str(name) for name in names if type(name) is int or (isinstance(name, str) and name)), place)
 
 
 def optional_count(value: Any, what: str, *, place: str) -> int | None:

@@ -1,0 +1,273 @@
+"""vLLM forms: hand-made bytes against the spec in the module docstring, round trips, refusals."""
+
+import base64
+import json
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from equipoise.core import Routes, RoutesError, SampleRoutes
+from equipoise.routes import vllm
+from equipoise.routes.source import Source
+from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
+
+OFFLINE, HTTP = vllm.FORMATS
+
+
+def npy_bytes(descr, shape, data, *, fortran=False):
+    """A version 1.0 `.npy` file by the letter of numpy's format description."""
+    header = f"{{'descr': '{descr}', 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
+    header += b" " * (-(10 + len(header) + 1) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+def base64_npy(*args, **kwargs):
+    return base64.b64encode(npy_bytes(*args, **kwargs)).decode()
+
+
+# Two rows, three hidden layers of which the first is dense, top-2.
+ROWS = [[[0, 0], [3, 1], [7, 0]], [[0, 0], [2, 5], [4, 6]]]
+DATA_U8 = bytes([0, 0, 3, 1, 7, 0, 0, 0, 2, 5, 4, 6])
+
+
+def test_chat_response_decodes_to_the_hand_made_array():
+    record = {
+        "id": "chatcmpl-7",
+        "choices": [{"index": 0, "message": {}, "routed_experts": base64_npy("|u1", (2, 3, 2), DATA_U8)}],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
+    }
+    [recording] = read(HTTP, [record], model_of())
+    assert recording.name == "chatcmpl-7"
+    assert recording.rows.dtype == np.uint8
+    assert recording.rows.tolist() == ROWS
+    assert (recording.start, recording.num_tokens, recording.weight_version) == (0, 3, "")
+
+
+def test_the_npy_payload_is_recognised_by_its_first_bytes():
+    assert base64_npy("|u1", (0, 3, 2), b"").startswith("k05VTVBZ")
+
+
+@pytest.mark.parametrize(
+    ("descr", "data"),
+    [
+        ("<u2", struct.pack("<12H", *DATA_U8)),
+        ("<i4", struct.pack("<12i", *DATA_U8)),
+        (">i4", struct.pack(">12i", *DATA_U8)),
+    ],
+    ids=["uint16", "int32", "big-endian"],
+)
+def test_every_dtype_vllm_has_used_decodes(descr, data):
+    record = {"choices": [{"routed_experts": base64_npy(descr, (2, 3, 2), data)}]}
+    [recording] = read(HTTP, [record], model_of())
+    assert recording.rows.tolist() == ROWS
+    assert recording.rows.dtype.isnative
+
+
+def test_fortran_order_is_honoured():
+    data = np.array(ROWS, dtype=np.uint8).tobytes(order="F")
+    record = {"choices": [{"routed_experts": base64_npy("|u1", (2, 3, 2), data, fortran=True)}]}
+    assert read(HTTP, [record], model_of())[0].rows.tolist() == ROWS
+
+
+def test_generate_response_gives_token_ids_and_start(tmp_path):
+    record = {
+        "request_id": "r1",
+        "prompt_token_ids": [11, 12, 13, 14],
+        "choices": [
+            {"index": 0, "token_ids": [15, 16], "routed_experts": base64_npy("|u1", (2, 3, 2), DATA_U8)},
+        ],
+        "request": {"sampling_params": {"routed_experts_prompt_start": 3}},
+    }
+    path = tmp_path / "dump.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    [recording] = read(HTTP, path, model_of())
+    assert recording.tokens.tolist() == [11, 12, 13, 14, 15, 16]
+    assert (recording.name, recording.start, recording.num_tokens) == ("r1", 3, 6)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"routed_experts_prompt_start": 5},
+        {"request": {"routed_experts_prompt_start": 5}},
+        {"sampling_params": {"routed_experts_prompt_start": 5}},
+        {"request": {"sampling_params": {"routed_experts_prompt_start": 5}}},
+    ],
+    ids=["record", "request", "sampling_params", "request.sampling_params"],
+)
+def test_prompt_start_is_found_wherever_it_is_kept(extra):
+    record = {"choices": [{"routed_experts": base64_npy("|u1", (2, 3, 2), DATA_U8)}], **extra}
+    [recording] = read(HTTP, [record], model_of())
+    assert recording.start == 5
+    assert recording.num_tokens == 8, "five before, two rows, and the last token without one"
+
+
+def test_choices_are_samples_and_the_usage_sum_is_not_taken_for_one():
+    payload = base64_npy("|u1", (2, 3, 2), DATA_U8)
+    record = {
+        "id": "c",
+        "usage": {"prompt_tokens": 2, "completion_tokens": 40},
+        "choices": [{"index": 0, "routed_experts": payload}, {"index": 1, "routed_experts": payload}],
+    }
+    first, second = read(HTTP, [record], model_of())
+    assert [first.name, second.name] == ["choice 0 of c", "choice 1 of c"]
+    assert first.num_tokens == 3
+
+
+def test_weight_version_spans_split_the_rows_they_computed():
+    """Prompt of 3, 4 generated: token 3+g is computed by row 2+g."""
+    data = bytes(range(6)) * 6
+    record = {
+        "request_id": "r",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4},
+        "choices": [
+            {
+                "routed_experts": base64_npy("|u1", (6, 3, 2), data),
+                "weight_versions": [
+                    {"version": "v1", "start": 0, "end": 2},
+                    {"version": "v2", "start": 2, "end": 4},
+                ],
+            }
+        ],
+    }
+    first, second = read(HTTP, [record], model_of())
+    assert (first.start, len(first.rows), first.weight_version, first.num_tokens) == (0, 4, "v1", 5)
+    assert (second.start, len(second.rows), second.weight_version, second.num_tokens) == (4, 2, "v2", 7)
+    assert np.concatenate([first.rows, second.rows]).tobytes() == data
+
+
+def test_spans_without_a_prompt_length_are_refused():
+    spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
+    record = {"choices": [{"routed_experts": base64_npy("|u1", (2, 3, 2), DATA_U8), "weight_versions": spans}]}
+    with pytest.raises(RoutesError, match="prompt tokens is not recorded"):
+        read(HTTP, [record], model_of())
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (None, "no routed_experts"),
+        (17, "base64 text"),
+        ("k05V!!", "not base64"),
+        (base64.b64encode(b"not numpy").decode(), "not a .npy file"),
+        (base64_npy("|u1", (2, 3, 2), DATA_U8[:-1]), "11 bytes.*needs 12"),
+        (base64_npy("|u1", (2, 3, 2), DATA_U8 + b"\0"), "13 bytes.*needs 12"),
+        (base64_npy("<f4", (2, 3, 2), b"\0" * 48), "float32"),
+        (base64_npy("|O", (2, 3, 2), b"\0" * 12), "object"),
+        (base64_npy("|u1", (12,), DATA_U8), "rows, layers, top-k"),
+        (base64_npy("|u1", (-2, -3, 2), DATA_U8), "at least 0"),
+        (base64_npy("|u1", (0, 2**62, 2**62), b""), "cannot have shape"),
+    ],
+    ids=["null", "number", "alphabet", "magic", "cut", "tail", "float", "pickle", "flat", "negative", "huge"],
+)
+def test_broken_payloads_are_refused(payload, words):
+    with pytest.raises(RoutesError, match=words):
+        read(HTTP, [{"choices": [{"routed_experts": payload}]}], model_of())
+
+
+def test_offline_arrays_and_request_outputs_decode():
+    rows = np.array(ROWS, dtype=np.uint8)
+    [bare] = read(OFFLINE, rows, model_of())
+    assert bare.rows.tolist() == ROWS and bare.num_tokens == 3
+    assert [r.name for r in read(OFFLINE, [rows, rows], model_of())] == ["record 0", "record 1"]
+    output = SimpleNamespace(
+        request_id="q",
+        prompt_token_ids=[1, 2],
+        outputs=[SimpleNamespace(index=0, token_ids=(3,), routed_experts=rows)],
+    )
+    [recording] = read(OFFLINE, [output], model_of())
+    assert (recording.name, recording.tokens.tolist()) == ("q", [1, 2, 3])
+    as_dict = {"request_id": "q", "prompt_token_ids": [1, 2], "outputs": [vars(output.outputs[0])]}
+    assert read(OFFLINE, as_dict, model_of()) == [recording]
+
+
+def test_a_folder_of_npy_names_samples_by_file(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.npy").write_bytes(npy_bytes("|u1", (2, 3, 2), DATA_U8))
+    assert OFFLINE.matches(Source.of(tmp_path))
+    assert [(r.name, r.rows.tolist()) for r in read(OFFLINE, tmp_path, model_of())] == [("a", ROWS), ("b", ROWS)]
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no-tokens"])
+@pytest.mark.parametrize("form", vllm.FORMATS, ids=lambda f: f.name)
+def test_write_read_equal(form, model, tokens, tmp_path):
+    routes = routes_of(model, tokens=tokens)
+    assert round_trip(form, routes, tmp_path / f"dump{form.suffixes[0]}") == routes
+
+
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no-tokens"])
+def test_http_keeps_segments_and_weight_versions(tokens, tmp_path):
+    routes = routes_of(model_of(), segments=True, tokens=tokens)
+    path = tmp_path / "dump.jsonl"
+    assert round_trip(HTTP, routes, path) == routes
+    starts = [json.loads(line).get("routed_experts_prompt_start", 0) for line in path.read_text().splitlines()]
+    assert starts == [0, 1, 0, 0, 1]
+
+
+def test_offline_refuses_what_it_cannot_hold(tmp_path):
+    model = model_of()
+    with pytest.raises(RoutesError, match="no place for them, write vllm-http"):
+        OFFLINE.write(routes_of(model, segments=True), tmp_path / "a.npz")
+    full = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2], [3, 4]]]), num_tokens=1)
+    with pytest.raises(RoutesError, match="1 rows for 1 tokens"):
+        OFFLINE.write(Routes.of([full], model=model), tmp_path / "a.npz")
+    with pytest.raises(RoutesError, match="two samples are named 's'"):
+        HTTP.write(Routes.of([full, full], model=model), tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("form", vllm.FORMATS, ids=lambda f: f.name)
+def test_unknown_rows_of_a_top_1_model_are_refused(form, tmp_path):
+    model = model_of(top_k=1)
+    with pytest.raises(RoutesError, match="top-1"):
+        form.write(routes_of(model), tmp_path / "a")
+    routes = routes_of(model, unknown=False)
+    assert round_trip(form, routes, tmp_path / f"dump{form.suffixes[0]}") == routes
+
+
+@pytest.mark.parametrize("form", vllm.FORMATS, ids=lambda f: f.name)
+def test_padding_and_partial_layers_are_refused(form, tmp_path):
+    model = model_of()
+    padded = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2], [3, 4]]]), num_tokens=2, padding_T=np.array([True]))
+    with pytest.raises(RoutesError, match="padding"):
+        form.write(Routes.of([padded], model=model), tmp_path / "a")
+    part = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2]]]), num_tokens=2)
+    with pytest.raises(RoutesError, match="1 of 2 MoE layers"):
+        form.write(Routes.of([part], model=model, layer_numbers=[2]), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        [],
+        [None],
+        [{}],
+        {"choices": []},
+        {"choices": "x"},
+        {"choices": [{"routed_experts": {"data": "", "shape": [], "dtype": "uint8"}}]},
+        {"choices": [{"routed_experts": "AAAA"}]},
+        np.zeros((2, 3), dtype=np.int64),
+        np.zeros((2, 3, 2)),
+        np.zeros((1, 2, 3, 2), dtype=np.int16),
+        {"routed_experts": np.zeros((1, 2, 3, 2), dtype=np.int16)},
+        ["nrlre1:int8:1x1x1:AA=="],
+    ],
+    ids=[
+        "empty",
+        "null",
+        "object",
+        "no-choices",
+        "text-choices",
+        "prime-rl",
+        "sglang-payload",
+        "two-axes",
+        "float",
+        "batch",
+        "batch-dict",
+        "nemo-rl",
+    ],
+)
+def test_foreign_content_is_not_claimed(dump):
+    assert not any(form.matches(Source.of(dump)) for form in vllm.FORMATS)
