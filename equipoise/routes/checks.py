@@ -283,8 +283,8 @@ class Versions(Check):
         if reading.sample != self.sample:
             self._close()
             self.sample, self.title = reading.sample, reading.title
-        if reading.recording.weight_version:
-            self.seen.add(reading.recording.weight_version)
+        # A dump that knows a sample's versions but not their rows (slime) joins them by commas.
+        self.seen.update(v for v in reading.recording.weight_version.split(",") if v)
 
     def _close(self) -> None:
         """Take in the sample that has just ended."""
