@@ -1,0 +1,154 @@
+"""Prove that recorded routes are right, and say what is wrong with them.
+
+    equipoise doctor rollout.jsonl --model qwen3-30b-a3b
+    equipoise doctor rollout.jsonl --model qwen3-30b-a3b --second trainer.npz --json
+    equipoise doctor --self-check --model mixtral-8x7b
+
+Prints a table: check, verdict, share, first place, what to do (`docs/doctor.md` explains each check).
+Exit code 0: good, 1: findings, 2: the dump or the model cannot be opened at all.
+Knows arguments and printing. Every judgement is made in `equipoise.routes`.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from equipoise.core import ModelShape
+    from equipoise.routes.finding import Diagnosis, Finding
+    from equipoise.routes.recording import Recording
+
+_COLOR = {"good": "green", "finding": "bold red", "skipped": "dim"}
+_MARKED_LENGTHS = (7, 64, 33, 1, 120)
+"""Samples of the self-check: none divides by every width, one is a single token."""
+_SCHEDULED_LENGTHS = (48, 96, 144)
+"""Samples of the schedule check: multiples of every 2 * cp * sp it runs."""
+_SCHEDULED_WIDTHS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (3, 4))
+
+
+def doctor(
+    dump: Annotated[Path | None, typer.Argument(help="File or folder of recorded routes.")] = None,
+    model: Annotated[str | None, typer.Option(help="Preset name or a HF config.json; a native store knows it.")] = None,
+    format: Annotated[str | None, typer.Option(help="Form of the dump; found by content if not given.")] = None,
+    second: Annotated[Path | None, typer.Option(help="Another recording of the same tokens, to compare with.")] = None,
+    second_format: Annotated[str | None, typer.Option(help="Form of the second recording.")] = None,
+    min_agreement: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of equal routes under which a layer is a finding.")
+    ] = 0.8,
+    self_check: Annotated[bool, typer.Option("--self-check", help="Prove the slicing with planted markers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
+) -> None:
+    """Check recorded routes, or with --self-check the slicing they will go through."""
+    from equipoise.core import EquipoiseError
+
+    try:
+        if self_check:
+            diagnosis = check_slicing(model or "qwen3-30b-a3b")
+        elif dump is None:
+            raise EquipoiseError("name a dump, or give --self-check")
+        else:
+            shape = _model_of(dump, model, format)
+            recordings = _open(dump, shape, format)
+            partner = None if second is None else _open(second, shape, second_format)
+            diagnosis = _diagnose(recordings, shape, second=partner, min_agreement=min_agreement)
+    except EquipoiseError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    show(diagnosis)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.as_json()))
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def check_slicing(model: str) -> "Diagnosis":
+    """Push planted markers through the built-in slicing and through our schedules.
+
+    Args:
+        model: preset name or path of a HF config.json
+    """
+    from equipoise.routes.finding import Diagnosis
+    from equipoise.routes.markers import plant
+    from equipoise.routes.registry import resolve_model
+    from equipoise.routes.slicing import self_check
+
+    shape = resolve_model(model)
+    findings = (*self_check(plant(_MARKED_LENGTHS, model=shape)), *_check_schedules(shape))
+    return Diagnosis(findings=findings, num_samples=len(_MARKED_LENGTHS), num_rows=sum(_MARKED_LENGTHS))
+
+
+def show(diagnosis: "Diagnosis", console: "Console | None" = None) -> None:
+    """Print a diagnosis as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or Console()
+    table = Table(title=f"{diagnosis.num_samples} samples, {diagnosis.num_rows} rows", title_justify="left")
+    for column in ("check", "verdict", "share", "first place", "what to do"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict", "share"))
+    for finding in diagnosis.findings:
+        words = Text(finding.advice) if finding.advice else Text(finding.detail, style="dim")
+        share = f"{finding.share:.1%} of {finding.unit}" if finding.total else ""
+        verdict = Text(finding.verdict, style=_COLOR[finding.verdict])
+        table.add_row(finding.check, verdict, share, Text(finding.first_place), words)
+    console.print(table)
+    for finding in diagnosis.findings:
+        if finding.rate_L:
+            rates = " ".join(f"{rate:.3f}" for rate in finding.rate_L)
+            console.print(f"{finding.check} by layer: {rates}", highlight=False)
+    console.print("good" if diagnosis.ok else f"{len(diagnosis.fired)} findings: {', '.join(diagnosis.fired)}")
+
+
+def _check_schedules(model: "ModelShape") -> "Iterator[Finding]":
+    import numpy as np
+
+    from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context, slice_sequence
+    from equipoise.routes.markers import plant
+    from equipoise.routes.slicing import check_schedule
+
+    markers = plant(_SCHEDULED_LENGTHS, model=model)
+    whole = schedule_samples(
+        np.array(_SCHEDULED_LENGTHS),
+        ranks=1,
+        samples_per_micro_step=len(_SCHEDULED_LENGTHS),
+        policy=TokenPolicy(last_token="unknown"),
+    )
+    for cp, sp in _SCHEDULED_WIDTHS:
+        yield check_schedule(slice_sequence(slice_context(whole, cp), sp), markers, cp=cp, sp=sp)
+
+
+def _model_of(dump: Path, model: str | None, format: str | None) -> "ModelShape":
+    from equipoise.routes.registry import read_routes, resolve_model
+
+    # Only a native store can be read without a model; for any other form this error asks for one.
+    return resolve_model(model) if model else read_routes(dump, format=format).model
+
+
+def _open(dump: Path, model: "ModelShape", format: str | None) -> "Iterator[Recording]":
+    from equipoise.routes.registry import stream_recordings
+
+    return stream_recordings(dump, model=model, format=format)
+
+
+def _diagnose(
+    recordings: "Iterable[Recording]",
+    model: "ModelShape",
+    *,
+    second: "Iterable[Recording] | None",
+    min_agreement: float,
+) -> "Diagnosis":
+    """Diagnose with a progress line on stderr, which leaves stdout to the table and the JSON."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from equipoise.routes.doctor import diagnose
+
+    columns = (SpinnerColumn(), TextColumn("{task.completed:.0f} recordings checked"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        seen = progress.track(recordings, total=None)
+        return diagnose(seen, model=model, second=second, min_agreement=min_agreement)
