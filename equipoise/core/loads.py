@@ -79,7 +79,10 @@ class LoadMatrix(Value):
         return padding
 
     def _checked_coverage(self) -> np.ndarray:
-        coverage = np.asarray(self.coverage_MLR, dtype=np.float64)
+        given = np.asarray(self.coverage_MLR)
+        if given.dtype.kind not in "fiu":
+            raise LoadsError(f"coverage_MLR must be shares from 0 to 1, got dtype {given.dtype}")
+        coverage = given.astype(np.float64)
         if coverage.shape != self.load_MLRE.shape[:3]:
             raise LoadsError(f"coverage_MLR has shape {coverage.shape}, expected {self.load_MLRE.shape[:3]}")
         if not bool(np.all((coverage >= 0) & (coverage <= 1))):
@@ -194,9 +197,10 @@ def narrow(array: np.ndarray) -> np.ndarray:
 def read_npz(path: str | Path, *, wanted: str, error: type[Exception]) -> dict[str, np.ndarray]:
     """Read every array of an `.npz` without pickling and check its `format` entry."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise error(f"{path} is a bare .npy array; expected a {wanted} file (.npz)")
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise error(f"{path} is a bare .npy array; expected a {wanted} file (.npz)")
+        with file:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError as cause:
         raise error(f"no file at {path}") from cause
