@@ -35,7 +35,7 @@ Invariants (asserted by the tests):
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -170,13 +170,19 @@ def _require_rows(routes: Routes) -> None:
 
 def _matches_replay(source: Source) -> bool:
     record = source.first()
-    if isinstance(record, list | tuple):
-        return len(record) > 0 and _is_layer(record[0])
     if isinstance(record, Mapping):
         return len(record) > 0 and all(_is_layer(v) and _named(k) is not None for k, v in record.items())
+    if isinstance(record, list | tuple):
+        return _are_layers(record)
+    if record is None and source.content is None:
+        return False
     # A bare [T, K] array is a layer of a list, not a dump of its own.
-    is_list = isinstance(source.content, list | tuple) or (source.content is None and source.suffix == ".pt")
-    return is_list and _is_layer(record)
+    content = source.opened().content
+    return isinstance(content, list | tuple) and _are_layers(content)
+
+
+def _are_layers(values: Sequence[Any]) -> bool:
+    return all(_is_layer(value) for value in values) and any(value is not None for value in values)
 
 
 def _is_layer(value: Any) -> bool:

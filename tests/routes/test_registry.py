@@ -1,0 +1,203 @@
+"""The registry: forms are found by content or by name, never by guess, and all of them round-trip."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, TopologyError
+from equipoise.routes import registry
+from equipoise.routes.format import Format
+from equipoise.routes.registry import (
+    FORMATS,
+    detect,
+    find_format,
+    format_names,
+    read_routes,
+    resolve_model,
+    stream_recordings,
+    stream_routes,
+    write_routes,
+)
+
+MODEL = ModelShape(name="tiny", experts=12, top_k=3, layer_numbers=(1, 2, 3), hidden_layers=4, hidden=8, expert_width=4)
+WRITTEN = [pytest.param(form, suffix, id=f"{form.name}{suffix}") for form in FORMATS for suffix in form.suffixes]
+
+
+def good_routes(num_samples=3, *, seed=0):
+    rng = np.random.default_rng(seed)
+    samples = []
+    for b in range(num_samples):
+        num_tokens = 3 + 2 * b
+        ids = rng.permuted(np.tile(np.arange(12), (num_tokens - 1, 3, 1)), axis=2)[..., :3]
+        tokens = rng.integers(0, 100, num_tokens)
+        samples.append(SampleRoutes(name=f"row {b}", ids_TLK=ids, num_tokens=num_tokens, tokens_T=tokens))
+    return Routes.of(samples, model=MODEL)
+
+
+def ids_without_padding(sample):
+    return sample.ids_TLK if sample.padding_T is None else sample.ids_TLK[~sample.padding_T]
+
+
+def test_the_promised_forms_are_all_there():
+    families = (
+        "equipoise",
+        "vllm",
+        "sglang",
+        "verl",
+        "slime",
+        "prime-rl",
+        "nemo-rl",
+        "megatron-trace",
+        "megatron-replay",
+    )
+    assert all(any(name.startswith(family) for name in format_names()) for family in families)
+    assert {"vllm-http", "verl-jagged"} <= set(format_names())
+
+
+def test_names_are_unique_and_every_form_says_what_it_is():
+    assert len(set(format_names())) == len(FORMATS)
+    assert all(form.summary and form.suffixes for form in FORMATS)
+    assert find_format("verl").name == "verl"
+
+
+@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+def test_each_form_recognises_what_it_wrote_and_gives_it_back(tmp_path, form, suffix):
+    routes, path = good_routes(), tmp_path / f"dump{suffix.replace('/', '')}"
+    write_routes(routes, path, format=form.name)
+    assert [f.name for f in FORMATS if f.matches(registry.Source.of(path).opened())] == [form.name]
+    back = read_routes(path, model=MODEL)
+    assert len(back) == len(routes)
+    for sample, again in zip(routes, back, strict=True):
+        assert again.known_TL is None or again.known_TL.all()
+        assert np.array_equal(ids_without_padding(again), sample.ids_TLK)
+
+
+@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+def test_streamed_and_read_are_the_same(tmp_path, form, suffix):
+    path = tmp_path / f"dump{suffix.replace('/', '')}"
+    write_routes(good_routes(), path, format=form.name)
+    stream = stream_routes(path, model=MODEL)
+    assert stream.layer_numbers == MODEL.layer_numbers
+    assert list(stream) == list(read_routes(path, model=MODEL))
+    recordings = list(stream_recordings(path, model=MODEL))
+    assert sum(len(r.rows) for r in recordings) == sum(s.num_rows for s in read_routes(path, model=MODEL))
+
+
+@pytest.mark.parametrize(
+    "dump", [{"a": 1}, [], [1, 2], ["text"], 3, None, object(), np.zeros(3), {"routed_experts": 1}]
+)
+def test_an_unknown_object_lists_all_forms(dump):
+    with pytest.raises(RoutesError, match="is of no known form") as caught:
+        detect(dump)
+    assert all(name in str(caught.value) for name in format_names())
+
+
+def test_an_unknown_file_lists_all_forms_and_a_broken_one_says_why(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"something": "else"}))
+    with pytest.raises(RoutesError, match=r"a.jsonl is of no known form.*\n.*equipoise"):
+        read_routes(path, model=MODEL)
+    path.write_text("{")
+    with pytest.raises(RoutesError, match="line 1 is not JSON"):
+        read_routes(path, model=MODEL)
+
+
+def test_several_candidates_are_listed_and_a_name_decides(monkeypatch):
+    twin = Format(
+        name="twin",
+        summary="looks the same",
+        suffixes=(".npz",),
+        matches=find_format("verl").matches,
+        read=find_format("verl").read,
+        write=find_format("verl").write,
+    )
+    monkeypatch.setattr(registry, "FORMATS", (*FORMATS, twin))
+    batch = {"routed_experts": np.zeros((1, 1, 4, 3), dtype=np.int16), "attention_mask": np.ones((1, 1), dtype=int)}
+    with pytest.raises(RoutesError, match="can be several forms; choose one with --format") as caught:
+        read_routes(batch, model=MODEL)
+    listed = str(caught.value).splitlines()[1:]
+    assert [line.split()[0] for line in listed] == ["verl", "twin"]
+    assert "looks the same" in listed[1]
+    assert len(read_routes(batch, model=MODEL, format="twin")) == 1
+
+
+def test_a_named_form_is_not_second_guessed(tmp_path):
+    path = tmp_path / "a.npz"
+    write_routes(good_routes(), path, format="verl")
+    with pytest.raises(RoutesError, match="neither a jagged routed_experts nor values and offsets"):
+        read_routes(path, model=MODEL, format="verl-jagged")
+    with pytest.raises(RoutesError, match="no format 'verll'; known: equipoise, vllm"):
+        read_routes(path, model=MODEL, format="verll")
+
+
+def test_a_suffix_the_form_does_not_have_is_refused(tmp_path):
+    with pytest.raises(RoutesError, match=r"form 'slime' is written to .pt files"):
+        write_routes(good_routes(), tmp_path / "a.npz", format="slime")
+
+
+def test_last_row_and_allow_short_reach_the_interpretation():
+    ids = good_routes(1).samples[0].ids_TLK.astype(np.int32)
+    sample = {"tokens": [1, 2], "rollout_routed_experts": np.concatenate([np.zeros_like(ids[:, :1]), ids], axis=1)}
+    assert read_routes([sample], model=MODEL, last_row="placeholder").samples[0].num_rows == 1
+    short = sample | {"tokens": [1, 2, 3, 4, 5]}
+    with pytest.raises(RoutesError, match="2 rows for 5 tokens"):
+        read_routes([short], model=MODEL)
+    assert read_routes([short], model=MODEL, allow_short=True).samples[0].num_tokens == 5
+    assert next(stream_routes([short], model=MODEL, allow_short=True)).num_rows == 2
+
+
+def test_a_store_is_mapped_and_brings_its_model(tmp_path):
+    path = tmp_path / "a.eqr"
+    write_routes(good_routes(), path, format="equipoise")
+    routes = read_routes(path)
+    assert routes == good_routes()
+    assert not routes.samples[0].ids_TLK.flags.owndata
+
+
+@pytest.mark.parametrize(
+    "other", [MODEL.replace(experts=64), MODEL.replace(top_k=2), MODEL.replace(layer_numbers=(0, 1, 2))]
+)
+def test_a_store_of_another_model_is_refused(tmp_path, other):
+    path = tmp_path / "a.eqr"
+    write_routes(good_routes(), path, format="equipoise")
+    with pytest.raises(RoutesError, match="holds routes of 'tiny'"):
+        read_routes(path, model=other)
+
+
+def test_a_store_has_no_placeholder_rows(tmp_path):
+    path = tmp_path / "a.eqr"
+    write_routes(good_routes(), path, format="equipoise")
+    with pytest.raises(RoutesError, match="leave last_row out"):
+        stream_routes(path, model=MODEL, last_row="placeholder")
+
+
+def test_a_model_is_a_shape_a_preset_or_a_config(tmp_path):
+    preset = ModelShape.preset("olmoe")
+    assert resolve_model(MODEL) is MODEL
+    assert resolve_model("OLMoE") == preset
+    config = {
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 1024,
+        "num_attention_heads": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path / "config.json")):
+        assert resolve_model(path).experts == 64
+    with pytest.raises(TopologyError, match="no model preset 'olmo'"):
+        resolve_model("olmo")
+
+
+def test_without_a_model_only_a_store_can_be_read():
+    with pytest.raises(RoutesError, match="does not name its model"):
+        read_routes([{"tokens": [1], "rollout_routed_experts": None}])
+
+
+def test_the_room_imports_neither_torch_nor_numba():
+    code = "import sys, equipoise.routes; sys.exit(sorted({'torch', 'numba'} & set(sys.modules)) or 0)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
