@@ -227,9 +227,15 @@ class _Histogram:
             return
         self.known_L += len(ids_TLK)
         tokens, layers, top_k = ids_TLK.shape
-        base_C = np.repeat(np.arange(layers, dtype=np.uint64) * np.uint64(self.count_LW.shape[1]), top_k)
-        ids_TC = ids_TLK.reshape(tokens, layers * top_k)
-        self.seen |= int(kernels.add_ids(ids_TC, base_C, self.mask, self.count_LW.reshape(-1)))
+        base_L = np.arange(layers, dtype=np.uint32) * np.uint32(self.count_LW.shape[1])
+        count = self.count_LW.reshape(-1)
+        if ids_TLK.dtype == np.uint8 and top_k == 8:
+            word_TL = np.require(ids_TLK.view(np.uint64)[:, :, 0], requirements=["C", "A"])
+            words = kernels.add_bytes(frozen_array(word_TL), base_L, self.mask, count)
+            self.seen |= int(np.bitwise_or.reduce(np.array([words], dtype=np.uint64).view(np.uint8)))
+        else:
+            ids_TC = ids_TLK.reshape(tokens, layers * top_k)
+            self.seen |= int(kernels.add_ids(ids_TC, np.repeat(base_L, top_k), self.mask, count))
 
     def rows(self, sample: SampleRoutes) -> np.ndarray:
         """[L, E] int64, or an error if an id was outside the experts."""
