@@ -1,1 +1,67 @@
-"""Being built."""
+"""From routes to loads: who forwards which tokens when, how many rows each expert then gets, and how uneven that is.
+
+    packing.py        schedules as trainers pack them: fixed samples, token budget, CP and SP slices, mini-batches
+    schedule_file.py  a trainer's own micro-batches on disk
+    count.py          routes to histograms (`_count_kernels.py` compiled, `reference.py` obvious)
+    counts_file.py    histograms on disk
+    matrix.py         a schedule's loads: `load_MLRE`
+    filling.py        experts for rows that have no route: last tokens, padding
+    skew.py           the one definition of imbalance
+    lost.py           seconds lost to it, by a simple model
+    forecast.py       memory for received rows, and whether it fits
+    analysis.py       all of that for one step
+    generator.py      workloads with measured properties
+
+To add a way to pack, write a function in `packing.py` that returns a `Schedule`; nothing else needs to know.
+Importing this room imports neither numba nor torch.
+"""
+
+from equipoise.loads.analysis import Analysis, analyze_loads
+from equipoise.loads.count import RangeCount, count_range, count_routes
+from equipoise.loads.counts_file import load_counts, save_counts
+from equipoise.loads.forecast import MemoryForecast, forecast_memory
+from equipoise.loads.generator import Workload, generate_counts, generate_routes, generate_samples
+from equipoise.loads.lost import LostTime, estimate_lost
+from equipoise.loads.matrix import count_loads, count_step
+from equipoise.loads.packing import (
+    TokenPolicy,
+    schedule_samples,
+    schedule_tokens,
+    slice_context,
+    slice_sequence,
+    step_schedules,
+)
+from equipoise.loads.schedule_file import read_schedules, write_schedules
+from equipoise.loads.skew import SkewSummary, rank_loads, skew, skew_ML
+
+__all__ = [
+    "schedule_samples",
+    "schedule_tokens",
+    "step_schedules",
+    "slice_context",
+    "slice_sequence",
+    "TokenPolicy",
+    "read_schedules",
+    "write_schedules",
+    "count_routes",
+    "count_range",
+    "RangeCount",
+    "load_counts",
+    "save_counts",
+    "count_loads",
+    "count_step",
+    "skew",
+    "skew_ML",
+    "rank_loads",
+    "SkewSummary",
+    "LostTime",
+    "estimate_lost",
+    "MemoryForecast",
+    "forecast_memory",
+    "Analysis",
+    "analyze_loads",
+    "Workload",
+    "generate_counts",
+    "generate_routes",
+    "generate_samples",
+]
