@@ -126,7 +126,7 @@ class Schedule(Value):
             padding_policy: which experts padding rows choose
             last_token: what happens to a sample's last token, which has no route
         """
-        table = np.array([tuple(p) for p in pieces], dtype=np.int64).reshape(-1, len(Piece._fields))
+        table = _table([tuple(piece) for piece in pieces])
         if micro_steps is None:
             micro_steps = int(table[:, 3].max()) + 1 if len(table) else 1
         if padding_MR is None:
@@ -150,3 +150,13 @@ class Schedule(Value):
         if len(self.pieces):
             np.add.at(tokens, (self.pieces[:, 3], self.pieces[:, 4]), self.pieces[:, 2] - self.pieces[:, 1])
         return tokens
+
+
+def _table(pieces: list[tuple[int, ...]]) -> np.ndarray:
+    """[P, 5] int64 of an explicit list, or an error naming the first piece that is no five whole numbers."""
+    for index, piece in enumerate(pieces):
+        if len(piece) != len(Piece._fields):
+            raise ScheduleError(f"piece {index} is {piece}; a piece has the fields {', '.join(Piece._fields)}")
+    if not pieces:
+        return np.empty((0, len(Piece._fields)), dtype=np.int64)
+    return int64_array("pieces", np.array(pieces), ndim=2, error=ScheduleError)
