@@ -117,7 +117,8 @@ class LoadMatrix(Value):
 
     def total_MLE(self) -> np.ndarray:
         """[M, L, E] rows of each expert, over all source ranks."""
-        return self.load_MLRE.sum(axis=2)
+        total: np.ndarray = self.load_MLRE.sum(axis=2)
+        return total
 
     def without_padding(self) -> "LoadMatrix":
         """Return the loads of real tokens alone."""

@@ -292,6 +292,10 @@ class RouteCounts(Value):
             if array.shape != shape:
                 raise RoutesError(f"{name} must have shape {shape}, got {array.shape}")
             object.__setattr__(self, name, array)
+        for name in ("count_BLE", "tokens_B", *wanted):
+            array = getattr(self, name)
+            if array is not None and array.size and array.min() < 0:
+                raise RoutesError(f"{name} holds {int(array.min())}; counts cannot be negative")
         if experts != self.model.experts or layers != len(self.layer_numbers):
             raise RoutesError(
                 f"count_BLE has {layers} layers and {experts} experts; expected {len(self.layer_numbers)} "
