@@ -118,7 +118,7 @@ def _span(what: str, mask: np.ndarray, ids: np.ndarray) -> tuple[int, int]:
     if end - begin != len(columns):
         hole = begin + int(np.flatnonzero(~mask[begin:end])[0])
         raise RoutesError(f"{what}: attention_mask has a hole at column {hole}; the tokens of a sample stand together")
-    outside = np.flatnonzero(ids.reshape(len(ids), -1).any(axis=1) & ~mask)
+    outside = np.flatnonzero(ids.any(axis=(1, 2)) & ~mask)
     if len(outside):
         raise RoutesError(
             f"{what}: column {int(outside[0])} holds ids outside the attention mask (columns {begin}..{end - 1}); "
@@ -151,19 +151,31 @@ def _jagged_parts(title: str, record: Any) -> tuple[list[np.ndarray], list[np.nd
             raise RoutesError(f"{title}: neither a jagged routed_experts nor values and offsets")
         values = integer_array(f"{title}: values", fields["values"], ndim=3)
         edges = _edges(title, fields["offsets"], len(values))
-        rows = np.split(values, edges) if edges is not None else []
+        rows = _split(values, edges)
         if tokens is None:
             return rows, None
         flat = integer_array(f"{title}: input_ids", tokens, ndim=1)
         _check_shape(f"{title}: input_ids", flat.shape, values.shape[:1])
-        parts = np.split(flat, edges) if edges is not None else []
+        parts = _split(flat, edges)
     if [len(part) for part in parts] != [len(part) for part in rows]:
         raise RoutesError(f"{title}: input_ids and routed_experts have samples of different length")
     return rows, parts
 
 
 def _unbind(what: str, nested: Any, *, ndim: int) -> list[np.ndarray]:
-    return [integer_array(f"{what} of row {b}", part, ndim=ndim) for b, part in enumerate(nested.unbind())]
+    """The samples of a jagged tensor, its offsets checked."""
+    try:
+        values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise RoutesError(f"{what} is not a whole jagged tensor: {error}") from error
+    flat = integer_array(f"{what}: values", values, ndim=ndim)
+    if lengths is not None or nested.ndim != ndim + 1:
+        raise RoutesError(f"{what} has holes or other ragged axes; verl's tensors are jagged in their second axis only")
+    return _split(flat, _edges(what, offsets, len(flat)))
+
+
+def _split(flat: np.ndarray, edges: np.ndarray | None) -> list[np.ndarray]:
+    return [] if edges is None else np.split(flat, edges)
 
 
 def _edges(title: str, value: Any, num_rows: int) -> np.ndarray | None:

@@ -136,16 +136,16 @@ def test_nearly_right_trace_lines(tmp_path_factory, lines):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Bytes of a good file of each trainer form and suffix."""
+    """A good file of each trainer form and suffix."""
     folder = tmp_path_factory.mktemp("written")
     ids = np.array([[[1, 2], [3, 4]], [[5, 0], [2, 1]]])
     samples = [SampleRoutes(name=f"row {b}", ids_TLK=ids, num_tokens=3, tokens_T=np.arange(3)) for b in range(2)]
-    files = {}
+    files = []
     for name in TRAINERS:
         for suffix in find_format(name).suffixes:
             path = folder / f"{name}{suffix}"
             write_routes(Routes.of(samples, model=MODEL), path, format=name)
-            files[path.name] = (name, suffix, path.read_bytes())
+            files.append(path)
     return files
 
 
@@ -157,9 +157,10 @@ def written(tmp_path_factory):
     is_named=st.booleans(),
 )
 def test_truncated_and_flipped_files(written, tmp_path_factory, which, place, flip, is_named):
-    name, suffix, raw = list(written.values())[which % len(written)]
+    good = written[which % len(written)]
+    raw = good.read_bytes()
     at = int(place * len(raw))
     damaged = raw[:at] if flip == 0 else raw[:at] + bytes([raw[at] ^ flip]) + raw[at + 1 :]
-    path = tmp_path_factory.mktemp("damaged") / f"a{suffix}"
+    path = tmp_path_factory.mktemp("damaged") / good.name
     path.write_bytes(damaged)
-    read_or_refuse(path, **({"format": name} if is_named else {}))
+    read_or_refuse(path, **({"format": good.stem} if is_named else {}))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,3 +202,11 @@ def test_without_a_model_only_a_store_can_be_read():
 def test_the_room_imports_neither_torch_nor_numba():
     code = "import sys, equipoise.routes; sys.exit(sorted({'torch', 'numba'} & set(sys.modules)) or 0)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_page_of_formats_names_every_form_and_every_suffix():
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert list(rows) == format_names()
+    for form in FORMATS:
+        assert all(f"`{suffix}`" in rows[form.name] for suffix in form.suffixes)

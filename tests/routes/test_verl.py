@@ -188,6 +188,20 @@ def test_a_broken_padded_batch_is_refused(damage, words):
         read_routes(batch, model=MODEL, format="verl")
 
 
+def test_a_batch_without_layers_is_refused():
+    batch = padded()
+    batch["routed_experts"] = batch["routed_experts"][:, :, :0]
+    with pytest.raises(RoutesError, match="0 layers on the wire"):
+        read_routes(batch, model=MODEL, format="verl")
+
+
+def test_a_jagged_tensor_with_holes_is_refused():
+    rows = jagged()["routed_experts"]
+    holes = torch.nested.nested_tensor_from_jagged(rows.values(), rows.offsets(), lengths=torch.tensor([2, 5]))
+    with pytest.raises(RoutesError, match="holes"):
+        read_routes(holes, model=MODEL, format="verl-jagged")
+
+
 @pytest.mark.parametrize("offsets", [[], [0, 3], [1, 8], [0, 5, 3, 8], [0, 9]])
 def test_offsets_that_do_not_tile_the_values_are_refused(offsets):
     batch = jagged_arrays() | {"offsets": np.array(offsets, dtype=np.int64)}
