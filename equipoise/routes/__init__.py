@@ -2,6 +2,7 @@
 
     registry.py    all forms, and the verbs: read_routes, stream_routes, stream_recordings, write_routes
     interpret.py   recordings to routes: layer map, unknown rows, last row, turns. The only place that decides
+    layer_map.py   LayerMap: the wire's layer axis to global layer numbers
     recording.py   Recording: one sample as decoded, nothing judged
     source.py      Source: files, folders and objects, opened without unpickling
     format.py      Format: the face of a form, and how to add one

@@ -10,8 +10,7 @@ Streams: holds the turns of one sample at a time. Does not know any format (read
 what would make a route wrong (the doctor does). `wire_rows` is the way back, for writers.
 
 Invariants (asserted by the tests):
-1. The layer axis is mapped by global number: named by the recording, or all decoder layers, or the MoE layers; any
-   other length is an error. A dense layer that holds ids is an error. MTP layers are never recorded.
+1. The layer axis is mapped by global number (`layer_map.py`). A dense layer that holds ids is an error.
 2. A row with a -1, and a row whose k > 1 ids are all equal, is unknown in that layer; no row gets a default expert.
    Padding rows are dispatched as they stand, so for them only -1 means unknown.
 3. An id outside 0..experts-1 is an error that names sample, row, layer and value.
@@ -20,7 +19,7 @@ Invariants (asserted by the tests):
 6. All recordings of a dump have the same layer axis.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Literal, get_args
@@ -29,23 +28,12 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.core.routes import id_dtype
+from equipoise.routes.layer_map import LayerMap, map_recording
 from equipoise.routes.recording import Recording
 
 LastRow = Literal["recorded", "placeholder"]
 """What the row of a sample's last token is: `recorded` a route like any other, where the row is there at all;
 `placeholder` filler that some trainers append to make rows and tokens equal in number, dropped on reading."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerMap:
-    """From the wire's layer axis to global layer numbers."""
-
-    numbers: tuple[int, ...]
-    """Global numbers of the MoE layers on the wire, ascending: the L axis of the routes."""
-    wire_L: tuple[int, ...]
-    """Place of each of them on the wire."""
-    dense: tuple[tuple[int, int], ...] = ()
-    """(place, global number) of the dense layers on the wire; they hold no routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,43 +65,9 @@ def interpret(
     first = next(stream, None)
     if first is None:
         return SampleStream(iter(()), model.layer_numbers)
-    layer_map = _map_of(first, model)
+    layer_map = map_recording(first, model)
     rules = _Rules(model=model, first=first, layer_map=layer_map, last_row=last_row, allow_short=allow_short)
     return SampleStream(_samples(chain([first], stream), rules), layer_map.numbers)
-
-
-def map_layers(num_wire_layers: int, model: ModelShape) -> LayerMap:
-    """Map a wire's unnamed layer axis by its length: all decoder layers, or the MoE layers in order."""
-    if num_wire_layers == model.hidden_layers:
-        return map_named_layers(range(num_wire_layers), model)
-    if num_wire_layers == model.layers:
-        return map_named_layers(model.layer_numbers, model)
-    hint = "a capture of some layers only, such as one pipeline stage's, must name them"
-    if model.mtp_layers and num_wire_layers - model.mtp_layers in (model.hidden_layers, model.layers):
-        hint = f"are the {model.mtp_layers} MTP layers in it? They are never part of recorded routes: cut them off"
-    raise RoutesError(
-        f"{num_wire_layers} layers on the wire; {model.name!r} has {model.hidden_layers} decoder layers, "
-        f"{model.layers} of them MoE; {hint}"
-    )
-
-
-def map_named_layers(numbers: Sequence[int], model: ModelShape) -> LayerMap:
-    """Map a wire's layer axis whose global layer numbers are known; they may be some of the model's layers."""
-    strangers = sorted(n for n in set(numbers) if not 0 <= n < model.hidden_layers)
-    if strangers or len(set(numbers)) != len(numbers):
-        wrong = f"layer {strangers[0]}" if strangers else "a layer twice"
-        raise RoutesError(
-            f"the recording names {wrong}; {model.name!r} has decoder layers 0..{model.hidden_layers - 1}"
-        )
-    moe = set(model.layer_numbers)
-    kept = sorted((number, place) for place, number in enumerate(numbers) if number in moe)
-    if not kept:
-        raise RoutesError(f"the recording names no MoE layer of {model.name!r}, only {sorted(numbers)}")
-    return LayerMap(
-        numbers=tuple(number for number, _ in kept),
-        wire_L=tuple(place for _, place in kept),
-        dense=tuple((place, number) for place, number in enumerate(numbers) if number not in moe),
-    )
 
 
 def wire_rows(sample: SampleRoutes, routes: Routes, *, dtype: np.dtype | type, all_layers: bool = True) -> np.ndarray:
@@ -172,15 +126,6 @@ class _Rows:
     known_TL: np.ndarray
     padding_T: np.ndarray
     segments: tuple[Segment, ...] = field(default=())
-
-
-def _map_of(recording: Recording, model: ModelShape) -> LayerMap:
-    try:
-        if recording.layer_numbers is None:
-            return map_layers(recording.rows.shape[1], model)
-        return map_named_layers(recording.layer_numbers, model)
-    except RoutesError as error:
-        raise RoutesError(f"sample {recording.name!r}: {error}") from error
 
 
 def _samples(recordings: Iterable[Recording], rules: _Rules) -> Iterator[SampleRoutes]:

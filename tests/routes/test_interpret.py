@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
-from equipoise.routes.interpret import interpret, map_layers, map_named_layers, wire_rows
+from equipoise.routes.interpret import interpret, wire_rows
+from equipoise.routes.layer_map import map_layers, map_named_layers
 from equipoise.routes.recording import Recording
 
 MODEL = ModelShape(
