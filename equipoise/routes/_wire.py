@@ -35,6 +35,9 @@ from equipoise.routes.source import Source, integer_array, plain_array
 NPY_MAGIC_BASE64 = "k05VTVBZ"
 """Base64 of the first six bytes of every `.npy` file."""
 
+MAX_TOKENS = 2**31 - 1
+"""No sample has more; a larger count is damage, and must not become the size of an array."""
+
 # Everything numpy's header parser is seen to raise on damaged bytes.
 _HEADER_ERRORS = (
     ValueError,
@@ -101,8 +104,10 @@ def given_name(*names: Any, place: str) -> str:
 
 
 def optional_count(value: Any, what: str, *, place: str) -> int | None:
-    """A whole number that is not negative, None where the record has none."""
-    return None if value is None else require_int(f"{place}: {what}", value, low=0, error=RoutesError)
+    """A number of tokens, None where the record has none."""
+    if value is None:
+        return None
+    return require_int(f"{place}: {what}", value, low=0, high=MAX_TOKENS, error=RoutesError)
 
 
 def token_array(value: Any, what: str, *, place: str) -> np.ndarray | None:
@@ -173,6 +178,11 @@ def recordings(rows: np.ndarray, response: Response) -> Iterator[Recording]:
         rows: [rows, layers on the wire, K] as decoded
         response: what the response says about them
     """
+    if response.num_tokens is not None and response.start > response.num_tokens:
+        raise RoutesError(
+            f"{response.name}: its rows start at token {response.start} of {response.num_tokens}; "
+            "is the start offset another request's?"
+        )
     end = response.start + len(rows)
     total = end + 1 if response.num_tokens is None else response.num_tokens
     for start, stop, version in _row_spans(response, end):

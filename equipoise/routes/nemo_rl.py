@@ -156,11 +156,10 @@ def _record_response(record: Any, *, num_rows: int, place: str) -> Response:
     prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
     generated = token_array(field(record, "generation_token_ids"), "generation_token_ids", place=place)
     tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
-    return Response(
-        name=given_name(field(record, "id"), field(record, "request_id"), place=place),
-        num_tokens=num_rows if tokens is None else len(tokens),
-        tokens=tokens,
-    )
+    if tokens is not None and len(tokens) != num_rows:
+        raise RoutesError(f"{place}: the envelope has {num_rows} rows for {len(tokens)} tokens; it must have one each")
+    name = given_name(field(record, "id"), field(record, "request_id"), place=place)
+    return Response(name=name, num_tokens=num_rows, tokens=tokens)
 
 
 def _without_last(rows: np.ndarray, num_tokens: int | None) -> np.ndarray:

@@ -5,7 +5,7 @@ Checked against vLLM 0.22 to HEAD of November 2026: `vllm/outputs.py`, `entrypoi
 
 Form `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated - 1, hidden layers, K]`.
     dtype           uint8 up to 256 experts, else uint16; int32 before 0.22
-    last token      has no row: it was sampled, never forwarded
+    last token      has no row: it was sampled, never forwarded; without token ids there is one token more than rows
     dense layers    zeros
     `.npy`          one sample; a folder of them: one sample per file, named by the file
     `.npz`          one array per sample, named by its key; `<name>_tokens` beside `<name>` holds its token ids
@@ -249,10 +249,12 @@ def _read_archive(record: Mapping[Any, Any], *, place: str) -> Iterator[Recordin
         if _is_tokens(name, record):
             continue
         where = f"{place}: array {name!r}"
+        # Files of a folder may use the same keys, and equal names would make them turns of one sample.
+        owner = str(name) if place == "record 0" else f"{name} of {place.removesuffix(' record 0')}"
         tokens = token_array(record.get(f"{name}{TOKENS_SUFFIX}"), f"{name}{TOKENS_SUFFIX}", place=where)
         rows = integer_array(where, record[name], ndim=3)
         num_tokens = None if tokens is None else len(tokens)
-        yield from recordings(rows, Response(name=str(name), num_tokens=num_tokens, tokens=tokens))
+        yield from recordings(rows, Response(name=owner, num_tokens=num_tokens, tokens=tokens))
 
 
 FORMATS = (

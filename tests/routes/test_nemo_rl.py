@@ -53,6 +53,16 @@ def test_a_record_gives_name_and_tokens():
     assert (recording.name, recording.tokens.tolist(), len(recording.rows)) == ("n", [5, 6, 7, 8], 3)
 
 
+def test_an_envelope_that_does_not_cover_its_tokens_is_refused():
+    record = {
+        "prompt_token_ids": [1],
+        "generation_token_ids": [2, 3],
+        "routed_experts": "nrlre1:int16:2x1x2:AAABAAIAAwA=",
+    }
+    with pytest.raises(RoutesError, match="2 rows for 3 tokens"):
+        read(TEXT, [record], model_of())
+
+
 def test_a_last_row_that_is_a_route_is_kept():
     text = envelope("int8", "1x2x2", bytes([5, 1, 0, 1]))
     assert read(TEXT, [text], model_of())[0].rows.tolist() == [[[5, 1], [0, 1]]]

@@ -3,13 +3,17 @@
 import base64
 import json
 import struct
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from equipoise.core import Routes, RoutesError, SampleRoutes
 from equipoise.routes import vllm
+from equipoise.routes._wire import Response, recordings
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
 
@@ -138,6 +142,36 @@ def test_weight_version_spans_split_the_rows_they_computed():
     assert np.concatenate([first.rows, second.rows]).tobytes() == data
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.lists(st.integers(0, 4), max_size=4), st.integers(0, 8))
+def test_rows_are_handed_out_once_each_in_order_whatever_the_spans(num_prompt, lengths, start):
+    """Against the definition, row by row: row t computes token t + 1."""
+    edges = np.cumsum([0, *lengths])
+    num_rows = max(num_prompt + int(edges[-1]) - 1 - start, 0)
+    start = min(start, num_prompt)
+    rows = np.arange(num_rows * 6).reshape(num_rows, 3, 2)
+    spans = [{"version": f"v{i}", "start": int(a), "end": int(b)} for i, (a, b) in enumerate(pairwise(edges))]
+    response = Response(name="s", start=start, num_prompt=num_prompt, versions=spans)
+    parts = list(recordings(rows, response))
+    assert np.concatenate([part.rows for part in parts]).tolist() == rows.tolist()
+    for part in parts:
+        for token in range(part.start, part.start + len(part.rows)):
+            generated = max(token + 1 - num_prompt, 0)
+            computed_by = [s["version"] for s in spans if s["start"] <= generated < s["end"]]
+            # Rows beyond the last span can only be the last version's.
+            assert part.weight_version == (computed_by or [s["version"] for s in spans[-1:]] or [""])[0]
+
+
+def test_rows_that_start_behind_the_tokens_are_refused():
+    record = {
+        "usage": {"prompt_tokens": 2, "completion_tokens": 1},
+        "routed_experts_prompt_start": 9,
+        "choices": [{"routed_experts": base64_npy("|u1", (2, 3, 2), DATA_U8)}],
+    }
+    with pytest.raises(RoutesError, match="start at token 9 of 3"):
+        read(HTTP, [record], model_of())
+
+
 def test_spans_without_a_prompt_length_are_refused():
     spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
     record = {"choices": [{"routed_experts": base64_npy("|u1", (2, 3, 2), DATA_U8), "weight_versions": spans}]}
@@ -205,6 +239,12 @@ def test_http_keeps_segments_and_weight_versions(tokens, tmp_path):
     assert round_trip(HTTP, routes, path) == routes
     starts = [json.loads(line).get("routed_experts_prompt_start", 0) for line in path.read_text().splitlines()]
     assert starts == [0, 1, 0, 0, 1]
+
+
+def test_archives_of_a_folder_do_not_share_sample_names(tmp_path):
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", np.array(ROWS, dtype=np.uint8))
+    assert [r.name for r in read(OFFLINE, tmp_path, model_of())] == ["arr_0 of a.npz", "arr_0 of b.npz"]
 
 
 def test_offline_refuses_what_it_cannot_hold(tmp_path):
