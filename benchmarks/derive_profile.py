@@ -1,7 +1,7 @@
 """Derive the hardware profile of one device from the measured profile of another, by published figures.
 
-    python benchmarks/derive_profile.py h100 -o equipoise/cost/profiles/h100.json
-    python benchmarks/derive_profile.py a100 -o equipoise/cost/profiles/a100.json
+    python -m benchmarks.derive_profile h100 -o equipoise/cost/profiles/h100.json
+    python -m benchmarks.derive_profile a100 -o equipoise/cost/profiles/a100.json
 
 Knows the file and the roofline; measures nothing and needs nothing but Python. Published figures come from
 `equipoise/core/presets/clusters`.
@@ -79,7 +79,7 @@ def derive(measured: dict[str, Any], *, base: str, target: str) -> dict[str, Any
         **measured,
         "device": _read_preset(target)["device"],
         "kind": "derived",
-        "made_by": f"python benchmarks/derive_profile.py {target}",
+        "made_by": f"python -m benchmarks.derive_profile {target}",
         "compute": [_derive_compute(part, old=old, new=new, said=said) for part in measured["compute"]],
         "attention": {
             "forward_flops_per_s": round(measured["attention"]["forward_flops_per_s"] * flops),
