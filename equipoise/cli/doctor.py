@@ -9,12 +9,14 @@ Exit code 0: good, 1: findings, 2: the dump or the model cannot be opened at all
 Knows arguments and printing. Every judgement is made in `equipoise.routes`.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from equipoise.cli.options import FormatOption, JsonFlag, ModelOption, find_model
+from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,36 +34,33 @@ _SCHEDULED_WIDTHS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (3, 4))
 
 
 def doctor(
-    dump: Annotated[Path | None, typer.Argument(help="File or folder of recorded routes.")] = None,
-    model: Annotated[str | None, typer.Option(help="Preset name or a HF config.json; a native store knows it.")] = None,
-    format: Annotated[str | None, typer.Option(help="Form of the dump; found by content if not given.")] = None,
+    dump: Annotated[Path | None, typer.Argument(help="A rollout dump: file or folder in any form.")] = None,
+    model: ModelOption = None,
+    form: FormatOption = None,
     second: Annotated[Path | None, typer.Option(help="Another recording of the same tokens, to compare with.")] = None,
-    second_format: Annotated[str | None, typer.Option(help="Form of the second recording.")] = None,
+    second_form: Annotated[str | None, typer.Option("--second-format", help="Form of the second recording.")] = None,
     min_agreement: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of equal routes under which a layer is a finding.")
     ] = 0.8,
     self_check: Annotated[bool, typer.Option("--self-check", help="Prove the slicing with planted markers.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Check recorded routes, or with --self-check the slicing they will go through."""
-    from equipoise.core import EquipoiseError
+    from equipoise.core import RoutesError
+    from equipoise.routes import diagnose, stream_recordings
 
-    try:
-        if self_check:
-            diagnosis = check_slicing(model or "qwen3-30b-a3b")
-        elif dump is None:
-            raise EquipoiseError("name a dump, or give --self-check")
-        else:
-            shape = _model_of(dump, model, format)
-            recordings = _open(dump, shape, format)
-            partner = None if second is None else _open(second, shape, second_format)
-            diagnosis = _diagnose(recordings, shape, second=partner, min_agreement=min_agreement)
-    except EquipoiseError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-    show(diagnosis)
+    if self_check:
+        diagnosis = check_slicing(model or "qwen3-30b-a3b")
+    elif dump is None:
+        raise RoutesError("no dump named; give a file or folder of recorded routes, or --self-check")
+    else:
+        shape = find_model(model, dump=dump, form=form)
+        recordings = _counted(stream_recordings(dump, model=shape, format=form))
+        partner = None if second is None else stream_recordings(second, model=shape, format=second_form)
+        diagnosis = diagnose(recordings, model=shape, second=partner, min_agreement=min_agreement)
+    show(diagnosis, screen(as_json=as_json))
     if as_json:
-        typer.echo(json.dumps(diagnosis.as_json()))
+        print_json(diagnosis.as_json())
     raise typer.Exit(0 if diagnosis.ok else 1)
 
 
@@ -81,13 +80,11 @@ def check_slicing(model: str) -> "Diagnosis":
     return Diagnosis(findings=findings, num_samples=len(_MARKED_LENGTHS), num_rows=sum(_MARKED_LENGTHS))
 
 
-def show(diagnosis: "Diagnosis", console: "Console | None" = None) -> None:
+def show(diagnosis: "Diagnosis", console: "Console") -> None:
     """Print a diagnosis as a table."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = console or Console()
     table = Table(title=f"{diagnosis.num_samples} samples, {diagnosis.num_rows} rows", title_justify="left")
     for column in ("check", "verdict", "share", "first place", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict", "share"))
@@ -100,7 +97,7 @@ def show(diagnosis: "Diagnosis", console: "Console | None" = None) -> None:
     for finding in diagnosis.findings:
         if finding.rate_L:
             rates = " ".join(f"{rate:.3f}" for rate in finding.rate_L)
-            console.print(f"{finding.check} by layer: {rates}", highlight=False)
+            console.print(f"{finding.check} by layer: {rates}")
     console.print("good" if diagnosis.ok else f"{len(diagnosis.fired)} findings: {', '.join(diagnosis.fired)}")
 
 
@@ -122,33 +119,9 @@ def _check_schedules(model: "ModelShape") -> "Iterator[Finding]":
         yield check_schedule(slice_sequence(slice_context(whole, cp), sp), markers, cp=cp, sp=sp)
 
 
-def _model_of(dump: Path, model: str | None, format: str | None) -> "ModelShape":
-    from equipoise.routes.registry import read_routes, resolve_model
-
-    # Only a native store can be read without a model; for any other form this error asks for one.
-    return resolve_model(model) if model else read_routes(dump, format=format).model
-
-
-def _open(dump: Path, model: "ModelShape", format: str | None) -> "Iterator[Recording]":
-    from equipoise.routes.registry import stream_recordings
-
-    return stream_recordings(dump, model=model, format=format)
-
-
-def _diagnose(
-    recordings: "Iterable[Recording]",
-    model: "ModelShape",
-    *,
-    second: "Iterable[Recording] | None",
-    min_agreement: float,
-) -> "Diagnosis":
-    """Diagnose with a progress line on stderr, which leaves stdout to the table and the JSON."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from equipoise.routes.doctor import diagnose
-
-    columns = (SpinnerColumn(), TextColumn("{task.completed:.0f} recordings checked"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        seen = progress.track(recordings, total=None)
-        return diagnose(seen, model=model, second=second, min_agreement=min_agreement)
+def _counted(recordings: "Iterable[Recording]") -> "Iterator[Recording]":
+    """Pass recordings on and show how many there were."""
+    with progress("checking") as report:
+        for done, recording in enumerate(recordings, start=1):
+            yield recording
+            report(done, 0)

@@ -1,6 +1,6 @@
 """The doctor's comparison of two recordings of the same tokens: an engine's with a trainer's, or before with after.
 
-    pairing      each sample has a partner of the same tokens, in the same order
+    pairing      each sample has a partner of the same tokens, layers and top-k, in the same order
     agreement    share of routes with the same set of ids, layer by layer
     token-order  no shift by one row makes the two agree better
 
@@ -61,11 +61,11 @@ class Agreement:
         if second is None:
             self.pairing.add(1, 1, lambda: f"{title} has no partner in the second recording")
             return
-        differ = _first_different_token(first[-1], second[-1])
-        partner = second[0].title
-        self.pairing.add(int(differ is not None), 1, lambda: f"{title} and {partner} differ at token {differ}")
-        if differ is None:
-            self._count(title, _assemble(first), _assemble(second))
+        sides, partner = (_assemble(first), _assemble(second)), second[0].title
+        wrong = _mismatch(first[-1], second[-1], sides)
+        self.pairing.add(int(bool(wrong)), 1, lambda: f"{title} and {partner} {wrong}")
+        if not wrong:
+            self._count(title, *sides)
 
     def add_unpaired(self, second: list[Reading]) -> None:
         """Take in a sample that only the second dump has."""
@@ -73,9 +73,6 @@ class Agreement:
         self.pairing.add(1, 1, lambda: f"{title} of the second recording has no partner in the first")
 
     def _count(self, title: str, first: _Side, second: _Side) -> None:
-        columns = (first.ids_TLK.shape[2], second.ids_TLK.shape[2])
-        if columns[0] != columns[1]:
-            return
         common = [n for n in first.numbers_L if n in set(second.numbers_L)]
         a, b = _only(first, common), _only(second, common)
         for shift in _SHIFTS:
@@ -150,14 +147,19 @@ class Agreement:
         )
 
 
-def _first_different_token(first: Reading, second: Reading) -> int | None:
-    """The first token in which both samples' known token ids differ; a shorter sample is cut, not different."""
+def _mismatch(first: Reading, second: Reading, sides: tuple[_Side, _Side]) -> str:
+    """Why two samples cannot be compared, in words; empty where they can. A shorter sample is cut, not different."""
+    columns = [side.ids_TLK.shape[2] for side in sides]
+    if columns[0] != columns[1]:
+        return f"have {columns[0]} and {columns[1]} ids per route"
+    if not set(sides[0].numbers_L) & set(sides[1].numbers_L):
+        return "have no layer in common"
     a, b = first.recording.tokens, second.recording.tokens
     if a is None or b is None:
-        return None
+        return ""
     length = min(len(a), len(b))
     differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
-    return int(differ[0]) if len(differ) else None
+    return f"differ at token {int(differ[0])}" if len(differ) else ""
 
 
 def _assemble(turns: list[Reading]) -> _Side:

@@ -1,23 +1,22 @@
-"""The doctor's checks of rows, layers, padding and weight versions.
+"""The doctor's checks of rows, layers and padding.
 
-    rows-tokens         rows end at the last token (T) or one before it (T-1)
-    layer-map           the layer axis is all hidden layers, all MoE layers, or names the MoE layers one by one
-    top-k               as many ids per route as the model chooses experts
-    zero-layers         no MoE layer is zero throughout: such captures were not merged across pipeline stages
-    dense-layers        dense layers on the wire hold nothing (0 or -1)
-    missing-rows        every token but the last has a route in every layer
-    equal-rows          no route has k equal ids: those are fillers that were never recorded
-    padding             padding rows are not all sent to the same few experts
-    versions-in-sample  one sample, one version of the weights
-    versions-across     all samples of one version
+    rows-tokens   rows end at the last token (T) or one before it (T-1)
+    layer-map     the layer axis is all hidden layers, all MoE layers, or names the MoE layers one by one
+    top-k         as many ids per route as the model chooses experts
+    zero-layers   no MoE layer is zero throughout: such captures were not merged across pipeline stages
+    dense-layers  dense layers on the wire hold nothing (0 or -1)
+    equal-rows    no route has k equal ids: those are fillers that were never recorded
+    padding       padding rows are not all sent to the same few experts
 
-Checks of the ids themselves are in `id_checks.py`, of repeated rows in `stale.py`, of two recordings in `agreement.py`.
+Checks across the turns of a sample are in `turns.py`, of the ids themselves in `id_checks.py`, of repeated rows in
+`stale.py`, of two recordings in `agreement.py`.
 Knows what is wrong with a dump. Does not know any wire form, and never raises on what a dump holds.
 
 Invariants (asserted by the tests):
 1. Breaking one thing in good data fires that thing's check and no other.
-2. Padding rows are seen by `padding` only; a filler in the row of the last token, which has no route, is nothing wrong.
-3. A dump that lacks what a check needs (token counts, versions, padding) is skipped by it.
+2. Padding rows are seen by `padding` only, but for stray ids, which are `id-range`'s.
+3. A filler in the row of the last token, which has no route, is nothing wrong.
+4. A dump that lacks what a check needs (token counts, dense layers) is skipped by it.
 """
 
 from collections import Counter
@@ -25,7 +24,7 @@ from collections import Counter
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.finding import Check, Finding, Tally, judge
+from equipoise.routes.finding import Check, Finding, judge
 from equipoise.routes.reading import Reading
 
 PADDING_SHARE = 0.5
@@ -79,9 +78,14 @@ class LayerMap(Check):
     def __init__(self, model: ModelShape) -> None:
         super().__init__(model)
         self.kinds: Counter[str] = Counter()
+        self.axis: tuple[int, tuple[int, ...] | None] | None = None
 
     def look(self, reading: Reading) -> None:
         kind, wrong = self._judge(reading)
+        axis = (reading.recording.rows.shape[1], reading.recording.layer_numbers)
+        self.axis = self.axis or axis
+        if axis != self.axis and not wrong:
+            kind, wrong = f"{kind}, but other recordings have another layer axis", True
         self.kinds[kind] += 1
         self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {kind}")
 
@@ -104,8 +108,8 @@ class LayerMap(Check):
         absent = sorted(set(self.model.layer_numbers) - set(numbers))
         if strange:
             return f"layer {strange[0]} named; {self.model.name!r} has 0..{self.model.hidden_layers - 1}", True
-        if list(numbers) != sorted(set(numbers)):
-            return f"layer numbers do not ascend: {numbers}", True
+        if len(set(numbers)) < len(numbers):
+            return f"a layer is named twice: {numbers}", True
         if absent:
             return f"MoE layer {absent[0]} is absent ({len(absent)} of {self.model.layers} are)", True
         return "layers named by the dump", False
@@ -160,34 +164,6 @@ class DenseLayers(Check):
         filled = np.flatnonzero(filled_TLK.any(axis=(0, 2))).tolist()
         layers = [reading.dense_numbers[i] for i in filled]
         self.tally.add(len(filled), dense_TLK.shape[1], lambda: f"{reading.title}, layers {layers}")
-
-
-class MissingRows(Check):
-    """Tokens without a route: -1 rows, and tokens before a start offset that no earlier turn covers."""
-
-    name = "missing-rows"
-    advice = (
-        "these tokens will be routed natively and the plan cannot foresee them: record prompts and every turn, "
-        "or accept the share as uncovered"
-    )
-
-    def __init__(self, model: ModelShape) -> None:
-        super().__init__(model)
-        self.sample = -1
-        self.covered = 0
-
-    def look(self, reading: Reading) -> None:
-        recording = reading.recording
-        if reading.sample != self.sample:
-            self.sample, self.covered = reading.sample, 0
-        gap = max(0, recording.start - self.covered)
-        layers = len(reading.numbers_L)
-        before = f"{reading.title}, tokens {self.covered} to {recording.start - 1} have no row"
-        self.tally.add(gap * layers, gap * layers, lambda: before)
-        self.covered = max(self.covered, recording.start + reading.num_rows)
-
-        missing_TL = reading.missing_TL[: reading.num_judged]
-        self.tally.add(int(missing_TL.sum()), missing_TL.size, lambda: reading.place(missing_TL))
 
 
 class EqualRows(Check):
@@ -260,50 +236,3 @@ class Padding(Check):
         total_E = sum(self.sent.values(), np.zeros(self.model.experts, dtype=np.int64))
         top = [f"{e}: {int(total_E[e])}" for e in np.argsort(-total_E, kind="stable")[:4].tolist() if total_E[e]]
         return f"busiest expert of a layer takes {self.busiest_share:.0%} of padding; rows by expert {', '.join(top)}"
-
-
-class Versions(Check):
-    """Weight versions, within samples and across them. Samples mixed inside are not counted again across."""
-
-    advice_in = (
-        "a sample was made by two versions of the weights: its routes differ from any one policy's, mask or drop it"
-    )
-    advice_across = "samples of several weight versions are mixed: expect lower agreement, or keep one version per step"
-
-    def __init__(self, model: ModelShape) -> None:
-        super().__init__(model)
-        self.sample = -1
-        self.title = ""
-        self.seen: set[str] = set()
-        self.mixed = Tally()
-        self.by_version: Counter[str] = Counter()
-        self.first_other = ""
-
-    def look(self, reading: Reading) -> None:
-        if reading.sample != self.sample:
-            self._close()
-            self.sample, self.title = reading.sample, reading.title
-        # A dump that knows a sample's versions but not their rows (slime) joins them by commas.
-        self.seen.update(v for v in reading.recording.weight_version.split(",") if v)
-
-    def _close(self) -> None:
-        """Take in the sample that has just ended."""
-        versions, self.seen = sorted(self.seen), set()
-        if not versions:
-            return
-        self.mixed.add(int(len(versions) > 1), 1, lambda: f"{self.title}: versions {', '.join(versions)}")
-        if len(versions) == 1:
-            if self.by_version and versions[0] not in self.by_version and not self.first_other:
-                self.first_other = f"{self.title}: version {versions[0]}, before it {next(iter(self.by_version))}"
-            self.by_version[versions[0]] += 1
-
-    def findings(self) -> tuple[Finding, ...]:
-        self._close()
-        total = sum(self.by_version.values())
-        other = total - max(self.by_version.values(), default=0)
-        across = Tally(count=other, total=total, first_place=self.first_other)
-        listed = ", ".join(f"{version}: {count}" for version, count in self.by_version.most_common(4))
-        return (
-            judge("versions-in-sample", self.mixed, unit="samples", advice=self.advice_in),
-            judge("versions-across", across, unit="samples", advice=self.advice_across, detail=listed),
-        )

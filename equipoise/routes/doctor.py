@@ -1,7 +1,7 @@
 """`diagnose`: run every check over a dump's recordings, one sample at a time, and say what is wrong and what to do.
 
 1. Take one sample's recordings (its turns) from the stream; a reader's error becomes the finding `decode`.
-2. Prepare each once (`reading.py`) and show it to every check (`checks.py`, `id_checks.py`, `stale.py`).
+2. Prepare each once (`reading.py`) and show it to every check (`checks.py`, `turns.py`, `id_checks.py`, `stale.py`).
 3. Given a second recording of the same tokens, compare sample by sample (`agreement.py`).
 4. Judge.
 
@@ -22,11 +22,9 @@ from equipoise.routes.checks import (
     DenseLayers,
     EqualRows,
     LayerMap,
-    MissingRows,
     Padding,
     RowsTokens,
     TopK,
-    Versions,
     ZeroLayers,
 )
 from equipoise.routes.finding import Check, Diagnosis, Finding, Tally, Verdict, judge
@@ -34,6 +32,7 @@ from equipoise.routes.id_checks import DistinctIds, IdCauses
 from equipoise.routes.reading import Reading, read_samples
 from equipoise.routes.recording import Recording
 from equipoise.routes.stale import StaleRows
+from equipoise.routes.turns import MissingRows, Turns, Versions
 
 __all__ = ["Diagnosis", "Finding", "Verdict", "diagnose"]
 
@@ -44,6 +43,7 @@ CHECKS: tuple[type[Check], ...] = (
     ZeroLayers,
     DenseLayers,
     MissingRows,
+    Turns,
     EqualRows,
     DistinctIds,
     IdCauses,

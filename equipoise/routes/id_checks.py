@@ -74,6 +74,7 @@ class IdCauses(Check):
         self.first_title = ""
 
     def look(self, reading: Reading) -> None:
+        self._look_at_padding(reading)
         ids_KTL, experts = reading.ids_KTL, self.model.experts
         self.layers.update(reading.numbers_L)
         self.num_ids += ids_KTL.size
@@ -90,6 +91,13 @@ class IdCauses(Check):
                 tally.total += reading.num_routes
         else:
             self._blame(reading)
+
+    def _look_at_padding(self, reading: Reading) -> None:
+        """Padding rows are dispatched as they stand, so their ids must exist too; -1 leaves them to the router."""
+        padding = reading.padding_TLK
+        stray_TL = ((padding < -1) | (padding >= self.model.experts)).any(axis=2)
+        count = int(stray_TL.sum())
+        self.wild.add(count, count, lambda: f"{reading.title}, padding row {int(np.argwhere(stray_TL)[0][0])}")
 
     def _blame(self, reading: Reading) -> None:
         """Give each route with a stray id to one cause."""

@@ -199,7 +199,20 @@ def test_each_fault_fires_its_own_check_in_every_format(case, form, tmp_path):
 def test_the_table_of_faults_reaches_every_check_that_a_single_dump_can_fire():
     reached = {check for case in CASES for check in case.fires}
     names = {f.check for f in diagnose([], model=MODEL).findings}
-    assert names - reached == {"decode", "pairing", "agreement", "token-order"}
+    assert names - reached == {"decode", "turns", "pairing", "agreement", "token-order"}
+
+
+@pytest.mark.parametrize("form", ["vllm-http", "sglang", "sglang-openai", "prime-rl", "nemo-rl"])
+def test_two_samples_of_one_name_are_turns_that_contradict_each_other(form, tmp_path):
+    forms = {f.name: f for f in FORMATS}
+    parts = []
+    for seed in (0, 1):
+        target = write(forms[form], without_tokens(draw(samples=1, seed=seed)), MODEL, tmp_path)
+        parts.append(target.read_bytes())
+    target.write_bytes(b"".join(parts))
+    diagnosis = diagnose(stream_recordings(target, model=MODEL, format=form), model=MODEL)
+    assert diagnosis.fired == ("turns",)
+    assert diagnosis["turns"].first_place == "sample 's0': two turns give token 0 different routes"
 
 
 @pytest.mark.parametrize("form", ["nemo-rl", "nemo-rl-batch"])
