@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, TopologyError
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment, TopologyError
 from equipoise.routes import registry
 from equipoise.routes.format import Format
+from equipoise.routes.interpret import interpret
 from equipoise.routes.registry import (
     FORMATS,
     detect,
@@ -156,6 +157,20 @@ def test_a_store_is_mapped_and_brings_its_model(tmp_path):
     routes = read_routes(path)
     assert routes == good_routes()
     assert not routes.samples[0].ids_TLK.flags.owndata
+
+
+def test_recordings_of_a_store_mean_what_the_store_holds(tmp_path):
+    ids = np.array(good_routes().samples[2].ids_TLK)
+    known, padding = np.ones(ids.shape[:2], dtype=bool), np.zeros(len(ids), dtype=bool)
+    known[1, 2], padding[3], padding[5] = False, True, True
+    ids[1, 2] = 0
+    segments = (Segment(start=0, stop=4, weight_version="1"), Segment(start=4, stop=6, weight_version="2"))
+    sample = SampleRoutes(
+        name="a", ids_TLK=ids, num_tokens=5, known_TL=known, padding_T=padding, segments=segments, tokens_T=np.arange(5)
+    )
+    path = tmp_path / "a.eqr"
+    write_routes(Routes.of([sample], model=MODEL), path, format="equipoise")
+    assert list(interpret(stream_recordings(path, model=MODEL), model=MODEL)) == [sample]
 
 
 @pytest.mark.parametrize(

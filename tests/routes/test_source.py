@@ -1,6 +1,7 @@
 """Sources: containers are opened without running code, once, and what is wrong with them is said."""
 
 import pickle
+import sys
 import zipfile
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_no_code_in_a_file_is_run(tmp_path, suffix):
 
 def test_a_bare_pickle_called_pt_is_refused(tmp_path):
     path = tmp_path / "a.pt"
-    path.write_bytes(pickle.dumps(Bomb()))
+    path.write_bytes(pickle.dumps(Bomb(), protocol=2))
     with pytest.raises(RoutesError, match=r"cannot be read as .pt"):
         list(Source.of(path).records())
 
@@ -127,6 +128,16 @@ def test_an_npy_header_that_asks_for_far_too_much_is_refused(tmp_path):
         file.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
     with pytest.raises(RoutesError, match=r"cannot be read as .npz"):
         list(Source.of(path).records())
+
+
+def test_without_torch_a_pt_file_says_what_it_needs(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    write_torch({"x": np.arange(3)}, path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RoutesError, match=r"needs torch to be read; pip install .*or save it as .npz"):
+        list(Source.of(path).records())
+    with pytest.raises(RoutesError, match="needs torch to be written"):
+        write_torch({}, path)
 
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path):
