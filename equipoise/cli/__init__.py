@@ -1,1 +1,33 @@
-"""Being built."""
+"""The command line: `equipoise VERB`. Each verb reads a file and writes a file, so that any stage can be run alone.
+
+    app.py        the list of verbs; to add one, write its module and add one line there
+    options.py    options that verbs share, and how a dump or a schedule on the command line is understood
+    output.py     tables, progress, the JSON line, and how errors are shown
+    ingest.py     any dump into the native store
+    count.py      any dump into histograms
+    generate.py   a generated workload into the native store
+    analyze.py    skew, seconds lost, memory (`analysis_view.py` draws it)
+    formats.py    the forms that can be read
+
+Exit codes: 0 good, 1 findings, 2 bad input. With `--json` the last line of standard output is one JSON document and
+tables are left out. Knows every room; no room knows it. Anything heavy is imported inside the verb that needs it.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from equipoise.core.errors import EquipoiseError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one verb and exit; what the user got wrong is one message on standard error and exit code 2."""
+    from equipoise.cli.app import build_app
+
+    try:
+        build_app()(args=list(sys.argv[1:] if argv is None else argv), prog_name="equipoise")
+    except EquipoiseError as error:
+        sys.stderr.write(f"equipoise: {error}\n")
+        raise SystemExit(2) from None
+    except BrokenPipeError:
+        # The reader of our output, such as head, has gone: nothing is wrong and nothing can be said.
+        raise SystemExit(0) from None

@@ -120,7 +120,9 @@ def forecast_memory(
     fixes: tuple[Fix, ...] = ()
     if limit is not None and peak > limit:
         candidates = _fixes(windows, model, needs=needs, peak=peak, limit=limit, activations=activations)
-        fixes = tuple(fix for fix in candidates if fix.peak_bytes <= limit)
+        enough = [fix for fix in candidates if fix.peak_bytes <= limit]
+        # Of several larger EP groups only the smallest is worth naming.
+        fixes = tuple({fix.name: fix for fix in reversed(enough)}.values())[::-1]
     return MemoryForecast(
         peak_rows=int(rows[worst][m, layer, rank]),
         peak_bytes=peak,
@@ -164,10 +166,10 @@ def _fixes(
     level = max(int(np.ceil(n.mean(axis=2).max())) for n in needs)
     parts = -(-peak // limit)
     found = [
-        Fix(name="balance", words="balance the experts: no token has to move to another micro-step", peak_bytes=level),
+        Fix(name="balance", words="balance the experts: no token leaves its micro-step", peak_bytes=level),
         Fix(
             name="smaller micro-step",
-            words=f"cut every micro-step into {parts}: 1/{parts} of the tokens at once",
+            words=f"cut every micro-step into {parts}, so that fewer tokens are forwarded at once",
             peak_bytes=-(-peak // parts),
         ),
     ]
@@ -183,5 +185,5 @@ def _wider(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, wider:
     rows = [rank_loads(w, ep=wider) * (wider // now) for w in windows]
     peak = max(int(_bytes_MLR(r, w.stage, model, activations).max()) for r, w in zip(rows, windows, strict=True))
     freed = windows[0].num_layers * model.expert_bytes * (model.experts // now - model.experts // wider)
-    words = f"spread the experts over EP {wider}: frees {freed / GIB:.1f} GiB of weights per rank"
+    words = f"spread the experts over EP {wider}: frees {freed / GIB:.1f} GiB of weights, taken off here"
     return Fix(name="larger EP", words=words, peak_bytes=max(0, peak - freed))

@@ -86,13 +86,22 @@ def test_smaller_micro_steps_are_offered_where_balance_is_not_enough():
     assert all(fix.peak_bytes <= forecast.limit_bytes for fix in forecast.fixes)
 
 
-def test_a_larger_ep_frees_weights_but_receives_by_its_own_skew():
+def test_the_smallest_larger_ep_that_is_enough_is_offered():
     window = matrix([[[10] * 8]])
-    # Balanced at every width: each of 4 or 8 ranks still receives 40 rows, and 2 or 3 experts less are held.
+    # Level at every width: each of 4 or 8 ranks still receives 40 rows, and holds 2 or 3 experts less.
     need = 40 * row_bytes("update", MODEL)
-    wider = [f for f in forecast_memory([window], MODEL, limit_gib=gib(need - 1)).fixes if f.name == "larger EP"]
-    freed = [MODEL.expert_bytes * (4 - 2), MODEL.expert_bytes * (4 - 1)]
-    assert [f.peak_bytes for f in wider] == [need - freed[0], need - freed[1]]
+    for limit, held in ((need - 1, 2), (need - 2 * MODEL.expert_bytes - 1, 1)):
+        (wider,) = [f for f in forecast_memory([window], MODEL, limit_gib=gib(limit)).fixes if f.name == "larger EP"]
+        assert wider.peak_bytes == need - MODEL.expert_bytes * (4 - held)
+
+
+def test_a_larger_ep_receives_by_its_own_skew():
+    window = matrix([[[20, 0, 0, 0, 20, 0, 0, 0]]])
+    # At EP 2 both ranks receive 20 rows; at EP 4, with twice the tokens, the busiest receives 40.
+    limit = 20 * row_bytes("update", MODEL) - 1
+    assert 40 * row_bytes("update", MODEL) - 2 * MODEL.expert_bytes > limit
+    fixes = forecast_memory([window], MODEL, limit_gib=gib(limit)).fixes
+    assert [fix.name for fix in fixes] == ["smaller micro-step"]
 
 
 def test_nothing_to_forecast_and_impossible_limits_are_refused():

@@ -1,0 +1,102 @@
+"""Say how uneven a step is, what that costs, and whether a rank runs out of memory. No GPU and no torch needed.
+
+    equipoise analyze --demo
+    equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8 --schedule tokens:16384 --memory-gib 20
+
+Exit code 1 if the step will not fit into `--memory-gib`.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.options import FormatOption, JsonFlag, ModelOption
+from equipoise.cli.output import print_json, screen
+
+if TYPE_CHECKING:
+    from equipoise.cli.step_loads import Packing
+    from equipoise.core import LoadMatrix, ModelShape
+
+DEMO_MODEL = "qwen3-30b-a3b"
+
+
+def analyze(
+    dump: Annotated[
+        Path | None,
+        typer.Argument(help="Rollouts in any form, or a counts or loads .npz file.", show_default=False),
+    ] = None,
+    model: ModelOption = None,
+    cluster: Annotated[str, typer.Option(help="Device preset: h100, h200 or a100.")] = "h100",
+    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
+    schedule: Annotated[
+        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
+    ] = "samples:1",
+    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1,
+    sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1,
+    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="GiB a rank has left for received rows, after weights and optimizer.")
+    ] = None,
+    keep_activations: Annotated[
+        bool, typer.Option("--keep-activations", help="Expert activations are kept for backward, not recomputed.")
+    ] = False,
+    form: FormatOption = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say how uneven a step is, what that costs, and whether a rank runs out of memory."""
+    from equipoise.cli.analysis_view import show
+    from equipoise.cli.step_loads import Packing
+    from equipoise.core import Cluster
+    from equipoise.loads import analyze_loads
+
+    packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, cp=cp, sp=sp, recompute=recompute)
+    hardware = Cluster.preset(cluster, ep=ep)
+    shape, windows = _load(dump, demo=demo, model=model, form=form, packing=packing)
+    hardware.home_slots(shape)
+    analysis = analyze_loads(
+        windows,
+        model=shape,
+        cluster=hardware,
+        memory_gib=memory_gib,
+        activations="kept" if keep_activations else "recomputed",
+    )
+    show(analysis, screen(as_json=as_json), source="a generated step" if dump is None else dump.name)
+    document = analysis.to_dict()
+    if out is not None:
+        _write(document, out)
+        screen(as_json=as_json).print(f"Written: {out}")
+    if as_json:
+        print_json(document)
+    if analysis.memory.fits is False:
+        raise typer.Exit(1)
+
+
+def _load(
+    dump: Path | None, *, demo: bool, model: str | None, form: str | None, packing: "Packing"
+) -> "tuple[ModelShape, tuple[LoadMatrix, ...]]":
+    from equipoise.cli.step_loads import count_windows, load_step
+    from equipoise.core import RoutesError
+    from equipoise.loads import generate_counts
+
+    if demo and dump is None:
+        from equipoise.cli.options import find_model
+
+        counts = generate_counts(find_model(model or DEMO_MODEL), samples=512, mean_tokens=4096)
+        return counts.model, count_windows(counts, packing)
+    if demo or dump is None:
+        raise RoutesError("give one of the two: a DUMP to analyse, or --demo for a generated step")
+    return load_step(dump, model=model, form=form, packing=packing)
+
+
+def _write(document: dict[str, object], path: Path) -> None:
+    from equipoise.core import EquipoiseError
+
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise EquipoiseError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,42 @@
+"""The list of verbs. To add one: write `cli/VERB.py` with a function of that name, and add it to `VERBS`.
+
+Knows which verbs exist and nothing of what they do.
+"""
+
+import typer
+
+from equipoise.cli.analyze import analyze
+from equipoise.cli.count import count
+from equipoise.cli.formats import formats
+from equipoise.cli.generate import generate
+from equipoise.cli.ingest import ingest
+
+VERBS = (analyze, ingest, count, generate, formats)
+
+HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
+
+Start here:
+equipoise analyze --demo
+
+Your own rollouts:
+equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8
+
+Exit codes: 0 good, 1 findings, 2 bad input. --json prints one JSON document as the last line.
+"""
+
+
+def build_app() -> typer.Typer:
+    """Build the command line anew; nothing is kept between calls."""
+    app = typer.Typer(
+        name="equipoise",
+        help=HELP.replace("\n\n", "\n\n\b\n"),
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    # A callback keeps the verb in the command even if only one verb is listed.
+    app.callback()(lambda: None)
+    for verb in VERBS:
+        app.command(name=verb.__name__)(verb)
+    return app

@@ -1,0 +1,42 @@
+"""Count a dump into histograms: enough to plan, thousands of times smaller than the routes.
+
+equipoise count routes.eqr -o counts.npz
+equipoise count rollouts.jsonl --model qwen3-30b-a3b --pairs -o counts.npz
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from equipoise.cli.options import DumpArgument, FormatOption, JsonFlag, ModelOption, count_dump, refuse_existing
+from equipoise.cli.output import print_json, screen
+
+
+def count(
+    dump: DumpArgument,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The histograms to write, for example counts.npz.")],
+    model: ModelOption = None,
+    form: FormatOption = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Also count which experts are chosen together.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Count a dump into histograms."""
+    from equipoise.loads import save_counts
+
+    refuse_existing(out)
+    counts = count_dump(dump, model=model, form=form, pairs=pairs)
+    save_counts(counts, out)
+    figures = {
+        "samples": len(counts),
+        "tokens": int(counts.tokens_B.sum()),
+        "rows": int(counts.count_BLE.sum()),
+        "padding_rows": 0 if counts.padding_BLE is None else int(counts.padding_BLE.sum()),
+        "unknown": 0 if counts.unknown_BL is None else int(counts.unknown_BL.sum()),
+    }
+    screen(as_json=as_json).print(
+        "{samples:,} samples, {tokens:,} tokens, {rows:,} rows in all layers, {padding_rows:,} of padding; "
+        "{unknown:,} routes unknown (each sample's last token has none)".format(**figures)
+    )
+    if as_json:
+        print_json({"out": str(out), "model": counts.model.name, **figures})

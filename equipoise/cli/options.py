@@ -1,0 +1,63 @@
+"""Options that verbs share, and how a model or a dump on the command line is understood.
+
+Knows the words users write. Does not know how routes are read or counted: it calls the rooms that do.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.output import progress
+
+if TYPE_CHECKING:
+    from equipoise.core import ModelShape, RouteCounts
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json. Our own files name theirs."),
+]
+FormatOption = Annotated[
+    str | None, typer.Option("--format", help="Form of the dump, see `equipoise formats`; by content if left out.")
+]
+DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or folder in any form.", show_default=False)]
+
+
+def find_model(name: str | None, *, dump: Path | None = None, form: str | None = None) -> "ModelShape":
+    """Return the model of a preset name or a HF config.json; a native store brings its own where none is named."""
+    from equipoise.core import RoutesError
+    from equipoise.routes import open_store, store
+    from equipoise.routes.registry import detect, find_format, resolve_model
+
+    if name is not None:
+        return resolve_model(name)
+    found = None if dump is None else (detect(dump) if form is None else find_format(form))
+    if dump is None or found not in store.FORMATS:
+        raise RoutesError(f"{dump or 'this'} does not name its model; add --model with a preset or a HF config.json")
+    return open_store(dump).model
+
+
+def count_dump(dump: Path, *, model: str | None, form: str | None, pairs: bool = False) -> "RouteCounts":
+    """Count a dump as it is read, one sample in memory at a time."""
+    from equipoise.core import RoutesError
+    from equipoise.loads import count_routes
+    from equipoise.routes import stream_routes
+
+    shape = find_model(model, dump=dump, form=form)
+    stream = stream_routes(dump, model=shape, format=form)
+    with progress("counting") as show:
+        counts = count_routes(stream, model=shape, layer_numbers=stream.layer_numbers, pairs=pairs, progress=show)
+    if not len(counts):
+        raise RoutesError(f"{dump} holds no sample; is it the right file?")
+    return counts
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise if the file to be written already has content, or its folder does not exist."""
+    from equipoise.core import RoutesError
+
+    if path.exists() and (path.is_dir() or path.stat().st_size):
+        raise RoutesError(f"{path} already exists; remove it or choose another name")
+    if not path.parent.is_dir():
+        raise RoutesError(f"{path} cannot be written: there is no folder {path.parent}")

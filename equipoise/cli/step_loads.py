@@ -1,0 +1,126 @@
+"""From what is on the command line to the loads of a step: find out what the dump is, schedule it, count it.
+
+A dump is one of
+    routes in any form     whole samples are counted as they are read; sliced ones are counted from the routes
+    histograms (.npz)      made by `equipoise count`; whole samples only
+    loads (.npz)           made by `LoadMatrix.save`: one window, already scheduled
+Knows files and options. Does not know how anything is counted: that is `loads`.
+"""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from equipoise.cli.options import count_dump, find_model
+from equipoise.cli.output import progress
+from equipoise.core import LoadMatrix, ModelShape, RouteCounts, Schedule, ScheduleError, TopologyError
+from equipoise.core import loads as loads_file
+from equipoise.loads import (
+    TokenPolicy,
+    count_step,
+    counts_file,
+    load_counts,
+    read_schedules,
+    slice_context,
+    slice_sequence,
+    step_schedules,
+)
+from equipoise.routes import read_routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How the samples of a step become micro-steps of one EP group."""
+
+    schedule: str
+    """`samples:N`, `tokens:N`, or the path of a schedule file."""
+    ep: int
+    mini_batches: int = 1
+    cp: int = 1
+    sp: int = 1
+    recompute: bool = True
+
+    @property
+    def whole_samples(self) -> bool:
+        """Whether every piece is a whole sample, so that histograms are enough."""
+        return self.cp == self.sp == 1 and not self.is_file
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the schedule is a trainer's own."""
+        return self.schedule.endswith(".json")
+
+    def schedules(self, tokens_B: np.ndarray, policy: TokenPolicy) -> tuple[Schedule, ...]:
+        """Schedule the step."""
+        if self.is_file:
+            return self._from_file()
+        way, _, number = self.schedule.partition(":")
+        names = {"samples": "samples_per_micro_step", "tokens": "token_budget"}
+        if way not in names or not (number.isascii() and number.isdigit()):
+            raise ScheduleError(
+                f"--schedule is {self.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
+            )
+        cuts = self.cp * self.sp
+        if cuts < 1 or self.ep % cuts:
+            raise TopologyError(f"--cp {self.cp} x --sp {self.sp} does not divide the EP group of {self.ep} ranks")
+        step = step_schedules(
+            tokens_B,
+            ranks=self.ep // cuts,
+            mini_batches=self.mini_batches,
+            recompute=self.recompute,
+            policy=policy,
+            samples_per_micro_step=int(number) if way == "samples" else None,
+            token_budget=int(number) if way == "tokens" else None,
+        )
+        return tuple(slice_sequence(slice_context(window, self.cp), self.sp) for window in step)
+
+    def _from_file(self) -> tuple[Schedule, ...]:
+        step = read_schedules(self.schedule)
+        wrong = [s.ranks for s in step if s.ranks != self.ep]
+        if wrong:
+            raise ScheduleError(
+                f"{self.schedule} schedules {wrong[0]} ranks, --ep is {self.ep}; give the schedule of one EP group"
+            )
+        return step
+
+
+def load_step(
+    dump: Path, *, model: str | None, form: str | None, packing: Packing
+) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
+    """Return the model and the loads of every window of the step."""
+    kind = _npz_kind(dump)
+    if kind == loads_file.FORMAT:
+        return find_model(model), (LoadMatrix.load(dump),)
+    if kind == counts_file.FORMAT:
+        counts = load_counts(dump)
+        return counts.model, count_windows(counts, packing)
+    if packing.whole_samples:
+        counts = count_dump(dump, model=model, form=form)
+        return counts.model, count_windows(counts, packing)
+    routes = read_routes(dump, model=find_model(model, dump=dump, form=form), format=form)
+    tokens_B = np.array([sample.num_tokens for sample in routes], dtype=np.int64)
+    schedules = packing.schedules(tokens_B, TokenPolicy())
+    with progress("counting") as show:
+        return routes.model, count_step(routes, schedules, ep=packing.ep, progress=show)
+
+
+def count_windows(counts: RouteCounts, packing: Packing) -> tuple[LoadMatrix, ...]:
+    """Schedule and count histograms."""
+    unknown_BL = counts.unknown_BL
+    last_recorded = unknown_BL is None or bool((unknown_BL.min(axis=1) == 0).any())
+    # A histogram that holds the last token's row cannot drop it again: then all tokens are forwarded.
+    policy = TokenPolicy(last_token="unknown" if last_recorded else "drop")
+    return count_step(counts, packing.schedules(counts.tokens_B, policy), ep=packing.ep)
+
+
+def _npz_kind(path: Path) -> str:
+    """What an `.npz` file of ours says it is; empty for anything else, whose reader then says what is wrong."""
+    if path.suffix != ".npz" or not path.is_file():
+        return ""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return str(file["format"]) if "format" in file.files else ""
+    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zipfile.error):
+        return ""
