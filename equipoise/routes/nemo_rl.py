@@ -1,6 +1,6 @@
 """NeMo-RL's recorded routes: the text envelope (`nemo-rl`) and the padded training batch (`nemo-rl-batch`).
 
-Checked against NeMo-RL of November 2026: `utils/routed_experts_codec.py`, `models/generation/vllm/utils.py`,
+Checked against NeMo-RL 7ea279ab and 0cbe0ac1: `utils/routed_experts_codec.py`, `models/generation/vllm/utils.py`,
 `models/generation/interfaces.py`.
 
 Rows, in both forms: one per token, in a signed dtype. A row of -1 means that no route was captured for that token. The

@@ -1,6 +1,6 @@
 """prime-rl's recorded routes: the wire object of its `/generate` route, and its transport form (`prime-rl`).
 
-Checked against prime-rl of November 2026: `inference/vllm/routed_experts.py`, `transports/rollouts/types.py`.
+Checked against prime-rl 13e411d6 and a608ad93: `inference/vllm/routed_experts.py`, `transports/rollouts/types.py`.
 
 The wire object, a JSON object:
     data        base64 of the raw bytes of the array, C order, little-endian, no header

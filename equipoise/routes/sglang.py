@@ -1,7 +1,7 @@
 """SGLang's recorded routes: native `/generate` responses (`sglang`) and OpenAI responses (`sglang-openai`).
 
-Checked against SGLang 0.5.18 and the sources of November 2026: `srt/state_capturer/routed_experts.py`,
-`srt/managers/io_struct.py`, `srt/utils/weight_versions.py`, `srt/entrypoints/openai/protocol.py`.
+Checked against SGLang 0.5.18 (cce0a124) and later sources: `srt/state_capturer/routed_experts.py`,
+`srt/managers/io_struct.py`, `srt/utils/weight_versions.py`, `srt/entrypoints/openai/{protocol,serving_chat}.py`.
 
 The payload, in both forms: base64 of raw little-endian int32 bytes, C order, **no header**, to be reshaped by
 `(-1, hidden layers, K)` of the model: nothing on the wire says how many layers there are. Rows cover tokens
@@ -24,7 +24,8 @@ Form `sglang-openai`: chat and completions responses, the same containers.
     sglext.routed_experts           the payload of the *first* choice; the other choices have none
     choices[i].meta_info            as in form `sglang`, for servers asked with `return_meta_info`
     id; usage; metadata.weight_version      name, token counts (for one choice), name of the weights
-    input_ids, output_ids, routed_experts_start_len     as in form `sglang`
+    prompt_token_ids, choices[i].token_ids      token ids, for servers asked with `return_token_ids`
+    routed_experts_start_len        as in form `sglang`
     written                         `.jsonl` with `sglext`, one object per segment
 
 Routes do not know where the prompt ends: all tokens before a segment and its first count as prompt when written.
@@ -36,8 +37,8 @@ Invariants (asserted by the tests):
 3. `matches` claims `meta_info` without `choices` for `sglang`, `sglext` or a choice's `meta_info` for `sglang-openai`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
-        yield from recordings(rows, _response(record, meta, usage=meta, place=place))
+        yield from recordings(rows, _native_response(record, meta, place=place))
 
 
 def write_native(routes: Routes, path: Path) -> None:
@@ -150,25 +151,15 @@ def _check_divides(count: int, row: tuple[int, ...], *, what: str, place: str) -
         )
 
 
-def _response(record: Any, meta: Any, *, usage: Any, place: str) -> Response:
-    """What one response says; `usage` is whatever holds its token counts."""
-    request = field(record, "request")
-    num_prompt = optional_count(field(usage, "prompt_tokens"), "prompt_tokens", place=place)
-    num_generated = optional_count(field(usage, "completion_tokens"), "completion_tokens", place=place)
-    prompt = token_array(find_field("input_ids", record, request), "input_ids", place=place)
-    generated = token_array(field(record, "output_ids"), "output_ids", place=place)
-    start = find_field("routed_experts_start_len", record, request, meta)
-    num_prompt = len(prompt) if num_prompt is None and prompt is not None else num_prompt
-    num_generated = len(generated) if num_generated is None and generated is not None else num_generated
-    num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
-    tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+def _native_response(record: Any, meta: Any, *, place: str) -> Response:
+    prompt = find_field("input_ids", record, field(record, "request"))
+    tokens = _Tokens.of(meta, prompt, field(record, "output_ids"), place=place)
     return Response(
-        name=given_name(field(meta, "id"), field(record, "id"), place=place),
-        start=optional_count(start, "routed_experts_start_len", place=place) or 0,
-        num_prompt=num_prompt,
-        num_tokens=num_tokens,
-        # Ids that do not cover all tokens (images, a rewritten prompt) would be laid beside the wrong rows.
-        tokens=tokens if tokens is not None and len(tokens) == num_tokens else None,
+        name=given_name(field(meta, "id"), place=place),
+        start=_start(record, meta, place=place),
+        num_prompt=tokens.num_prompt,
+        num_tokens=tokens.num_tokens,
+        tokens=tokens.ids,
         versions=_versions(record, meta),
     )
 
@@ -176,17 +167,51 @@ def _response(record: Any, meta: Any, *, usage: Any, place: str) -> Response:
 def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> Response:
     count = len(field(record, "choices"))
     meta = field(choice, "meta_info")
-    own = field(meta, "prompt_tokens") is not None
+    has_own = field(meta, "prompt_tokens") is not None
     # usage sums the completion tokens of all choices.
-    usage = meta if own else (field(record, "usage") if count == 1 else None)
-    response = _response(record if count == 1 else _without_outputs(record), meta, usage=usage, place=place)
+    counts = meta if has_own else (field(record, "usage") if count == 1 else None)
+    prompt = find_field("prompt_token_ids", record, choice)
+    prompt = find_field("input_ids", field(record, "request")) if prompt is None else prompt
+    tokens = _Tokens.of(counts, prompt, field(choice, "token_ids"), place=place)
     owner = given_name(field(record, "id"), field(meta, "id"), place=place)
-    return replace(response, name=choice_name(owner, choice, position=position, count=count))
+    return Response(
+        name=choice_name(owner, choice, position=position, count=count),
+        start=_start(record, meta, place=place),
+        num_prompt=tokens.num_prompt,
+        num_tokens=tokens.num_tokens,
+        tokens=tokens.ids,
+        versions=_versions(record, meta),
+    )
 
 
-def _without_outputs(record: Any) -> dict[str, Any]:
-    """The record's fields that hold for every choice."""
-    return {name: field(record, name) for name in ("request", "input_ids", "routed_experts_start_len", "metadata")}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """How many tokens a response has, and their ids where they cover all of them."""
+
+    num_prompt: int | None
+    num_tokens: int | None
+    ids: np.ndarray | None
+
+    @classmethod
+    def of(cls, counts: Any, prompt: Any, generated: Any, *, place: str) -> "_Tokens":
+        """Take the recorded counts, else the lengths of the id lists."""
+        num_prompt = optional_count(field(counts, "prompt_tokens"), "prompt_tokens", place=place)
+        num_generated = optional_count(field(counts, "completion_tokens"), "completion_tokens", place=place)
+        prompt_ids = token_array(prompt, "prompt token ids", place=place)
+        generated_ids = token_array(generated, "generated token ids", place=place)
+        num_prompt = len(prompt_ids) if num_prompt is None and prompt_ids is not None else num_prompt
+        num_generated = len(generated_ids) if num_generated is None and generated_ids is not None else num_generated
+        num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
+        has_ids = prompt_ids is not None and generated_ids is not None
+        ids = np.concatenate([prompt_ids, generated_ids]) if has_ids else None
+        # Ids that do not cover all tokens (images, a rewritten prompt) would be laid beside the wrong rows.
+        covers = ids is not None and len(ids) == num_tokens
+        return cls(num_prompt=num_prompt, num_tokens=num_tokens, ids=ids if covers else None)
+
+
+def _start(record: Any, meta: Any, *, place: str) -> int:
+    start = find_field("routed_experts_start_len", record, field(record, "request"), meta)
+    return optional_count(start, "routed_experts_start_len", place=place) or 0
 
 
 def _versions(record: Any, meta: Any) -> Any:
@@ -206,32 +231,35 @@ def _segments(routes: Routes, *, form: str) -> Iterator[tuple[SampleRoutes, Segm
 
 
 def _native_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
-    record, counts = _common_fields(sample, segment)
+    num_prompt, total = _split_tokens(sample, segment)
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt}
     meta: dict[str, Any] = {"id": sample.name, **counts, "routed_experts": payload}
     if segment.weight_version:
         meta["weight_version"] = segment.weight_version
-    return {**record, "meta_info": meta}
-
-
-def _openai_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
-    record, counts = _common_fields(sample, segment)
-    record = {"id": sample.name, "choices": [{"index": 0}], "usage": counts, **record}
-    if segment.weight_version:
-        record["metadata"] = {"weight_version": segment.weight_version}
-    return {**record, "sglext": {"routed_experts": payload}}
-
-
-def _common_fields(sample: SampleRoutes, segment: Segment) -> tuple[dict[str, Any], Mapping[str, int]]:
-    """Token ids and start offset; token counts."""
-    total = tokens_until(sample, segment.stop)
-    num_prompt = min(segment.start + 1, total)
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = {"meta_info": meta}
     if sample.tokens_T is not None:
         record["input_ids"] = sample.tokens_T[:num_prompt].tolist()
         record["output_ids"] = sample.tokens_T[num_prompt:total].tolist()
-    if segment.start:
-        record["routed_experts_start_len"] = segment.start
-    return record, {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt}
+    return {**record, "routed_experts_start_len": segment.start}
+
+
+def _openai_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
+    num_prompt, total = _split_tokens(sample, segment)
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt}
+    choice: dict[str, Any] = {"index": 0}
+    record: dict[str, Any] = {"id": sample.name, "choices": [choice], "usage": counts}
+    if segment.weight_version:
+        record["metadata"] = {"weight_version": segment.weight_version}
+    if sample.tokens_T is not None:
+        record["prompt_token_ids"] = sample.tokens_T[:num_prompt].tolist()
+        choice["token_ids"] = sample.tokens_T[num_prompt:total].tolist()
+    return {**record, "routed_experts_start_len": segment.start, "sglext": {"routed_experts": payload}}
+
+
+def _split_tokens(sample: SampleRoutes, segment: Segment) -> tuple[int, int]:
+    """Prompt tokens and all tokens of the request that made this segment."""
+    total = tokens_until(sample, segment.stop)
+    return min(segment.start + 1, total), total
 
 
 FORMATS = (

@@ -1,6 +1,6 @@
 """vLLM's recorded routes: offline arrays (`vllm`) and HTTP responses (`vllm-http`).
 
-Checked against vLLM 0.22 to HEAD of November 2026: `vllm/outputs.py`, `entrypoints/openai/*/protocol.py`,
+Checked against vLLM a014e35f (0.28) and 006ebac2 (later): `vllm/outputs.py`, `entrypoints/openai/*/protocol.py`,
 `entrypoints/scale_out/token_in_token_out/protocol.py`. Ids are logical, captured before the engine's own balancing.
 
 Form `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated - 1, hidden layers, K]`.
@@ -90,7 +90,7 @@ def matches_offline(source: Source) -> bool:
 def read_offline(source: Source, model: ModelShape) -> Iterator[Recording]:
     """Decode arrays, archives and `RequestOutput`s."""
     for place, record in source.nonempty_records():
-        if field(record, "outputs") is not None:
+        if isinstance(field(record, "outputs"), list | tuple):
             yield from _read_request_output(record, place=place)
         elif isinstance(record, Mapping):
             yield from _read_archive(record, place=place)

@@ -137,6 +137,17 @@ def test_sglext_belongs_to_the_first_choice_only():
     assert recording.num_tokens == 3, "usage counts the tokens of both choices, so the rows decide"
 
 
+def test_openai_token_ids_are_those_the_server_returns():
+    record = {
+        "id": "chat-3",
+        "prompt_token_ids": [10, 11],
+        "choices": [{"index": 0, "token_ids": [12]}],
+        "sglext": {"routed_experts": PAYLOAD},
+    }
+    [recording] = read(OPENAI, [record], model_of())
+    assert (recording.tokens.tolist(), recording.num_tokens) == ([10, 11, 12], 3)
+
+
 def test_every_choice_with_its_own_meta_info_is_read():
     metas = [{"routed_experts": PAYLOAD, "prompt_tokens": 2, "completion_tokens": n, "id": "x"} for n in (1, 4)]
     record = {"id": "chat-2", "choices": [{"index": i, "meta_info": meta} for i, meta in enumerate(metas)]}

@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -239,6 +240,13 @@ def test_http_keeps_segments_and_weight_versions(tokens, tmp_path):
     assert round_trip(HTTP, routes, path) == routes
     starts = [json.loads(line).get("routed_experts_prompt_start", 0) for line in path.read_text().splitlines()]
     assert starts == [0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["file", "outputs", "a/b", "routed_experts", "x.npy"])
+def test_any_sample_name_survives_the_archive(name, tmp_path):
+    sample = replace(routes_of(model_of()).samples[0], name=name)
+    routes = Routes.of([sample], model=model_of())
+    assert round_trip(OFFLINE, routes, tmp_path / "dump.npz") == routes
 
 
 def test_archives_of_a_folder_do_not_share_sample_names(tmp_path):
