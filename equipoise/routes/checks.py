@@ -65,8 +65,8 @@ class RowsTokens(Check):
         return f"T rows in {self.short_by[0]} recordings, T-1 in {self.short_by[1]}" if self.tally.total else ""
 
 
-class LayerMap(Check):
-    """The wire's layer axis: all hidden layers, the MoE layers, or numbers that name every MoE layer."""
+class LayerAxis(Check):
+    """The wire's layer axis: all decoder layers, the MoE layers, or numbers that name every MoE layer."""
 
     name = "layer-map"
     unit = "recordings"
@@ -77,45 +77,28 @@ class LayerMap(Check):
 
     def __init__(self, model: ModelShape) -> None:
         super().__init__(model)
-        self.kinds: Counter[str] = Counter()
         self.axis: tuple[int, tuple[int, ...] | None] | None = None
 
     def look(self, reading: Reading) -> None:
-        kind, wrong = self._judge(reading)
+        wrong = reading.unmapped or self._incomplete(reading) or self._unlike_others(reading)
+        self.tally.add(int(bool(wrong)), 1, lambda: wrong)
+
+    def _incomplete(self, reading: Reading) -> str:
+        absent = sorted(set(self.model.layer_numbers) - set(reading.numbers_L))
+        if not absent:
+            return ""
+        return f"{reading.title}: MoE layer {absent[0]} is absent, {len(absent)} of {self.model.layers} are"
+
+    def _unlike_others(self, reading: Reading) -> str:
         axis = (reading.recording.rows.shape[1], reading.recording.layer_numbers)
         self.axis = self.axis or axis
-        if axis != self.axis and not wrong:
-            kind, wrong = f"{kind}, but other recordings have another layer axis", True
-        self.kinds[kind] += 1
-        self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {kind}")
-
-    def _judge(self, reading: Reading) -> tuple[str, bool]:
-        model, on_wire = self.model, reading.recording.rows.shape[1]
-        if reading.recording.layer_numbers is not None:
-            return self._judge_named(reading.recording.layer_numbers)
-        if reading.layer_numbers is None:
-            words = f"{on_wire} layers; {model.name!r} has {model.hidden_layers}, of which {model.layers} are MoE"
-            if model.mtp_layers and on_wire in (
-                model.hidden_layers + model.mtp_layers,
-                model.layers + model.mtp_layers,
-            ):
-                words += f" (+ {model.mtp_layers} MTP)"
-            return words, True
-        return ("MoE layers only" if on_wire == model.layers else "all hidden layers"), False
-
-    def _judge_named(self, numbers: tuple[int, ...]) -> tuple[str, bool]:
-        strange = [n for n in numbers if not 0 <= n < self.model.hidden_layers]
-        absent = sorted(set(self.model.layer_numbers) - set(numbers))
-        if strange:
-            return f"layer {strange[0]} named; {self.model.name!r} has 0..{self.model.hidden_layers - 1}", True
-        if len(set(numbers)) < len(numbers):
-            return f"a layer is named twice: {numbers}", True
-        if absent:
-            return f"MoE layer {absent[0]} is absent ({len(absent)} of {self.model.layers} are)", True
-        return "layers named by the dump", False
+        return "" if axis == self.axis else f"{reading.title}: {axis[0]} layers, unlike the first recording's axis"
 
     def detail(self) -> str:
-        return "; ".join(f"{kind}: {count}" for kind, count in self.kinds.most_common(3))
+        if self.axis is None:
+            return ""
+        named = ", named" if self.axis[1] else ""
+        return f"{self.axis[0]} layers on the wire{named}; the model has {self.model.layers} MoE layers"
 
 
 class TopK(Check):

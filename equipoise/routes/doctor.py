@@ -21,7 +21,7 @@ from equipoise.routes.agreement import MIN_AGREEMENT, Agreement
 from equipoise.routes.checks import (
     DenseLayers,
     EqualRows,
-    LayerMap,
+    LayerAxis,
     Padding,
     RowsTokens,
     TopK,
@@ -38,7 +38,7 @@ __all__ = ["Diagnosis", "Finding", "Verdict", "diagnose"]
 
 CHECKS: tuple[type[Check], ...] = (
     RowsTokens,
-    LayerMap,
+    LayerAxis,
     TopK,
     ZeroLayers,
     DenseLayers,

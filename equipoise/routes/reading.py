@@ -1,6 +1,6 @@
 """`Reading`: one recording with what every check of the doctor needs, worked out once.
 
-1. Map the wire's layer axis to global layer numbers: named by the dump, all hidden layers, or MoE layers only.
+1. Map the wire's layer axis to global layer numbers (`layer_map.py`); where that fails, keep the reason and go on.
 2. Set padding rows and dense layers aside; turn the rest column-major, so that each check is a few flat passes.
 3. Mark routes that are no routes: *missing* (every id is -1) and *equal* (k > 1 and every id is the same).
 
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.core import ModelShape
+from equipoise.core import ModelShape, RoutesError
+from equipoise.routes.layer_map import LayerMap, map_recording
 from equipoise.routes.recording import Recording
 
 _DEAD_ROWS_TOP1 = 64
@@ -31,8 +32,8 @@ class Reading:
     recording: Recording
     sample: int
     """Running number of the sample in the dump; its turns share it."""
-    layer_numbers: tuple[int, ...] | None
-    """Global number of each layer on the wire; None: the axis fits neither all layers nor the MoE layers."""
+    unmapped: str
+    """Why the layer axis cannot be mapped; empty where it can."""
     numbers_L: tuple[int, ...]
     """Global numbers of the L axis here; positions on the wire where there is no map."""
     ids_KTL: np.ndarray
@@ -91,8 +92,8 @@ class Reading:
 
 def read(recording: Recording, *, sample: int, model: ModelShape) -> Reading:
     """Prepare one recording for the checks."""
-    numbers = map_layers(recording, model)
-    moe, dense = _split_layers(numbers, recording.rows.shape[1], model)
+    layers, unmapped = _map(recording, model)
+    moe = list(layers.wire_L)
     real, padding = _split_padding(recording)
     ids_KTL = np.ascontiguousarray(real[:, moe].transpose(2, 0, 1))
     missing_TL = _missing(ids_KTL)
@@ -100,11 +101,11 @@ def read(recording: Recording, *, sample: int, model: ModelShape) -> Reading:
     return Reading(
         recording=recording,
         sample=sample,
-        layer_numbers=numbers,
-        numbers_L=tuple(moe if numbers is None else (numbers[i] for i in moe)),
+        unmapped=unmapped,
+        numbers_L=layers.numbers,
         ids_KTL=ids_KTL,
-        dense_TLK=real[:, dense],
-        dense_numbers=tuple(() if numbers is None else (numbers[i] for i in dense)),
+        dense_TLK=real[:, [place for place, _ in layers.dense]],
+        dense_numbers=tuple(number for _, number in layers.dense),
         padding_TLK=padding[:, moe],
         missing_TL=missing_TL,
         equal_TL=_equal(ids_KTL) & ~missing_TL & ~dead_L,
@@ -126,23 +127,13 @@ def read_samples(recordings: Iterable[Recording], *, model: ModelShape) -> Itera
         yield turns
 
 
-def map_layers(recording: Recording, model: ModelShape) -> tuple[int, ...] | None:
-    """Global number of each layer on the wire, or None if the axis fits neither all layers nor the MoE layers."""
-    if recording.layer_numbers is not None:
-        return recording.layer_numbers
-    on_wire = recording.rows.shape[1]
-    if on_wire == model.hidden_layers:
-        return tuple(range(on_wire))
-    return model.layer_numbers if on_wire == model.layers else None
-
-
-def _split_layers(numbers: tuple[int, ...] | None, on_wire: int, model: ModelShape) -> tuple[list[int], list[int]]:
-    """Positions on the wire of MoE and of dense layers; without a usable map every layer is looked at."""
-    known = set(model.layer_numbers)
-    moe = [i for i, n in enumerate(numbers or ()) if n in known]
-    if numbers is None or not moe:
-        return list(range(on_wire)), []
-    return moe, [i for i, n in enumerate(numbers) if n not in known and n < model.hidden_layers]
+def _map(recording: Recording, model: ModelShape) -> tuple[LayerMap, str]:
+    """The layer map, or one that takes every layer for an MoE layer and the reason why there is no better one."""
+    try:
+        return map_recording(recording, model), ""
+    except RoutesError as error:
+        places = tuple(range(recording.rows.shape[1]))
+        return LayerMap(numbers=places, wire_L=places), str(error)
 
 
 def _split_padding(recording: Recording) -> tuple[np.ndarray, np.ndarray]:

@@ -115,17 +115,17 @@ class TestLayers:
         recordings = [replace(r, rows=r.rows[:, 2:]) for r in good()]
         diagnosis = diagnose(recordings, model=MODEL)
         assert diagnosis.fired == ("layer-map",)
-        assert "2 layers; 'small' has 4, of which 3 are MoE" in diagnosis["layer-map"].first_place
+        assert "2 layers on the wire; 'small' has 4 decoder layers, 3 of them MoE" in diagnosis["layer-map"].first_place
 
     def test_mtp_layers_on_the_wire_are_named_as_such(self):
         recordings = [replace(r, rows=np.concatenate([r.rows, r.rows[:, -1:]], axis=1)) for r in good()]
         diagnosis = diagnose(recordings, model=MODEL)
         assert "layer-map" in diagnosis.fired
-        assert diagnosis["layer-map"].first_place.endswith("(+ 1 MTP)")
+        assert "are the 1 MTP layers in it?" in diagnosis["layer-map"].first_place
 
     @pytest.mark.parametrize(
         ("numbers", "words"),
-        [((1, 2), "MoE layer 3 is absent"), ((1, 2, 4), "layer 4 named"), ((1, 2, 2), "named twice")],
+        [((1, 2), "MoE layer 3 is absent"), ((1, 2, 4), "names layer 4"), ((1, 2, 2), "names a layer twice")],
         ids=["absent", "strange", "twice"],
     )
     def test_named_layers_that_do_not_fit(self, numbers, words):
@@ -141,7 +141,7 @@ class TestLayers:
         recordings = [*good(samples=2), *good(samples=3, layers="moe")[2:]]
         diagnosis = diagnose(recordings, model=MODEL)
         assert diagnosis.fired == ("layer-map",)
-        assert "'s2': MoE layers only, but other recordings" in diagnosis["layer-map"].first_place
+        assert "'s2': 3 layers, unlike the first recording's axis" in diagnosis["layer-map"].first_place
 
     def test_wrong_number_of_columns(self):
         diagnosis = diagnose([replace(r, rows=r.rows[:, :, :3]) for r in good()], model=MODEL)
@@ -605,9 +605,10 @@ class TestStream:
     def test_what_the_doctor_passes_can_be_interpreted(self, seed, faults):
         rng = np.random.default_rng(seed)
         recordings = shake(good(tokens=12, seed=seed), rng, faults)
-        if diagnose(recordings, model=MODEL).ok:
+        diagnosis = diagnose(recordings, model=MODEL)
+        if diagnosis.ok:
             samples = list(interpret(recordings, model=MODEL))
-            assert len(samples) == len({r.name for r in recordings})
+            assert len(samples) == diagnosis.num_samples
             assert all(s.known_TL is None or s.known_TL.all() for s in samples)
 
     @settings(max_examples=80, deadline=None)
