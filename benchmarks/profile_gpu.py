@@ -14,6 +14,9 @@ Method:
 2. Each run is preceded by reading a buffer larger than L2: in training other layers lie between two uses of a weight.
 3. A device-side sleep lets the host run ahead, so that launch latency is hidden.
 4. CUDA events, medians. Tables are raw medians: making them monotone is the reader's work.
+5. On a fresh virtual machine run it twice and keep the second: host pulls of the first process ran at 39 and 49 GB/s
+   on two such machines, of the second at 55 and 56 (H200, PCIe Gen5); tables agreed to 0.3 % in the median cell, 11 %
+   in the worst.
 """
 
 import argparse

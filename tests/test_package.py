@@ -1,0 +1,150 @@
+"""The package as a whole: light to import, free of torch, its public names resolve, its papers are in order."""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import equipoise
+from equipoise.core import errors
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = sorted((ROOT / "equipoise").rglob("*.py"))
+# Rooms that may need torch; every other one must not.
+TORCH_ROOMS = {"runtime", "adapters", "rl"}
+HEAVY = ["numpy", "numba", "scipy", "torch", "transformers", "typer", "rich"]
+
+IMPORT_ALL_WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ModuleNotFoundError(f"{name} is made unimportable here", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import equipoise
+for room in pkgutil.iter_modules(equipoise.__path__, "equipoise."):
+    if room.name.split(".")[1] in TORCH_ROOMS:
+        continue
+    package = importlib.import_module(room.name)
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), room.name + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+for name in equipoise.__all__:
+    getattr(equipoise, name)
+print(*sorted(name for name in sys.modules if name.startswith("equipoise.")))
+"""
+
+
+def run_python(code, *, cwd=ROOT):
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_torch_free_room_imports_where_torch_cannot_be():
+    code = f"TORCH_ROOMS = {TORCH_ROOMS!r}\n{IMPORT_ALL_WITHOUT_TORCH}"
+    imported = set(run_python(code).split())
+    rooms = {"core", "routes", "loads", "cost", "planner", "sim", "report", "cli"}
+    assert {f"equipoise.{room}" for room in rooms} <= imported
+    assert "equipoise.core.loads" in imported
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = f"import sys, equipoise; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_importing_the_package_takes_less_than_a_third_of_a_second():
+    def seconds(code):
+        start = time.perf_counter()
+        run_python(code)
+        return time.perf_counter() - start
+
+    empty, full = (statistics.median(seconds(code) for _ in range(5)) for code in ("pass", "import equipoise"))
+    assert full - empty < 0.3, f"import equipoise takes {full - empty:.3f} s more than an empty interpreter"
+
+
+@pytest.mark.parametrize("name", equipoise.__all__)
+def test_every_public_name_resolves(name):
+    value = getattr(equipoise, name)
+    assert callable(value)
+    assert value.__doc__, f"{name} has no docstring"
+    assert name in dir(equipoise)
+
+
+def test_a_star_import_brings_exactly_the_public_names():
+    code = "from equipoise import *; print(*sorted(n for n in dir() if not n.startswith('_')))"
+    assert run_python(code).split() == sorted(equipoise.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it():
+    with pytest.raises(AttributeError, match="'equipoise' has no attribute 'balance_everything'"):
+        _ = equipoise.balance_everything
+
+
+def test_every_error_is_public():
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert classes <= set(equipoise.__all__)
+    assert len(classes) >= 8
+
+
+def test_the_version_is_the_one_of_the_project_file():
+    assert equipoise.__version__ == PROJECT["project"]["version"]
+
+
+def test_the_licence_is_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    for words in (
+        "Apache License",
+        "Version 2.0, January 2004",
+        "Grant of Patent License",
+        "END OF TERMS AND CONDITIONS",
+    ):
+        assert words in text
+
+
+def requirements():
+    """(name, bound) of every dependency the project file names, in any extra."""
+    project = PROJECT["project"]
+    named = [*PROJECT["build-system"]["requires"], *project["dependencies"]]
+    named += [entry for extra in project["optional-dependencies"].values() for entry in extra]
+    parts = {re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", entry).groups() for entry in named}
+    return sorted(parts)
+
+
+@pytest.mark.parametrize(("name", "bound"), requirements(), ids=lambda part: part)
+def test_every_dependency_is_explained_with_its_bound(name, bound):
+    lines = (ROOT / "docs" / "dependencies.md").read_text().splitlines()
+    assert any(f" {name} |" in line and f"`{bound}`" in line for line in lines), f"{name}{bound} is not explained"
+
+
+def test_every_installed_dependency_is_pinned_in_the_constraints():
+    pinned = {
+        line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.match(r"[\w-]+", entry)[0].lower() for entry in wanted}
+    assert names <= pinned
+
+
+def test_torch_is_pinned_to_the_tested_version_in_both_places():
+    assert "torch==2.13.0" in PROJECT["project"]["optional-dependencies"]["dev"]
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_opens_with_its_docstring_in_plain_ascii(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii(), f"{path} holds a character that is not ASCII"
+    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
