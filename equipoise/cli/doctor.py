@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from equipoise.core import ModelShape
-    from equipoise.routes.finding import Diagnosis, Finding
+    from equipoise.routes.doctor import Diagnosis, Finding
     from equipoise.routes.recording import Recording
 
 _COLOR = {"good": "green", "finding": "bold red", "skipped": "dim"}
@@ -70,10 +70,9 @@ def check_slicing(model: str) -> "Diagnosis":
     Args:
         model: preset name or path of a HF config.json
     """
-    from equipoise.routes.finding import Diagnosis
-    from equipoise.routes.markers import plant
+    from equipoise.routes.doctor import Diagnosis, plant
+    from equipoise.routes.doctor.slicing import self_check
     from equipoise.routes.registry import resolve_model
-    from equipoise.routes.slicing import self_check
 
     shape = resolve_model(model)
     findings = (*self_check(plant(_MARKED_LENGTHS, model=shape)), *_check_schedules(shape))
@@ -82,17 +81,18 @@ def check_slicing(model: str) -> "Diagnosis":
 
 def show(diagnosis: "Diagnosis", console: "Console") -> None:
     """Print a diagnosis as a table."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{diagnosis.num_samples} samples, {diagnosis.num_rows} rows", title_justify="left")
+    title = f"{diagnosis.num_samples:,} samples, {diagnosis.num_rows:,} rows"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for column in ("check", "verdict", "share", "first place", "what to do"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict", "share"))
+        table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict"))
     for finding in diagnosis.findings:
         words = Text(finding.advice) if finding.advice else Text(finding.detail, style="dim")
-        share = f"{finding.share:.1%} of {finding.unit}" if finding.total else ""
         verdict = Text(finding.verdict, style=_COLOR[finding.verdict])
-        table.add_row(finding.check, verdict, share, Text(finding.first_place), words)
+        table.add_row(finding.check, verdict, _share(finding), Text(finding.first_place), words)
     console.print(table)
     for finding in diagnosis.findings:
         if finding.rate_L:
@@ -101,12 +101,20 @@ def show(diagnosis: "Diagnosis", console: "Console") -> None:
     console.print("good" if diagnosis.ok else f"{len(diagnosis.fired)} findings: {', '.join(diagnosis.fired)}")
 
 
+def _share(finding: "Finding") -> str:
+    """'3.1% of rows', and never 0 % of something that happened."""
+    if not finding.total:
+        return ""
+    number = "<0.1%" if 0 < finding.share < 0.001 else f"{finding.share:.1%}"
+    return f"{number} of {finding.unit}"
+
+
 def _check_schedules(model: "ModelShape") -> "Iterator[Finding]":
     import numpy as np
 
     from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context, slice_sequence
-    from equipoise.routes.markers import plant
-    from equipoise.routes.slicing import check_schedule
+    from equipoise.routes.doctor import plant
+    from equipoise.routes.doctor.slicing import check_schedule
 
     markers = plant(_SCHEDULED_LENGTHS, model=model)
     whole = schedule_samples(

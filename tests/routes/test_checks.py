@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import ModelShape, RoutesError
-from equipoise.routes.doctor import CHECKS, diagnose
-from equipoise.routes.finding import Tally, judge
+from equipoise.routes.doctor.diagnosis import CHECKS, diagnose
+from equipoise.routes.doctor.finding import Tally, judge
+from equipoise.routes.doctor.reading import read
+from equipoise.routes.doctor.stale import BLOCK
 from equipoise.routes.interpret import interpret
-from equipoise.routes.reading import read
 from equipoise.routes.recording import Recording
-from equipoise.routes.stale import BLOCK
 
 MODEL = ModelShape(
     name="small", experts=64, top_k=4, layer_numbers=(1, 2, 3), hidden_layers=4, hidden=8, expert_width=8, mtp_layers=1

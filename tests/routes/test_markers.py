@@ -11,7 +11,7 @@ from equipoise.core import ModelShape, RoutesError
 from equipoise.core.model import preset_names
 from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context, slice_sequence
 from equipoise.routes.doctor import diagnose
-from equipoise.routes.markers import (
+from equipoise.routes.doctor.markers import (
     PADDING,
     Delivery,
     check_arrival,
@@ -20,8 +20,7 @@ from equipoise.routes.markers import (
     plant,
     prove_slicing,
 )
-from equipoise.routes.registry import FORMATS, read_routes, write_routes
-from equipoise.routes.slicing import (
+from equipoise.routes.doctor.slicing import (
     WIDTHS,
     check_schedule,
     self_check,
@@ -29,6 +28,7 @@ from equipoise.routes.slicing import (
     slice_markers,
     slice_numbers,
 )
+from equipoise.routes.registry import FORMATS, read_routes, write_routes
 
 MODEL = ModelShape.preset("olmoe", layers=4)
 LENGTHS = (7, 64, 33, 1, 120)

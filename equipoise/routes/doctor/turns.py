@@ -19,8 +19,8 @@ from collections import Counter
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.finding import Check, Finding, Tally, judge
-from equipoise.routes.reading import Reading
+from equipoise.routes.doctor.finding import Check, Finding, Tally, judge
+from equipoise.routes.doctor.reading import Reading
 
 
 class MissingRows(Check):

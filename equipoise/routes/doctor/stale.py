@@ -1,4 +1,4 @@
-"""The doctor's check for rows that belong to another sample: a stale or re-used capture buffer.
+"""The doctor's check for rows that belong to another sample: a stale or reused capture buffer.
 
 Rows are cut into blocks of `BLOCK` tokens at multiples of `BLOCK`; each block leaves one 8-byte digest. A block whose
 rows some other sample already had is *shared*. Sharing is legitimate exactly for a common prefix: the route of a token
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.finding import Check, Finding
-from equipoise.routes.reading import Reading
+from equipoise.routes.doctor.finding import Check, Finding
+from equipoise.routes.doctor.reading import Reading
 
 BLOCK = 32
 """Tokens per digest: short enough to find one stale page of a KV cache, long enough to cost little memory."""
@@ -64,7 +64,7 @@ class StaleRows(Check):
     unit = "rows"
     advice = (
         "rows of one sample stand in another: the engine's capture buffer was not refreshed (prefix cache, slot "
-        "re-use); upgrade, or turn prefix caching off while recording. Token ids in the dump tell "
+        "reuse); upgrade, or turn prefix caching off while recording. Token ids in the dump tell "
         "equal rollouts of one prompt apart"
     )
 

@@ -23,8 +23,8 @@ from itertools import combinations
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.finding import Check, Finding, Tally, judge
-from equipoise.routes.reading import Reading
+from equipoise.routes.doctor.finding import Check, Finding, Tally, judge
+from equipoise.routes.doctor.reading import Reading
 
 _INT8_WRAP = 256
 _FOLD_IDS_PER_EXPERT = 64

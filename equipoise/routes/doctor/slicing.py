@@ -20,8 +20,8 @@ from itertools import product
 import numpy as np
 
 from equipoise.core import Schedule
-from equipoise.routes.finding import Finding
-from equipoise.routes.markers import PADDING, Delivery, Markers, check_arrival, pack_rows
+from equipoise.routes.doctor.finding import Finding
+from equipoise.routes.doctor.markers import PADDING, Delivery, Markers, check_arrival, pack_rows
 
 WIDTHS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 3), (3, 4, 1))
 """(cp, sp, pp) that the self-check runs: each alone, all together, and sizes that do not divide."""

@@ -8,7 +8,7 @@
     equal-rows    no route has k equal ids: those are fillers that were never recorded
     padding       padding rows are not all sent to the same few experts
 
-Checks across the turns of a sample are in `turns.py`, of the ids themselves in `id_checks.py`, of repeated rows in
+Checks across the turns of a sample are in `turns.py`, of the ids themselves in `ids.py`, of repeated rows in
 `stale.py`, of two recordings in `agreement.py`.
 Knows what is wrong with a dump. Does not know any wire form, and never raises on what a dump holds.
 
@@ -24,8 +24,8 @@ from collections import Counter
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.finding import Check, Finding, judge
-from equipoise.routes.reading import Reading
+from equipoise.routes.doctor.finding import Check, Finding, judge
+from equipoise.routes.doctor.reading import Reading
 
 PADDING_SHARE = 0.5
 """Padding is concentrated where one expert of a layer takes more than this share of the padding tokens."""

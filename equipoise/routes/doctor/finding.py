@@ -1,4 +1,4 @@
-"""`Finding`, `Diagnosis`, `Check`: what the doctor says, and the face every one of its checks shows.
+"""`Finding`, `Check`: what the doctor says, and the face every one of its checks shows.
 
 Knows counting and words. Does not know routes: what is counted, and when it is wrong, is each check's own.
 
@@ -9,11 +9,11 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from equipoise.core import ModelShape
-from equipoise.routes.reading import Reading
+from equipoise.routes.doctor.reading import Reading
 
 Verdict = Literal["good", "finding", "skipped"]
 
@@ -43,36 +43,6 @@ class Finding:
     def share(self) -> float:
         """Wrong part of what was looked at, 0 to 1."""
         return self.count / self.total if self.total else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Every check's outcome for one dump."""
-
-    findings: tuple[Finding, ...]
-    num_samples: int = 0
-    num_rows: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether no check found anything."""
-        return not self.fired
-
-    @property
-    def fired(self) -> tuple[str, ...]:
-        """Names of the checks that found something."""
-        return tuple(f.check for f in self.findings if f.verdict == "finding")
-
-    def __getitem__(self, check: str) -> Finding:
-        for finding in self.findings:
-            if finding.check == check:
-                return finding
-        raise KeyError(f"no check {check!r}; known: {', '.join(f.check for f in self.findings)}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the diagnosis as plain JSON values."""
-        rows = [{**asdict(f), "share": f.share, "rate_L": list(f.rate_L)} for f in self.findings]
-        return {"ok": self.ok, "num_samples": self.num_samples, "num_rows": self.num_rows, "findings": rows}
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes.finding import Finding, Tally, judge
+from equipoise.routes.doctor.finding import Finding, Tally, judge
 from equipoise.routes.recording import Recording
 
 PADDING = -1

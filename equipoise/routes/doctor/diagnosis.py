@@ -1,7 +1,7 @@
 """`diagnose`: run every check over a dump's recordings, one sample at a time, and say what is wrong and what to do.
 
 1. Take one sample's recordings (its turns) from the stream; a reader's error becomes the finding `decode`.
-2. Prepare each once (`reading.py`) and show it to every check (`checks.py`, `turns.py`, `id_checks.py`, `stale.py`).
+2. Prepare each once (`reading.py`) and show it to every check (`checks.py`, `turns.py`, `ids.py`, `stale.py`).
 3. Given a second recording of the same tokens, compare sample by sample (`agreement.py`).
 4. Judge.
 
@@ -15,10 +15,12 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from equipoise.core import ModelShape, RoutesError
-from equipoise.routes.agreement import MIN_AGREEMENT, Agreement
-from equipoise.routes.checks import (
+from equipoise.routes.doctor.agreement import MIN_AGREEMENT, Agreement
+from equipoise.routes.doctor.checks import (
     DenseLayers,
     EqualRows,
     LayerAxis,
@@ -27,14 +29,12 @@ from equipoise.routes.checks import (
     TopK,
     ZeroLayers,
 )
-from equipoise.routes.finding import Check, Diagnosis, Finding, Tally, Verdict, judge
-from equipoise.routes.id_checks import DistinctIds, IdCauses
-from equipoise.routes.reading import Reading, read_samples
+from equipoise.routes.doctor.finding import Check, Finding, Tally, judge
+from equipoise.routes.doctor.ids import DistinctIds, IdCauses
+from equipoise.routes.doctor.reading import Reading, read_samples
+from equipoise.routes.doctor.stale import StaleRows
+from equipoise.routes.doctor.turns import MissingRows, Turns, Versions
 from equipoise.routes.recording import Recording
-from equipoise.routes.stale import StaleRows
-from equipoise.routes.turns import MissingRows, Turns, Versions
-
-__all__ = ["Diagnosis", "Finding", "Verdict", "diagnose"]
 
 CHECKS: tuple[type[Check], ...] = (
     RowsTokens,
@@ -52,6 +52,36 @@ CHECKS: tuple[type[Check], ...] = (
     Versions,
 )
 """In the order in which a cause should be looked for: shape, layers, rows, ids, samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Every check's outcome for one dump."""
+
+    findings: tuple[Finding, ...]
+    num_samples: int = 0
+    num_rows: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check found anything."""
+        return not self.fired
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """Names of the checks that found something."""
+        return tuple(f.check for f in self.findings if f.verdict == "finding")
+
+    def __getitem__(self, check: str) -> Finding:
+        for finding in self.findings:
+            if finding.check == check:
+                return finding
+        raise KeyError(f"no check {check!r}; known: {', '.join(f.check for f in self.findings)}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the diagnosis as plain JSON values."""
+        rows = [{**asdict(f), "share": f.share, "rate_L": list(f.rate_L)} for f in self.findings]
+        return {"ok": self.ok, "num_samples": self.num_samples, "num_rows": self.num_rows, "findings": rows}
 
 
 def diagnose(
