@@ -3,10 +3,11 @@
     app.py        the list of verbs; to add one, write its module and add one line there
     options.py    options that verbs share, and how a dump or a schedule on the command line is understood
     output.py     tables, progress, the JSON line, and how errors are shown
+    doctor.py     is the routing right?
     ingest.py     any dump into the native store
     count.py      any dump into histograms
-    generate.py   a generated workload into the native store
-    analyze.py    skew, seconds lost, memory (`analysis_view.py` draws it)
+    generate.py   a generated workload into the native store (`storing.py` writes it, for ingest too)
+    analyze.py    skew, seconds lost, memory (`step_loads.py` counts what it needs, `analysis_view.py` draws it)
     formats.py    the forms that can be read
 
 Exit codes: 0 good, 1 findings, 2 bad input. With `--json` the last line of standard output is one JSON document and

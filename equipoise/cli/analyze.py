@@ -48,7 +48,7 @@ def analyze(
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say how uneven a step is, what that costs, and whether a rank runs out of memory."""
+    """Show skew, seconds lost and memory of a step."""
     from equipoise.cli.analysis_view import show
     from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster

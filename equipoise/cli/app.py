@@ -7,11 +7,12 @@ import typer
 
 from equipoise.cli.analyze import analyze
 from equipoise.cli.count import count
+from equipoise.cli.doctor import doctor
 from equipoise.cli.formats import formats
 from equipoise.cli.generate import generate
 from equipoise.cli.ingest import ingest
 
-VERBS = (analyze, ingest, count, generate, formats)
+VERBS = (analyze, doctor, ingest, count, generate, formats)
 
 HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
 
@@ -19,9 +20,11 @@ Start here:
 equipoise analyze --demo
 
 Your own rollouts:
+equipoise doctor rollouts.jsonl --model qwen3-30b-a3b
 equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8
 
-Exit codes: 0 good, 1 findings, 2 bad input. --json prints one JSON document as the last line.
+Exit codes: 0 good, 1 findings, 2 bad input.
+With --json the last line is one JSON document.
 """
 
 

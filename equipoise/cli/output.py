@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 def screen(*, as_json: bool) -> Console:
     """The console for tables: standard output, or nothing where a program reads the JSON line."""
-    return Console(quiet=as_json, highlight=False)
+    # Without markup: shapes such as [T, L, K] and file names are words, not styles.
+    return Console(quiet=as_json, highlight=False, markup=False)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -1,0 +1,167 @@
+"""`equipoise analyze`: the same figures from every kind of dump, a verdict as exit code, a table people can read."""
+
+import json
+
+import numpy as np
+import pytest
+
+from equipoise.core import LoadMatrix, ModelShape, Routes, SampleRoutes, Schedule
+from equipoise.loads import (
+    count_loads,
+    count_routes,
+    count_step,
+    generate_routes,
+    save_counts,
+    skew,
+    slice_context,
+    slice_sequence,
+    step_schedules,
+    write_schedules,
+)
+from equipoise.routes import write_routes
+
+MODEL = ModelShape.preset("olmoe")
+
+
+@pytest.fixture(scope="module")
+def routes():
+    return generate_routes(MODEL, samples=12, mean_tokens=80, seed=1)
+
+
+@pytest.fixture
+def store(routes, tmp_path):
+    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+    return tmp_path / "routes.eqr"
+
+
+def tokens_of(routes) -> np.ndarray:
+    return np.array([sample.num_tokens for sample in routes])
+
+
+def test_figures_are_those_of_the_rooms_below(equipoise, routes, store):
+    outcome = equipoise("analyze", store, "--ep", "4", "--mini-batches", "2", "--json")
+    recompute, *update = count_step(
+        routes, step_schedules(tokens_of(routes), ranks=4, mini_batches=2, samples_per_micro_step=1)
+    )
+    assert outcome.code == 0
+    stages = outcome.document["stages"]
+    assert stages["recompute"]["skew"] == skew(recompute).to_dict()
+    assert stages["update"]["skew"] == skew(update).to_dict()
+    assert stages["update"]["widths"]["32"] == skew(update, ep=32).dispatched.to_dict()
+    assert outcome.document["rows"] == 2 * recompute.load_MLRE.sum()
+    assert outcome.document["coverage"] == 1.0
+
+
+def test_every_kind_of_dump_gives_the_same_document(equipoise, routes, store, tmp_path):
+    write_routes(routes, tmp_path / "rollouts.jsonl", format="vllm-http")
+    save_counts(count_routes(routes), tmp_path / "counts.npz")
+    from_store = equipoise("analyze", store, "--json").document
+    assert equipoise("analyze", tmp_path / "counts.npz", "--json").document == from_store
+    assert equipoise("analyze", tmp_path / "rollouts.jsonl", "--model", "olmoe", "--json").document == from_store
+
+
+def test_loads_of_one_window_can_be_analysed(equipoise, routes, tmp_path):
+    (window,) = step_schedules(tokens_of(routes), ranks=8, token_budget=300, recompute=False)
+    loads = count_loads(routes, window)
+    loads.save(tmp_path / "loads.npz")
+    outcome = equipoise("analyze", tmp_path / "loads.npz", "--model", "olmoe", "--json")
+    assert outcome.document["stages"] == {"update": outcome.document["stages"]["update"]}
+    assert outcome.document["stages"]["update"]["skew"] == skew(loads).to_dict()
+    assert "add --model" in equipoise("analyze", tmp_path / "loads.npz").err
+
+
+def test_slices_are_counted_from_the_routes(equipoise, routes, store):
+    outcome = equipoise("analyze", store, "--cp", "2", "--sp", "2", "--no-recompute", "--json")
+    (window,) = step_schedules(tokens_of(routes), ranks=2, samples_per_micro_step=1, recompute=False)
+    loads = count_loads(routes, slice_sequence(slice_context(window, 2), 2))
+    assert outcome.document["stages"]["update"]["skew"] == skew(loads).to_dict()
+    assert outcome.document["padding"] == pytest.approx(loads.padding_MLRE.sum() / loads.load_MLRE.sum())
+
+
+def test_a_trainers_own_schedule_is_used(equipoise, routes, store, tmp_path):
+    schedule = Schedule.of([(3, 0, 20, 0, 0), (5, 2, 9, 1, 7)], ranks=8)
+    write_schedules([schedule], tmp_path / "step.json")
+    outcome = equipoise("analyze", store, "--schedule", tmp_path / "step.json", "--json")
+    assert outcome.document["rows"] == 27 * MODEL.top_k * MODEL.layers
+    assert outcome.document["micro_steps"] == 2
+    refused = equipoise("analyze", store, "--schedule", tmp_path / "step.json", "--ep", "4")
+    assert (refused.code, "schedules 8 ranks, --ep is 4" in refused.err) == (2, True)
+
+
+def test_recorded_last_tokens_are_forwarded_from_histograms(equipoise, tmp_path):
+    ids = np.arange(8).reshape(1, 1, 8).repeat(6, axis=0).repeat(MODEL.layers, axis=1)
+    full = Routes.of([SampleRoutes(name="full", ids_TLK=ids, num_tokens=6)], model=MODEL)
+    save_counts(count_routes(full), tmp_path / "counts.npz")
+    outcome = equipoise("analyze", tmp_path / "counts.npz", "--no-recompute", "--json")
+    assert outcome.document["rows"] == 6 * MODEL.top_k * MODEL.layers
+
+
+@pytest.mark.parametrize(("limit", "code", "words"), [("0.000001", 1, "does not fit"), ("100", 0, "fits into 100 GiB")])
+def test_the_memory_verdict_is_the_exit_code(equipoise, store, limit, code, words):
+    outcome = equipoise("analyze", store, "--memory-gib", limit)
+    assert outcome.code == code
+    assert words in outcome.out
+
+
+def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tmp_path):
+    outcome = equipoise("analyze", store, "--memory-gib", "0.001", "-o", tmp_path / "a.json", "--json")
+    assert outcome.code == 1
+    assert json.loads((tmp_path / "a.json").read_text()) == outcome.document
+    assert outcome.document["memory"]["fixes"]
+    assert len(outcome.out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param(["--schedule", "samples"], "--schedule is 'samples'; write samples:N", id="schedule"),
+        pytest.param(["--schedule", "tokens:-5"], "--schedule is 'tokens:-5'", id="negative budget"),
+        pytest.param(["--schedule", "tokens:3"], "the token budget is 3", id="tiny budget"),
+        pytest.param(["--schedule", "absent.json"], "no schedule at absent.json", id="absent schedule"),
+        pytest.param(["--cp", "3"], "does not divide the EP group of 8 ranks", id="cp"),
+        pytest.param(["--cp", "0"], "does not divide", id="no cp"),
+        pytest.param(["--ep", "3"], "64 experts of 'olmoe' do not divide by 3 ranks", id="ep"),
+        pytest.param(["--ep", "0"], "ep is 0", id="no ep"),
+        pytest.param(["--cluster", "abacus"], "no cluster preset 'abacus'", id="cluster"),
+        pytest.param(["--memory-gib", "-1"], "memory limit is -1", id="memory"),
+        pytest.param(["--mini-batches", "99"], "mini_batches is 99", id="mini-batches"),
+        pytest.param(["--model", "mixtral-8x7b"], "holds routes of 'olmoe'", id="another model"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(equipoise, store, options, words):
+    outcome = equipoise("analyze", store, *options)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_without_a_dump_the_demo_is_pointed_to(equipoise, store):
+    for arguments in ([], [store, "--demo"]):
+        outcome = equipoise("analyze", *arguments)
+        assert outcome.code == 2
+        assert "--demo" in outcome.err
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_demo_ends_with_a_table_that_fits_the_terminal(equipoise, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    outcome = equipoise("analyze", "--demo")
+    assert outcome.code == 0
+    for words in ("qwen3-30b-a3b on h100, EP 8", "Skew by layer", "if balanced", "verdict", "not a measurement"):
+        assert words in outcome.out
+    assert max(len(line) for line in outcome.out.splitlines()) <= columns
+    assert [line.split()[0] for line in outcome.out.splitlines() if line.strip()[:2] in ("16", "32", "64")] == [
+        "16",
+        "32",
+        "64",
+    ]
+
+
+def test_a_damaged_npz_is_our_error(equipoise, tmp_path):
+    loads = LoadMatrix(np.ones((1, 2, 8, 64), dtype=np.int64))
+    loads.save(tmp_path / "loads.npz")
+    content = (tmp_path / "loads.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
+    outcome = equipoise("analyze", tmp_path / "cut.npz", "--model", "olmoe")
+    assert outcome.code == 2
+    assert "cut.npz" in outcome.err

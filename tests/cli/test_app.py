@@ -1,0 +1,95 @@
+"""The verbs and their flags: the list is kept here, so that adding one is a decision."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from equipoise.cli.app import VERBS, build_app
+
+FLAGS = {
+    "analyze": {
+        "--model",
+        "--cluster",
+        "--ep",
+        "--schedule",
+        "--mini-batches",
+        "--cp",
+        "--sp",
+        "--recompute",
+        "--no-recompute",
+        "--memory-gib",
+        "--keep-activations",
+        "--format",
+        "-o",
+        "--out",
+        "--demo",
+        "--json",
+    },
+    "doctor": {"--model", "--format", "--second", "--second-format", "--min-agreement", "--self-check", "--json"},
+    "ingest": {"--model", "--format", "-o", "--out", "--json"},
+    "count": {"--model", "--format", "--pairs", "-o", "--out", "--json"},
+    "generate": {
+        "--model",
+        "--samples",
+        "--tokens",
+        "--length-sigma",
+        "--domains",
+        "--seed",
+        "--step",
+        "-o",
+        "--out",
+        "--json",
+    },
+    "formats": {"--json"},
+}
+
+
+def test_verbs_and_flags_are_the_decided_ones():
+    commands = typer.main.get_command(build_app()).commands
+    found = {
+        name: {flag for p in command.params if p.param_type_name == "option" for flag in (*p.opts, *p.secondary_opts)}
+        for name, command in commands.items()
+    }
+    assert {name: flags - {"--help"} for name, flags in found.items()} == FLAGS
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_every_verb_has_help_and_two_examples(equipoise, verb):
+    shown = equipoise(verb.__name__, "--help")
+    assert shown.code == 0
+    assert verb.__doc__.splitlines()[0] in " ".join(shown.out.split())
+    lines = sys.modules[verb.__module__].__doc__.splitlines()
+    examples = [line for line in lines if line.strip().startswith("equipoise ")]
+    assert len(examples) >= 2
+    assert all(line.split()[1] == verb.__name__ for line in examples)
+
+
+def test_help_teaches_where_to_start(equipoise):
+    shown = equipoise("--help")
+    assert shown.code == 0
+    for words in ("equipoise analyze --demo", "Exit codes: 0 good, 1 findings, 2 bad input", "--json"):
+        assert words in shown.out
+
+
+def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(equipoise, tmp_path):
+    outcome = equipoise("ingest", tmp_path / "absent.jsonl", "--model", "olmoe", "-o", tmp_path / "x.eqr")
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert outcome.err == f"equipoise: no dump at {tmp_path / 'absent.jsonl'}\n"
+
+
+@pytest.mark.parametrize("arguments", [["juggle"], ["analyze", "--no-such-flag"], ["count"]], ids=" ".join)
+def test_words_that_are_not_understood_give_exit_code_2(equipoise, arguments):
+    assert equipoise(*arguments).code == 2
+
+
+def test_help_needs_neither_numba_nor_torch():
+    code = (
+        "import sys\n"
+        "from equipoise.cli.app import build_app\n"
+        "build_app()\n"
+        "assert not {'numba', 'torch', 'scipy'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

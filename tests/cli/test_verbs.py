@@ -1,0 +1,116 @@
+"""`generate`, `ingest`, `count`, `formats`: a file in, a file out, one JSON document last."""
+
+import json
+
+import numpy as np
+import pytest
+
+from equipoise.core import ModelShape, Routes, SampleRoutes
+from equipoise.loads import count_routes, generate_routes, load_counts
+from equipoise.routes import format_names, open_store, write_routes
+
+MODEL = ModelShape.preset("olmoe")
+
+
+@pytest.fixture
+def routes() -> Routes:
+    return generate_routes(MODEL, samples=3, mean_tokens=30, seed=4)
+
+
+@pytest.fixture
+def dump(routes, tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    write_routes(routes, path, format="vllm-http")
+    return path
+
+
+def test_generate_writes_the_store_that_the_seed_says(equipoise, tmp_path):
+    store = tmp_path / "routes.eqr"
+    options = ["--model", "olmoe", "--samples", "3", "--tokens", "30", "--seed", "4"]
+    outcome = equipoise("generate", *options, "-o", store, "--json")
+    assert outcome.code == 0
+    wanted = generate_routes(MODEL, samples=3, mean_tokens=30, seed=4)
+    assert list(open_store(store)) == list(wanted)
+    assert outcome.document["tokens"] == wanted.num_tokens
+    assert outcome.document["bytes"] == store.stat().st_size
+    assert len(outcome.out.splitlines()) == 1
+
+
+def test_ingest_keeps_every_route(equipoise, routes, dump, tmp_path):
+    store = tmp_path / "routes.eqr"
+    outcome = equipoise("ingest", dump, "--model", "olmoe", "-o", store)
+    assert outcome.code == 0
+    assert "3 samples" in outcome.out and "olmoe" in outcome.out
+    for ours, theirs in zip(open_store(store), routes, strict=True):
+        assert np.array_equal(ours.ids_TLK, theirs.ids_TLK)
+        assert ours.num_tokens == theirs.num_tokens
+
+
+def test_a_store_brings_its_own_model(equipoise, dump, tmp_path):
+    assert equipoise("ingest", dump, "--model", "olmoe", "-o", tmp_path / "a.eqr").code == 0
+    again = equipoise("ingest", tmp_path / "a.eqr", "-o", tmp_path / "b.eqr", "--json")
+    assert (again.code, again.document["model"], again.document["samples"]) == (0, "olmoe", 3)
+
+
+def test_other_forms_need_their_model_named(equipoise, dump, tmp_path):
+    outcome = equipoise("ingest", dump, "-o", tmp_path / "a.eqr")
+    assert outcome.code == 2
+    assert "does not name its model; add --model" in outcome.err
+
+
+def test_a_dump_that_breaks_half_way_leaves_no_half_store(equipoise, dump, tmp_path):
+    lines = dump.read_text().splitlines()
+    record = json.loads(lines[-1])
+    record["choices"][0]["routed_experts"] = "!not base64!"
+    dump.write_text("\n".join([*lines[:-1], json.dumps(record)]))
+    store = tmp_path / "routes.eqr"
+    outcome = equipoise("ingest", dump, "--model", "olmoe", "-o", store)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("verb", ["ingest", "count"])
+def test_nothing_is_overwritten(equipoise, dump, tmp_path, verb):
+    target = tmp_path / "taken"
+    target.write_text("precious")
+    outcome = equipoise(verb, dump, "--model", "olmoe", "-o", target)
+    assert outcome.code == 2
+    assert "already exists" in outcome.err
+    assert target.read_text() == "precious"
+
+
+def test_a_folder_that_does_not_exist_is_named(equipoise, dump, tmp_path):
+    outcome = equipoise("count", dump, "--model", "olmoe", "-o", tmp_path / "no" / "counts.npz")
+    assert outcome.code == 2
+    assert f"there is no folder {tmp_path / 'no'}" in outcome.err
+
+
+def test_count_writes_the_histograms_of_the_dump(equipoise, routes, dump, tmp_path):
+    outcome = equipoise("count", dump, "--model", "olmoe", "--pairs", "-o", tmp_path / "counts.npz", "--json")
+    assert outcome.code == 0
+    counts, wanted = load_counts(tmp_path / "counts.npz"), count_routes(routes, pairs=True)
+    assert np.array_equal(counts.count_BLE, wanted.count_BLE)
+    assert np.array_equal(counts.pair_LEE, wanted.pair_LEE)
+    assert outcome.document["rows"] == wanted.count_BLE.sum()
+    assert outcome.document["unknown"] == 3 * MODEL.layers
+
+
+def test_count_says_what_is_unknown(equipoise, tmp_path):
+    ids = np.arange(8).reshape(1, 1, 8).repeat(5, axis=0).repeat(MODEL.layers, axis=1)
+    known = np.ones((5, MODEL.layers), dtype=bool)
+    known[2] = False
+    sample = SampleRoutes(name="holes", ids_TLK=ids, num_tokens=6, known_TL=known)
+    write_routes(Routes.of([sample], model=MODEL), tmp_path / "holes.eqr", format="equipoise")
+    outcome = equipoise("count", tmp_path / "holes.eqr", "-o", tmp_path / "counts.npz")
+    assert f"{2 * MODEL.layers} routes unknown" in outcome.out
+
+
+def test_formats_lists_every_form_with_its_words_whole(equipoise):
+    shown, listed = equipoise("formats"), equipoise("formats", "--json")
+    assert shown.code == listed.code == 0
+    assert [form["name"] for form in listed.document["formats"]] == format_names()
+    assert all(name in shown.out for name in format_names())
+    # Shapes in brackets must not be taken for colours.
+    brackets = sum(form["summary"].count("[") for form in listed.document["formats"])
+    assert brackets and shown.out.count("[") == brackets
