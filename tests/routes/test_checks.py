@@ -449,8 +449,14 @@ class TestTurns:
         # Read as a sample of its own, the late turn also lacks its first tokens.
         assert fired([early, stranger, late]) == ("missing-rows", "turns")
 
+    def test_a_gap_between_turns_costs_no_memory(self):
+        early, late = (replace(turn, tokens=None, num_tokens=None) for turn in self.split())
+        far = replace(late, start=2**40)
+        assert fired([early, far], second=[early, far]) == ("missing-rows",)
+
     def test_samples_of_one_turn_are_skipped(self):
-        assert diagnose(good(), model=MODEL)["turns"].verdict == "skipped"
+        finding = diagnose(good(), model=MODEL)["turns"]
+        assert (finding.verdict, finding.detail) == ("skipped", "needs samples of several turns")
 
 
 class TestVersions:
@@ -615,7 +621,7 @@ class TestStream:
     @given(
         shape=st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(0, 5)),
         dtype=st.sampled_from(["i1", "u1", "i2", "u2", "i4", "i8", "u8"]),
-        start=st.integers(0, 50),
+        start=st.integers(0, 50) | st.sampled_from([2**31, 2**62]),
         num_tokens=st.none() | st.integers(0, 60),
         seed=st.integers(0, 2**32 - 1),
     )

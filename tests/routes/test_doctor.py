@@ -6,6 +6,7 @@ A dump is broken on the wire, not in memory: routes that are wrong in one way ar
 
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -286,3 +287,12 @@ def test_a_diagnosis_is_plain_json():
     assert document["findings"][0]["share"] == 1.0
     with pytest.raises(KeyError, match="no check 'nonsense'; known: decode, rows-tokens"):
         diagnose([], model=MODEL)["nonsense"]
+
+
+def test_the_page_explains_every_check_and_its_example_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    for finding in diagnose([], model=MODEL).findings:
+        assert f"| `{finding.check}` |" in page
+    example = page.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "docs/doctor.md", "exec"), {})
+    assert capsys.readouterr().out == "good\n"

@@ -30,6 +30,7 @@ from equipoise.routes.doctor.reading import Reading
 
 MIN_AGREEMENT = 0.8
 """A layer below this is a finding: clearly under the 0.9 that two correct but independent recordings reach."""
+_NEEDS = "a second recording"
 _SHIFTS = (0, 1, -1)
 _SHIFT_GAIN = 0.1
 """A shift must agree on this much more of the routes than no shift, so that chance never points to one."""
@@ -39,6 +40,8 @@ _SHIFT_GAIN = 0.1
 class _Side:
     """One sample on its token axis."""
 
+    token_T: np.ndarray
+    """[T] the tokens that have a row, ascending."""
     ids_TLK: np.ndarray
     """[T, L, K] ids, sorted within each route."""
     known_TL: np.ndarray
@@ -76,12 +79,12 @@ class Agreement:
         common = [n for n in first.numbers_L if n in set(second.numbers_L)]
         a, b = _only(first, common), _only(second, common)
         for shift in _SHIFTS:
-            both_TL, same_TL = _compare(a, b, shift)
+            token_T, both_TL, same_TL = _compare(a, b, shift)
             for i, number in enumerate(common):
                 self.seen[shift][number] += int(both_TL[:, i].sum())
                 self.same[shift][number] += int(same_TL[:, i].sum())
                 if shift == 0 and number not in self.places and not same_TL[both_TL[:, i], i].all():
-                    token = int(np.flatnonzero(both_TL[:, i] & ~same_TL[:, i])[0])
+                    token = int(token_T[both_TL[:, i] & ~same_TL[:, i]][0])
                     self.places[number] = f"{title}, token {token}, layer {number}"
 
     def rate(self, shift: int) -> float:
@@ -98,52 +101,47 @@ class Agreement:
     def findings(self) -> tuple[Finding, ...]:
         """Judge what was seen."""
         advice = "compare recordings of the same samples in the same order; join them by sample id first"
-        return (
-            judge("pairing", self.pairing, unit="samples", advice=advice),
-            self._agreement(),
-            self._token_order(),
-        )
+        pairing = judge("pairing", self.pairing, unit="samples", advice=advice, needs=_NEEDS)
+        if not sum(self.seen[0].values()):
+            names = ("agreement", "token-order")
+            return (pairing, *(judge(name, Tally(), unit="routes", advice="", needs=_NEEDS) for name in names))
+        return (pairing, self._agreement(), self._token_order())
 
     def _agreement(self) -> Finding:
         rates, total = self.rate_by_layer, sum(self.seen[0].values())
         low = [n for n, rate in rates.items() if rate < self.min_agreement]
-        worst = min(rates, key=lambda n: rates[n], default=-1)
+        worst = min(rates, key=lambda n: rates[n])
+        advice = (
+            f"{len(low)} layers agree on less than {self.min_agreement:g}; about 0.9 is usual between an engine and a "
+            "trainer without replay, 1.0 with it: look for shifted rows, a wrong layer map, or other weights"
+        )
         return Finding(
             check="agreement",
-            verdict="skipped" if not total else ("finding" if low else "good"),
+            verdict="finding" if low else "good",
             count=total - sum(self.same[0].values()),
             total=total,
-            first_place=self.places.get(low[0], "") if low else "",
-            detail=f"mean {self.rate(0):.3f}, worst layer {worst} {rates[worst]:.3f}" if rates else "",
-            advice=(
-                f"{len(low)} layers agree on less than {self.min_agreement:g}; about 0.9 is usual between an engine "
-                "and a trainer without replay, 1.0 with it: look for shifted rows, a wrong layer map, or other weights"
-                if low
-                else ""
-            ),
+            first_place=self.places[low[0]] if low else "",
+            detail=f"mean {self.rate(0):.3f}, worst layer {worst} {rates[worst]:.3f}",
+            advice=advice if low else "",
             rate_L=tuple(rates.values()),
         )
 
     def _token_order(self) -> Finding:
-        total = sum(self.seen[0].values())
         shift = max(_SHIFTS, key=self.rate)
         moved = shift != 0 and self.rate(shift) > self.rate(0) + _SHIFT_GAIN
-        row = "later" if shift > 0 else "earlier"
+        place = f"the second recording stands one row {'later' if shift > 0 else 'earlier'}"
+        advice = (
+            "one side is off by one row: the first forwarded token is row 0 and the last token has none; "
+            "look where a row is dropped or put in front"
+        )
         return Finding(
             check="token-order",
-            verdict="skipped" if not total else ("finding" if moved else "good"),
+            verdict="finding" if moved else "good",
             count=sum(self.same[shift].values()) if moved else 0,
-            total=sum(self.seen[shift].values()) if moved else total,
-            first_place=f"the second recording stands one row {row}" if moved else "",
-            detail=f"agreement {self.rate(0):.3f}, moved by one row {self.rate(1):.3f} / {self.rate(-1):.3f}"
-            if total
-            else "",
-            advice=(
-                "one side is off by one row: the first forwarded token is row 0 and the last token has none; "
-                "look where a row is dropped or put in front"
-                if moved
-                else ""
-            ),
+            total=sum(self.seen[shift if moved else 0].values()),
+            first_place=place if moved else "",
+            detail=f"agreement {self.rate(0):.3f}, moved by one row {self.rate(1):.3f} / {self.rate(-1):.3f}",
+            advice=advice if moved else "",
         )
 
 
@@ -163,29 +161,26 @@ def _mismatch(first: Reading, second: Reading, sides: tuple[_Side, _Side]) -> st
 
 
 def _assemble(turns: list[Reading]) -> _Side:
-    """Put the turns of one sample on its token axis."""
-    numbers = turns[0].numbers_L
-    columns = len(turns[0].ids_KTL)
-    fitting = [t for t in turns if t.numbers_L == numbers and len(t.ids_KTL) == columns]
-    length = max(t.recording.start + t.num_rows for t in fitting)
-    ids_TLK = np.zeros((length, len(numbers), columns), dtype=np.int64)
-    known_TL = np.zeros((length, len(numbers)), dtype=bool)
-    for turn in fitting:
-        span = slice(turn.recording.start, turn.recording.start + turn.num_rows)
-        ids_TLK[span] = np.sort(turn.ids_KTL.transpose(1, 2, 0), axis=2)
-        known_TL[span] = turn.routed_TL
-    return _Side(ids_TLK, known_TL, numbers)
+    """Put the turns of one sample on its token axis; where they overlap the later one counts."""
+    numbers, columns = turns[0].numbers_L, len(turns[0].ids_KTL)
+    fitting = [t for t in reversed(turns) if t.numbers_L == numbers and len(t.ids_KTL) == columns]
+    tokens = np.concatenate([t.recording.start + np.arange(t.num_rows) for t in fitting])
+    ids_TLK = np.concatenate([t.ids_KTL.transpose(1, 2, 0) for t in fitting])
+    known_TL = np.concatenate([t.routed_TL for t in fitting])
+    token_T, row_T = np.unique(tokens, return_index=True)
+    return _Side(token_T, np.sort(ids_TLK[row_T], axis=2), known_TL[row_T], numbers)
 
 
 def _only(side: _Side, numbers: list[int]) -> _Side:
     at = [side.numbers_L.index(n) for n in numbers]
-    return _Side(side.ids_TLK[:, at], side.known_TL[:, at], tuple(numbers))
+    return _Side(side.token_T, side.ids_TLK[:, at], side.known_TL[:, at], tuple(numbers))
 
 
-def _compare(first: _Side, second: _Side, shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where both have a route, and where it is the same; row t of the first meets row t + shift of the second."""
-    skip_a, skip_b = max(0, -shift), max(0, shift)
-    length = max(0, min(len(first.ids_TLK) - skip_a, len(second.ids_TLK) - skip_b))
-    a, b = slice(skip_a, skip_a + length), slice(skip_b, skip_b + length)
+def _compare(first: _Side, second: _Side, shift: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens both have a row for, where both have a route, and where it is the same.
+
+    Token t of the first meets token t + shift of the second.
+    """
+    _, a, b = np.intersect1d(first.token_T + shift, second.token_T, assume_unique=True, return_indices=True)
     both_TL = first.known_TL[a] & second.known_TL[b]
-    return both_TL, both_TL & (first.ids_TLK[a] == second.ids_TLK[b]).all(axis=2)
+    return first.token_T[a], both_TL, both_TL & (first.ids_TLK[a] == second.ids_TLK[b]).all(axis=2)

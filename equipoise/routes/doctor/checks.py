@@ -38,6 +38,7 @@ class RowsTokens(Check):
 
     name = "rows-tokens"
     unit = "recordings"
+    needs = "token ids or token counts"
     advice = (
         "rows do not reach the end of the sample, or pass it: look for a lost turn, a wrong start offset, "
         "a dropped or doubled row where routes and tokens are joined"
@@ -134,6 +135,7 @@ class DenseLayers(Check):
 
     name = "dense-layers"
     unit = "layers"
+    needs = "dense layers on the wire"
     advice = (
         "ids stand where the model has no experts: the layer axis is shifted, or --model names the wrong dense layers"
     )

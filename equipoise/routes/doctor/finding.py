@@ -67,6 +67,8 @@ class Check:
     name: ClassVar[str]
     unit: ClassVar[str] = "routes"
     advice: ClassVar[str]
+    needs: ClassVar[str] = "rows"
+    """What a dump must hold for this check, told where it is skipped."""
 
     def __init__(self, model: ModelShape) -> None:
         self.model = model
@@ -78,14 +80,16 @@ class Check:
 
     def findings(self) -> tuple[Finding, ...]:
         """Judge what was seen."""
-        return (judge(self.name, self.tally, unit=self.unit, advice=self.advice, detail=self.detail()),)
+        return (
+            judge(self.name, self.tally, unit=self.unit, advice=self.advice, detail=self.detail(), needs=self.needs),
+        )
 
     def detail(self) -> str:
         """Figures worth knowing, in words."""
         return ""
 
 
-def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "") -> Finding:
+def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "", needs: str = "") -> Finding:
     """Make a finding of a tally: any wrong one is a finding, nothing looked at is skipped."""
     verdict: Verdict = "finding" if tally.count else ("good" if tally.total else "skipped")
     return Finding(
@@ -95,6 +99,6 @@ def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "")
         total=tally.total,
         unit=unit,
         first_place=tally.first_place,
-        detail=detail,
+        detail=f"needs {needs}" if verdict == "skipped" and needs else detail,
         advice=advice if verdict == "finding" else "",
     )

@@ -56,6 +56,7 @@ class Turns(Check):
 
     name = "turns"
     unit = "recordings"
+    needs = "samples of several turns"
     advice = (
         "turns of a sample contradict each other: give re-generated samples their own name, record later turns from "
         "their own start, and keep the turns of a sample together"
@@ -106,6 +107,7 @@ def _contradict(early: Reading, late: Reading) -> str:
 class Versions(Check):
     """Weight versions, within samples and across them. Samples mixed inside are not counted again across."""
 
+    needs = "weight versions"
     advice_in = (
         "a sample was made by two versions of the weights: its routes differ from any one policy's, mask or drop it"
     )
@@ -145,6 +147,8 @@ class Versions(Check):
         across = Tally(count=other, total=total, first_place=self.first_other)
         listed = ", ".join(f"{version}: {count}" for version, count in self.by_version.most_common(4))
         return (
-            judge("versions-in-sample", self.mixed, unit="samples", advice=self.advice_in),
-            judge("versions-across", across, unit="samples", advice=self.advice_across, detail=listed),
+            judge("versions-in-sample", self.mixed, unit="samples", advice=self.advice_in, needs=self.needs),
+            judge(
+                "versions-across", across, unit="samples", advice=self.advice_across, detail=listed, needs=self.needs
+            ),
         )
