@@ -1,0 +1,351 @@
+"""`Plan`: where every expert computes during one window, what it costs, and nothing that is not checked.
+
+One plan per window and EP group. It keeps one source of truth (homes, and the list of replicas with their rows) and
+derives the rest: quotas, splits, rank loads. Entries are keyed by (micro-step, layer), never by call order.
+
+Knows rows and promises. Does not know how a plan is found (`planner`), nor how seconds come about (`cost`): prices are
+handed to it.
+
+Invariants (a plan that breaks one cannot be constructed):
+1. Every expert has one home slot per layer, and each rank has as many homes as it owns experts. (A *persistent* plan,
+   one whose replicas stay for the whole window as EPLB's do, may mix: homes plus replicas fit in home + replica slots.)
+2. A rank holds at most `slots` replicas in any (micro-step, layer), never of an expert whose home it is, never twice.
+3. Replicas stay in the home's node unless `cross_node`.
+4. Every replica takes at least one row, and the replicas of an expert take no more than its load; the home takes the
+   rest, so quotas sum to the load, in whole rows.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from equipoise.core.cluster import Cluster
+from equipoise.core.errors import InfeasiblePlanError
+from equipoise.core.itinerary import PATHS, Itinerary, Pull
+from equipoise.core.loads import LoadMatrix
+from equipoise.core.model import ModelShape
+from equipoise.core.split import split_rows
+from equipoise.core.value import Value, frozen_array, int64_array, require_int
+
+Objective = Literal["seconds", "skew"]
+
+
+class Replica(NamedTuple):
+    """A copy of `expert` in a replica slot of `rank`."""
+
+    expert: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Predicted seconds of one window, by part. Transfers count only where nothing hides them."""
+
+    compute: float = 0.0
+    """Busiest rank's expert compute, summed over micro-steps and layers."""
+    all_to_all: float = 0.0
+    pull: float = 0.0
+    """Exposed part of bringing replica weights."""
+    return_: float = 0.0
+    """Exposed part of returning replica gradients, and adding them."""
+    publish: float = 0.0
+    """Owner to home at the window's start."""
+    collect: float = 0.0
+    """Home to owner at the window's end."""
+    planning: float = 0.0
+    """Planning on the critical path; zero where the load is known ahead."""
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return sum((self.compute, self.all_to_all, self.pull, self.return_, self.publish, self.collect, self.planning))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes that one window moves, all ranks together, by path."""
+
+    peer: int = 0
+    """Replica weights and gradients inside nodes, GPU to GPU."""
+    host: int = 0
+    """Replica weights from the host store."""
+    edge_inside: int = 0
+    """Publish and collect inside nodes."""
+    edge_across: int = 0
+    """Publish and collect across nodes."""
+    all_to_all_inside: int = 0
+    all_to_all_across: int = 0
+
+    @property
+    def experts(self) -> int:
+        """What the plan moves beyond rows: weights and gradients of experts."""
+        return self.peer + self.host + self.edge_inside + self.edge_across
+
+    @property
+    def total(self) -> int:
+        """Everything, rows of the all-to-all included."""
+        return self.experts + self.all_to_all_inside + self.all_to_all_across
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicaTable(Value):
+    """All replicas of a window, sorted by (micro-step, layer), then as planned."""
+
+    start_ML: np.ndarray
+    """[M * L + 1] where each (micro-step, layer)'s replicas begin; entry m * L + l."""
+    expert_P: np.ndarray
+    rank_P: np.ndarray
+    rows_P: np.ndarray
+    """[P] rows the replica takes."""
+    path_P2: np.ndarray
+    """[P, 2] index into PATHS for the forward and the backward pull."""
+
+    def __post_init__(self) -> None:
+        for name in ("start_ML", "expert_P", "rank_P", "rows_P"):
+            object.__setattr__(self, name, int64_array(name, getattr(self, name), ndim=1, error=InfeasiblePlanError))
+        paths = int64_array("path_P2", self.path_P2, ndim=2, error=InfeasiblePlanError)
+        object.__setattr__(self, "path_P2", paths)
+        lengths = {len(self.expert_P), len(self.rank_P), len(self.rows_P), len(paths)}
+        if lengths != {int(self.start_ML[-1])} or self.start_ML[0] != 0 or np.any(np.diff(self.start_ML) < 0):
+            raise InfeasiblePlanError("replica table: offsets must ascend from 0 to the number of replicas")
+        if paths.size and (paths.min() < 0 or paths.max() >= len(PATHS)):
+            raise InfeasiblePlanError(f"replica table: paths are 0..{len(PATHS) - 1}, got {int(paths.max())}")
+
+    @classmethod
+    def empty(cls, entries: int) -> "ReplicaTable":
+        """A table for `entries` (micro-step, layer) pairs without a replica."""
+        none = np.zeros(0, dtype=np.int64)
+        return cls(
+            start_ML=np.zeros(entries + 1, dtype=np.int64),
+            expert_P=none,
+            rank_P=none,
+            rows_P=none,
+            path_P2=np.zeros((0, 2), dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.expert_P)
+
+    @property
+    def entry_P(self) -> np.ndarray:
+        """[P] the (micro-step, layer) entry, m * L + l, of each replica."""
+        return np.repeat(np.arange(len(self.start_ML) - 1), np.diff(self.start_ML))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan(Value):
+    """A checked plan of one window of one EP group."""
+
+    loads: LoadMatrix
+    """What was planned for; where coverage was partial, with unknown rows estimated (see `estimated_share`)."""
+    cluster: Cluster
+    model: ModelShape
+    policy: str
+    objective: Objective
+    slots: int
+    """Replica slots per rank."""
+    home_LE: np.ndarray
+    """[L, E] home rank of each expert. Example: home_LE[3, 17] == 5: expert 17 of layer 3 computes on rank 5."""
+    home_slot_LE: np.ndarray
+    """[L, E] slot of each expert on its home rank."""
+    replica_table: ReplicaTable
+    ns_ML: np.ndarray
+    """[M, L] predicted nanoseconds with this plan: compute, all-to-all, exposed transfers."""
+    closed_ns_ML: np.ndarray
+    """[M, L] the same without replicas, on the same homes: what the gate compared with."""
+    seconds: Seconds
+    bytes: Bytes
+    static_seconds: float
+    """Predicted seconds of the same window under contiguous expert parallelism."""
+    itinerary: Itinerary | None = None
+    """None for baselines that are not executed."""
+    estimated_share: float = 0.0
+    """Share of the planned rows that were estimated because their routes are unknown."""
+    cross_node: bool = False
+    persistent: bool = False
+    rank_load_MLR: np.ndarray = field(init=False, compare=False)
+    """[M, L, R] rows each rank computes."""
+
+    def __post_init__(self) -> None:
+        require_int("slots", self.slots, low=0, error=InfeasiblePlanError)
+        shape_ML = (self.loads.num_micro_steps, self.loads.num_layers)
+        for name in ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML"):
+            array = int64_array(name, getattr(self, name), ndim=2, error=InfeasiblePlanError)
+            wanted = shape_ML if name.endswith("_ML") else (shape_ML[1], self.loads.num_experts)
+            if array.shape != wanted:
+                raise InfeasiblePlanError(f"{name} has shape {array.shape}, expected {wanted}")
+            object.__setattr__(self, name, array)
+        if self.loads.num_ranks != self.cluster.ep:
+            raise InfeasiblePlanError(f"loads have {self.loads.num_ranks} ranks, the EP group {self.cluster.ep}")
+        if len(self.replica_table.start_ML) != shape_ML[0] * shape_ML[1] + 1:
+            raise InfeasiblePlanError("replica table does not cover every micro-step and layer exactly once")
+        self._check_homes()
+        total_MLE = self.loads.total_MLE()
+        self._check_replicas(total_MLE)
+        object.__setattr__(self, "rank_load_MLR", frozen_array(self._rank_load(total_MLE)))
+
+    @property
+    def home_slots(self) -> int:
+        """Experts each rank owns, and so home slots each rank has."""
+        return self.cluster.home_slots(self.model)
+
+    @property
+    def owner_E(self) -> np.ndarray:
+        """[E] owner rank of each expert."""
+        return np.arange(self.loads.num_experts) // self.home_slots
+
+    @property
+    def displaced_LE(self) -> np.ndarray:
+        """[L, E] bool, True where an expert's home is not its owner."""
+        return self.home_LE != self.owner_E[None, :]
+
+    @property
+    def saved_seconds(self) -> float:
+        """Predicted seconds saved against contiguous expert parallelism; negative if the plan loses."""
+        return self.static_seconds - self.seconds.total
+
+    def _check_homes(self) -> None:
+        ranks = self.cluster.ep
+        width = self.home_slots + (self.slots if self.persistent else 0)
+        if self.home_LE.min() < 0 or self.home_LE.max() >= ranks:
+            raise InfeasiblePlanError(f"home_LE must name ranks 0..{ranks - 1}")
+        if self.home_slot_LE.min() < 0 or self.home_slot_LE.max() >= width:
+            raise InfeasiblePlanError(f"home_slot_LE must name slots 0..{width - 1}")
+        place = np.sort(self.home_LE * width + self.home_slot_LE, axis=1)
+        clash = np.argwhere(np.diff(place, axis=1) == 0)
+        if len(clash):
+            layer, at = (int(i) for i in clash[0])
+            rank, slot = divmod(int(place[layer, at]), width)
+            raise InfeasiblePlanError(f"layer index {layer}: two experts have their home in slot {slot} of rank {rank}")
+        # Distinct slots within the home width already force exactly `home_slots` homes per rank.
+
+    def _check_replicas(self, total_MLE: np.ndarray) -> None:
+        table, ranks, experts = self.replica_table, self.cluster.ep, self.loads.num_experts
+        if not len(table):
+            return
+        entry_P = table.entry_P
+        if min(table.expert_P.min(), table.rank_P.min()) < 0 or table.expert_P.max() >= experts:
+            raise InfeasiblePlanError(f"replicas must name experts 0..{experts - 1}")
+        if table.rank_P.max() >= ranks:
+            raise InfeasiblePlanError(f"a replica names rank {int(table.rank_P.max())}; ranks are 0..{ranks - 1}")
+        home_P = self.home_LE[entry_P % self.loads.num_layers, table.expert_P]
+        node_R = self.cluster.node_array_R
+        if not self.cross_node:
+            self._refuse(node_R[table.rank_P] != node_R[home_P], "leaves its home's node; allow cross-node replicas")
+        self._refuse(table.rank_P == home_P, "stands on its own home")
+        self._refuse(table.rows_P < 1, "takes no row; leave it out")
+        holder = (entry_P * experts + table.expert_P) * ranks + table.rank_P
+        if len(np.unique(holder)) != len(holder):
+            raise InfeasiblePlanError("a replica is listed twice in one micro-step and layer")
+        taken = np.bincount(
+            entry_P * experts + table.expert_P, weights=table.rows_P.astype(np.float64), minlength=total_MLE.size
+        )
+        over = np.flatnonzero(taken > total_MLE.reshape(-1))
+        if len(over):
+            entry, expert = divmod(int(over[0]), experts)
+            raise InfeasiblePlanError(f"{self._place(entry)}: replicas of expert {expert} take more rows than it has")
+        self._check_slots(entry_P)
+
+    def _check_slots(self, entry_P: np.ndarray) -> None:
+        ranks, layers = self.cluster.ep, self.loads.num_layers
+        used = np.bincount(entry_P * ranks + self.replica_table.rank_P, minlength=(entry_P.max() + 1) * ranks)
+        limit: np.ndarray | int = self.slots
+        if self.persistent:
+            homes_LR = np.stack([np.bincount(row, minlength=ranks) for row in self.home_LE])
+            room_LR = self.home_slots + self.slots - homes_LR
+            limit = room_LR[np.arange(len(used) // ranks) % layers].reshape(-1)
+        over = np.flatnonzero(used > limit)
+        if len(over):
+            entry, rank = divmod(int(over[0]), ranks)
+            raise InfeasiblePlanError(
+                f"{self._place(entry)}: rank {rank} holds {int(used[over[0]])} replicas, slots={self.slots} allows fewer"
+            )
+
+    def _refuse(self, bad_P: np.ndarray, why: str) -> None:
+        if bad_P.any():
+            at = int(np.flatnonzero(bad_P)[0])
+            table = self.replica_table
+            raise InfeasiblePlanError(
+                f"{self._place(int(table.entry_P[at]))}: the replica of expert {int(table.expert_P[at])} "
+                f"on rank {int(table.rank_P[at])} {why}"
+            )
+
+    def _place(self, entry: int) -> str:
+        micro_step, layer = divmod(entry, self.loads.num_layers)
+        return f"micro-step {micro_step}, layer index {layer}"
+
+    def _rank_load(self, total_MLE: np.ndarray) -> np.ndarray:
+        micro_steps, layers, _ = total_MLE.shape
+        load_MLR = np.zeros((micro_steps, layers, self.cluster.ep), dtype=np.int64)
+        for layer in range(layers):
+            one_hot_ER = self.home_LE[layer][:, None] == np.arange(self.cluster.ep)[None, :]
+            load_MLR[:, layer] = total_MLE[:, layer] @ one_hot_ER.astype(np.int64)
+        table = self.replica_table
+        if len(table):
+            entry_P = table.entry_P
+            home_P = self.home_LE[entry_P % layers, table.expert_P]
+            flat = load_MLR.reshape(-1)
+            np.add.at(flat, entry_P * self.cluster.ep + table.rank_P, table.rows_P)
+            np.subtract.at(flat, entry_P * self.cluster.ep + home_P, table.rows_P)
+        return load_MLR
+
+    def _entry(self, micro_step: int, layer: int) -> slice:
+        if not (0 <= micro_step < self.loads.num_micro_steps and 0 <= layer < self.loads.num_layers):
+            raise InfeasiblePlanError(
+                f"the plan has micro-steps 0..{self.loads.num_micro_steps - 1} and layer indices "
+                f"0..{self.loads.num_layers - 1}, not ({micro_step}, {layer})"
+            )
+        start = micro_step * self.loads.num_layers + layer
+        return slice(int(self.replica_table.start_ML[start]), int(self.replica_table.start_ML[start + 1]))
+
+    def replicas(self, micro_step: int, layer: int) -> tuple[Replica, ...]:
+        """Replicas alive in one micro-step of one layer, as (expert, rank)."""
+        cut = self._entry(micro_step, layer)
+        table = self.replica_table
+        return tuple(map(Replica, table.expert_P[cut].tolist(), table.rank_P[cut].tolist()))
+
+    def quota_ER(self, micro_step: int, layer: int) -> np.ndarray:
+        """[E, R] rows each holder takes of each expert; sums over ranks to the expert's load."""
+        cut = self._entry(micro_step, layer)
+        experts = np.arange(self.loads.num_experts)
+        quota = np.zeros((len(experts), self.cluster.ep), dtype=np.int64)
+        table = self.replica_table
+        quota[experts, self.home_LE[layer]] = self.loads.load_MLRE[micro_step, layer].sum(axis=0)
+        np.subtract.at(quota, (table.expert_P[cut], self.home_LE[layer][table.expert_P[cut]]), table.rows_P[cut])
+        quota[table.expert_P[cut], table.rank_P[cut]] += table.rows_P[cut]
+        return quota
+
+    def split_RER(self, micro_step: int, layer: int) -> np.ndarray:
+        """[R source, E, R holder] rows by source: own rank first, then own node, then the rest."""
+        quota = self.quota_ER(micro_step, layer)
+        return split_rows(self.loads.load_MLRE[micro_step, layer], quota, node_R=self.cluster.node_array_R)
+
+    def pulls(self, visit: int, rank: int) -> tuple[Pull, ...]:
+        """What `rank` brings ahead of the visit at position `visit` of the itinerary."""
+        if self.itinerary is None:
+            raise InfeasiblePlanError(f"a plan of policy {self.policy!r} is not executed and has no itinerary")
+        if self.itinerary.resident_V[visit]:
+            return ()
+        layer = int(self.itinerary.layer_V[visit])
+        cut = self._entry(int(self.itinerary.micro_step_V[visit]), layer)
+        table, phase = self.replica_table, int(self.itinerary.phase_V[visit])
+        mine = [p for p in range(cut.start, cut.stop) if table.rank_P[p] == rank]
+        return tuple(
+            Pull(int(e), int(self.home_LE[layer, e]), PATHS[int(table.path_P2[p, phase])])
+            for p in mine
+            for e in (table.expert_P[p],)
+        )
+
+    def digest(self) -> str:
+        """SHA-256 over every decision; equal on every rank and CPU for equal input."""
+        table = self.replica_table
+        arrays = (self.home_LE, self.home_slot_LE, table.start_ML, table.expert_P, table.rank_P, table.rows_P)
+        hasher = hashlib.sha256()
+        for array in (*arrays, table.path_P2, self.ns_ML, self.closed_ns_ML):
+            hasher.update(np.ascontiguousarray(array).tobytes())
+        if self.itinerary is not None:
+            for array in (self.itinerary.buffer_V, self.itinerary.ready_from_V, self.itinerary.resident_V):
+                hasher.update(np.ascontiguousarray(array).tobytes())
+        return hasher.hexdigest()

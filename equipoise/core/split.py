@@ -1,0 +1,57 @@
+"""How an expert's rows split over its holders, by source: local first.
+
+A pure function of loads and quotas, so that every rank derives the same split on demand. Integers only.
+
+Steps, for each expert:
+1. A holder takes its own rank's rows, up to its quota.
+2. Rows left over go to holders of the same node with quota left, in rank order.
+3. What is left goes to any holder with quota left, in rank order.
+
+Invariants (asserted by the tests):
+1. Sums over holders give the load of each source; sums over sources give the quota of each holder.
+2. No row leaves its rank while that rank has quota left, nor its node while the node has.
+"""
+
+import numpy as np
+
+
+def split_rows(load_RE: np.ndarray, quota_ER: np.ndarray, *, node_R: np.ndarray) -> np.ndarray:
+    """Split rows over holders.
+
+    Args:
+        load_RE: [R, E] rows at each source for each expert
+        quota_ER: [E, R] rows each holder takes; sums over ranks to the expert's load
+        node_R: [R] node of each rank
+
+    Returns: [R source, E, R holder] int64 rows
+    """
+    ranks, experts = load_RE.shape
+    split = np.zeros((ranks, experts, ranks), dtype=np.int64)
+    for expert in range(experts):
+        left_R, room_R = load_RE[:, expert].copy(), quota_ER[expert].copy()
+        # Step 1: own rank.
+        own_R = np.minimum(left_R, room_R)
+        split[np.arange(ranks), expert, np.arange(ranks)] = own_R
+        left_R -= own_R
+        room_R -= own_R
+        # Step 2: own node. Step 3: the rest.
+        for node in np.unique(node_R):
+            inside = np.flatnonzero(node_R == node)
+            _pour(split[:, expert], left_R, room_R, inside)
+        _pour(split[:, expert], left_R, room_R, np.arange(ranks))
+        assert not left_R.any() and not room_R.any(), f"expert {expert}: quota does not sum to its load"
+    return split
+
+
+def _pour(split_RR: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, among: np.ndarray) -> None:
+    """Move what is left at the ranks `among` into their room, both in rank order, as one overlap of two intervals."""
+    sources, holders = among[left_R[among] > 0], among[room_R[among] > 0]
+    i = j = 0
+    while i < len(sources) and j < len(holders):
+        source, holder = sources[i], holders[j]
+        rows = min(left_R[source], room_R[holder])
+        split_RR[source, holder] += rows
+        left_R[source] -= rows
+        room_R[holder] -= rows
+        i += left_R[source] == 0
+        j += room_R[holder] == 0

@@ -1,0 +1,315 @@
+"""Compiled pricing of one (micro-step, layer): the arithmetic of `model.py` for the planner's inner loops.
+
+Integers only. A holder table names what each rank computes beyond its homes: `rep_expert_RS` (-1: empty slot) and
+`rep_rows_RS`. Rows split over holders local first, exactly as `core.split.split_rows` does.
+
+Invariants (asserted by the tests):
+1. `compute_ns` equals `CostModel.compute_ns`; exchanged rows equal those of `split_rows`.
+2. Without replicas nothing is charged for pulls or returns.
+"""
+
+import numpy as np
+from numba import njit
+
+from equipoise.cost.model import Tables
+
+COMPUTE, EXCHANGE, PULL, RETURN = range(4)
+"""Columns of a price line, nanoseconds each."""
+INSIDE, ACROSS, HOST_PULLS, PEER_PULLS = range(4, 8)
+"""Further columns: rows exchanged inside and across nodes, replicas pulled by path, all ranks together."""
+COLUMNS = 8
+
+
+@njit(cache=True)
+def compute_ns(tables: Tables, rows: int, slots: int) -> int:
+    """Nanoseconds of `rows` rows in `slots` non-empty slots."""
+    if rows <= 0:
+        return np.int64(0)
+    rows_X, ns_X = tables.rows_X, tables.compute_ns_SX[slots]
+    if rows <= rows_X[1]:
+        return ns_X[1]
+    last = len(rows_X) - 1
+    i = 2
+    while i < last and rows_X[i] < rows:
+        i += 1
+    rise = ns_X[i] - ns_X[i - 1]
+    return ns_X[i - 1] + rise * (rows - rows_X[i - 1]) // (rows_X[i] - rows_X[i - 1])
+
+
+@njit(cache=True)
+def price(
+    load_RE: np.ndarray,
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    rep_expert_RS: np.ndarray,
+    rep_rows_RS: np.ndarray,
+    keep_permille_N: np.ndarray,
+    tables: Tables,
+    persistent: bool,
+    line: np.ndarray,
+) -> int:
+    """Price one (micro-step, layer) and return its nanoseconds; the parts go into `line` (see the columns above).
+
+    Args:
+        load_RE: [R, E] rows by source
+        keep_permille_N: [N] rows that really cross into a node, in thousandths (co-activated experts share one copy)
+        persistent: replicas stay for the whole window, so nothing is pulled or returned here
+    """
+    ranks, experts = load_RE.shape
+    quota_E = np.zeros(experts, dtype=np.int64)
+    for s in range(ranks):
+        for e in range(experts):
+            quota_E[e] += load_RE[s, e]
+    replicated_E = np.zeros(experts, dtype=np.bool_)
+    rows_R = np.zeros(ranks, dtype=np.int64)
+    busy_R = np.zeros(ranks, dtype=np.int64)
+    for r in range(ranks):
+        for j in range(rep_expert_RS.shape[1]):
+            e = rep_expert_RS[r, j]
+            if e >= 0 and rep_rows_RS[r, j] > 0:
+                quota_E[e] -= rep_rows_RS[r, j]
+                replicated_E[e] = True
+                rows_R[r] += rep_rows_RS[r, j]
+                busy_R[r] += 1
+    for e in range(experts):
+        if quota_E[e] > 0:
+            rows_R[home_E[e]] += quota_E[e]
+            busy_R[home_E[e]] += 1
+    line[:] = 0
+    for r in range(ranks):
+        line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, rows_R[r], busy_R[r]))
+    _exchange(load_RE, home_E, node_R, quota_E, replicated_E, rep_expert_RS, rep_rows_RS, keep_permille_N, tables, line)
+    if not persistent and rep_expert_RS.shape[1] > 0:
+        forward_ns, backward_ns = windows_ns(load_RE, tables)
+        _transfers(home_E, node_R, rep_expert_RS, rep_rows_RS, forward_ns, backward_ns, tables, line)
+    return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
+
+
+@njit(cache=True)
+def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it where engines send a token once per node.
+
+    From the tokens S1 that chose each expert of the node and S2 that chose each pair, at most S1 - 2 S2 / k tokens came
+    (exact where a token chose one or all k experts there, and for top-2); without pairs, S1: every row crosses.
+    """
+    kept_N = np.full(nodes, 1000)
+    if len(pair_EE) == 0 or top_k < 2:
+        return kept_N
+    for node in range(nodes):
+        single, double = np.int64(0), np.int64(0)
+        for e in range(len(node_E)):
+            if node_E[e] != node:
+                continue
+            single += pair_EE[e, e]
+            for f in range(e + 1, len(node_E)):
+                if node_E[f] == node:
+                    double += pair_EE[e, f]
+        if single > 0:
+            kept_N[node] = max(np.int64(1), 1000 - 2000 * double // (top_k * single))
+    return kept_N
+
+
+@njit(cache=True)
+def _exchange(
+    load_RE: np.ndarray,
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    quota_E: np.ndarray,
+    replicated_E: np.ndarray,
+    rep_expert_RS: np.ndarray,
+    rep_rows_RS: np.ndarray,
+    keep_permille_N: np.ndarray,
+    tables: Tables,
+    line: np.ndarray,
+) -> None:
+    """Rows over the busiest link, sending or receiving, inside and across nodes."""
+    ranks, experts = load_RE.shape
+    # Columns: sent inside, received inside, sent across, received across.
+    link_R4 = np.zeros((ranks, 4), dtype=np.int64)
+    left_R = np.zeros(ranks, dtype=np.int64)
+    room_R = np.zeros(ranks, dtype=np.int64)
+    for e in range(experts):
+        home = home_E[e]
+        if not replicated_E[e]:
+            for s in range(ranks):
+                if s != home and load_RE[s, e] > 0:
+                    _ship(link_R4, node_R, keep_permille_N, s, home, load_RE[s, e])
+            continue
+        for r in range(ranks):
+            left_R[r] = load_RE[r, e]
+            room_R[r] = 0
+            for j in range(rep_expert_RS.shape[1]):
+                if rep_expert_RS[r, j] == e:
+                    room_R[r] += rep_rows_RS[r, j]
+        room_R[home] += quota_E[e]
+        for r in range(ranks):
+            own = min(left_R[r], room_R[r])
+            left_R[r] -= own
+            room_R[r] -= own
+        for node in range(len(keep_permille_N)):
+            _pour(link_R4, node_R, keep_permille_N, left_R, room_R, node)
+        _pour(link_R4, node_R, keep_permille_N, left_R, room_R, -1)
+    inside, across = np.int64(0), np.int64(0)
+    for r in range(ranks):
+        inside = max(inside, max(link_R4[r, 0], link_R4[r, 1]))
+        across = max(across, max(link_R4[r, 2], link_R4[r, 3]))
+        line[INSIDE] += link_R4[r, 0]
+        line[ACROSS] += link_R4[r, 2]
+    busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
+    line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
+
+
+@njit(cache=True)
+def _ship(
+    link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, source: int, holder: int, rows: int
+) -> None:
+    if node_R[source] == node_R[holder]:
+        link_R4[source, 0] += rows
+        link_R4[holder, 1] += rows
+    else:
+        kept = rows * keep_permille_N[node_R[holder]] // 1000
+        link_R4[source, 2] += kept
+        link_R4[holder, 3] += kept
+
+
+@njit(cache=True)
+def _pour(
+    link_R4: np.ndarray,
+    node_R: np.ndarray,
+    keep_permille_N: np.ndarray,
+    left_R: np.ndarray,
+    room_R: np.ndarray,
+    node: int,
+) -> None:
+    """Move what is left into what room there is, both in rank order, within one node (-1: anywhere)."""
+    ranks = len(node_R)
+    i, j = 0, 0
+    while True:
+        while i < ranks and (left_R[i] == 0 or (node >= 0 and node_R[i] != node)):
+            i += 1
+        while j < ranks and (room_R[j] == 0 or (node >= 0 and node_R[j] != node)):
+            j += 1
+        if i == ranks or j == ranks:
+            return
+        rows = min(left_R[i], room_R[j])
+        _ship(link_R4, node_R, keep_permille_N, i, j, rows)
+        left_R[i] -= rows
+        room_R[j] -= rows
+
+
+@njit(cache=True)
+def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int]:
+    """What a pull can hide behind, forward and backward: attention of the fullest source, and mean expert compute."""
+    ranks, experts = load_RE.shape
+    tokens, total = np.int64(0), np.int64(0)
+    for s in range(ranks):
+        rows = load_RE[s].sum()
+        total += rows
+        tokens = max(tokens, (rows + tables.top_k - 1) // tables.top_k)
+    mean = compute_ns(tables, (total + ranks - 1) // ranks, min(experts // ranks, len(tables.compute_ns_SX) - 1))
+    # Forward is about a third of forward + backward.
+    forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
+    backward = tokens * tables.backward_window_ps // 1000 + mean * 2 // 3
+    return tables.depth * forward, tables.depth * backward
+
+
+@njit(cache=True)
+def _transfers(
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    rep_expert_RS: np.ndarray,
+    rep_rows_RS: np.ndarray,
+    forward_ns: int,
+    backward_ns: int,
+    tables: Tables,
+    line: np.ndarray,
+) -> None:
+    """Exposed pulls and returns of one (micro-step, layer)."""
+    ranks = len(node_R)
+    in_R = np.zeros(ranks, dtype=np.int64)
+    out_R = np.zeros(ranks, dtype=np.int64)
+    far_R = np.zeros(ranks, dtype=np.int64)
+    for r in range(ranks):
+        for j in range(rep_expert_RS.shape[1]):
+            e = rep_expert_RS[r, j]
+            if e >= 0 and rep_rows_RS[r, j] > 0:
+                in_R[r] += 1
+                out_R[home_E[e]] += 1
+                if node_R[home_E[e]] != node_R[r]:
+                    far_R[r] += 1
+    late_forward, late_backward, return_in = np.int64(0), np.int64(0), np.int64(0)
+    for r in range(ranks):
+        if in_R[r] > 0:
+            by_host = host_pulls(in_R[r], far_R[r], forward_ns, tables)
+            line[HOST_PULLS] += by_host
+            line[PEER_PULLS] += in_R[r] - by_host
+            late_forward = max(late_forward, pull_ns(by_host, in_R[r] - by_host, tables) - forward_ns)
+            if tables.phases == 2:
+                by_host = host_pulls(in_R[r], far_R[r], backward_ns, tables)
+                line[HOST_PULLS] += by_host
+                line[PEER_PULLS] += in_R[r] - by_host
+                late_backward = max(late_backward, pull_ns(by_host, in_R[r] - by_host, tables) - backward_ns)
+        # A home serves its pulls one after another, too.
+        late_forward = max(late_forward, out_R[r] * tables.peer_ns - forward_ns)
+        return_in = max(return_in, max(in_R[r], out_R[r]))
+    line[PULL] = late_forward + late_backward
+    if tables.phases == 2 and return_in > 0:
+        most_out = np.int64(0)
+        for r in range(ranks):
+            most_out = max(most_out, out_R[r])
+        late = max(np.int64(0), return_in * tables.return_ns - backward_ns)
+        line[RETURN] = late + most_out * tables.add_ns
+
+
+@njit(cache=True)
+def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:
+    """Nanoseconds until all pulls of one rank are there; the two paths run side by side."""
+    host = by_host * tables.host_ns + (tables.host_fixed_ns if by_host else 0)
+    peer = by_peer * tables.peer_ns + (tables.peer_fixed_ns if by_peer else 0)
+    return max(host, peer)
+
+
+@njit(cache=True)
+def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
+    """How many of a rank's pulls take the host path; experts of another node (`far`) always do.
+
+    The preferred path takes as many as fit in the window; if not all fit on both, the split that ends first wins.
+    """
+    best, best_ns = far, pull_ns(far, pulls - far, tables)
+    for step in range(pulls - far + 1):
+        by_host = pulls - step if tables.prefers_host else far + step
+        ns = pull_ns(by_host, pulls - by_host, tables)
+        if ns <= window_ns:
+            return by_host
+        if ns < best_ns:
+            best, best_ns = by_host, ns
+    return best
+
+
+@njit(cache=True)
+def choose_paths(
+    load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, rep_expert_RS: np.ndarray, tables: Tables
+) -> np.ndarray:
+    """[R, S, 2] path of each replica, forward and backward: 0 peer, 1 host; experts of another node come first."""
+    ranks, slots = rep_expert_RS.shape
+    path_RS2 = np.zeros((ranks, slots, 2), dtype=np.int64)
+    windows = windows_ns(load_RE, tables)
+    for r in range(ranks):
+        pulls, far = np.int64(0), np.int64(0)
+        for j in range(slots):
+            e = rep_expert_RS[r, j]
+            if e >= 0:
+                pulls += 1
+                far += node_R[home_E[e]] != node_R[r]
+        for phase in range(2):
+            left = host_pulls(pulls, far, windows[phase], tables) - far
+            for j in range(slots):
+                e = rep_expert_RS[r, j]
+                if e < 0:
+                    continue
+                if node_R[home_E[e]] != node_R[r]:
+                    path_RS2[r, j, phase] = 1
+                elif left > 0:
+                    path_RS2[r, j, phase] = 1
+                    left -= 1
+    return path_RS2

@@ -1,0 +1,203 @@
+"""`CostModel`: the one place that turns rows and bytes into time, in whole nanoseconds.
+
+Built from a cluster, a model shape and a hardware profile for one stage. `tables` hands the same figures to compiled
+kernels (`kernels.py`), so planner, baselines and simulator all price alike.
+
+What is priced, per (micro-step, layer):
+- compute: the busiest rank, from the measured table over rows and non-empty slots (which holds the small-GEMM effect);
+  `update` is forward + backward, `recompute` forward only. Other expert shapes scale with their FLOPs from the nearest
+  measured shape, because both limits (arithmetic, reading weights) grow with hidden x width.
+- all-to-all: 2 exchanges forward, 2 more backward; each takes the busiest link, inside nodes and across them at once.
+  Rows are an upper bound across nodes (engines send a token once per node); co-activation counts lower it.
+- pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
+  expert compute for each visit of depth.
+- return: replica gradients (fp32) beyond the attention backward they hide behind, plus adding them at the home.
+Per window: publish and collect of displaced experts, by the busiest link. Nothing of these hides.
+
+Knows no plan. Does not know torch.
+
+Invariants (asserted by the tests):
+1. Time never falls with more rows or more non-empty slots.
+2. Nothing is free: no rows take no time, one row takes some.
+3. Kernels and the plain functions here agree to the nanosecond.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from equipoise.core import Cluster, ModelShape, Stage
+from equipoise.core.value import Value
+from equipoise.cost.profile import ComputeTable, Profile
+
+GRADIENT_BYTES = 4
+"""Bytes of one returned or collected gradient entry: fp32, so that partial sums are not rounded twice."""
+CONTEXT_TOKENS = 4096
+"""Assumed sequence length for the cost of attention scores, where loads do not say."""
+PICO = 10**12
+
+
+class Tables(NamedTuple):
+    """All figures a kernel needs, in integers."""
+
+    rows_X: np.ndarray
+    compute_ns_SX: np.ndarray
+    """[S + 1, X] by number of non-empty slots, 0 included."""
+    exchanges: int
+    exchange_fixed_ns: int
+    inside_ps: int
+    """Picoseconds of one row over NVLink."""
+    across_ps: int
+    """Picoseconds of one row over the network."""
+    host_ns: int
+    """One expert from the host store."""
+    peer_ns: int
+    """One expert from a peer."""
+    host_fixed_ns: int
+    peer_fixed_ns: int
+    phases: int
+    """Pulls per micro-step: 1 forward only, 2 with backward."""
+    return_ns: int
+    """One gradient to its home; 0 where none returns."""
+    add_ns: int
+    window_ps: int
+    """Forward window of one visit per token: attention and shared experts."""
+    backward_window_ps: int
+    depth: int
+    top_k: int
+    prefers_host: int
+    """1 where pulls take the host path as long as it fits in the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CostModel(Value):
+    """Prices of one stage on one cluster for one model."""
+
+    cluster: Cluster
+    model: ModelShape
+    profile: Profile
+    stage: Stage
+    depth: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        model: ModelShape,
+        *,
+        stage: Stage = "update",
+        profile: Profile | None = None,
+        depth: int = 1,
+    ) -> "CostModel":
+        """Build the cost model of a cluster preset, or of a given profile."""
+        used = Profile.read(cluster.name) if profile is None else profile
+        return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth)
+
+    @property
+    def _nearest(self) -> ComputeTable:
+        """The measured table whose expert shape is nearest in FLOPs per row."""
+        flops = self.model.row_flops
+        return min(self.profile.tables, key=lambda t: (max(t.row_flops, flops) / min(t.row_flops, flops), t.row_flops))
+
+    def compute_ns_SX(self, max_slots: int) -> np.ndarray:
+        """[max_slots + 1, X + 1] nanoseconds at rows 0 and the table's breakpoints, per number of non-empty slots."""
+        table = self._nearest
+        raw = table.update_ns_SX if self.stage == "update" else table.forward_ns_SX
+        scaled = raw * self.model.row_flops // table.row_flops
+        grid = np.zeros((max_slots + 1, len(table.rows_X) + 1), dtype=np.int64)
+        for slots in range(max_slots + 1):
+            grid[slots, 1:] = _between(table.slots_S, scaled, slots)
+        # No row, no time; the first breakpoint's time holds for fewer rows, since weights are read all the same.
+        return grid
+
+    @property
+    def rows_X(self) -> np.ndarray:
+        """[X + 1] row counts of the compute table, 0 first."""
+        return np.concatenate([[0], self._nearest.rows_X])
+
+    def compute_ns(self, rows: int, slots: int) -> int:
+        """Nanoseconds of one rank's experts: `rows` rows in `slots` non-empty slots."""
+        return interpolate(self.rows_X, self.compute_ns_SX(slots)[slots], rows)
+
+    def exchange_ns(self, inside_rows: int, across_rows: int) -> int:
+        """All exchanges of one (micro-step, layer), given the rows of the busiest link inside and across nodes."""
+        t = self.tables(1)
+        busiest_ps = max(inside_rows * t.inside_ps, across_rows * t.across_ps)
+        return t.exchanges * (t.exchange_fixed_ns + busiest_ps // 1000)
+
+    def edge_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
+        """Publish or collect, given the experts over the busiest link inside and across nodes."""
+        size = self.edge_bytes(edge)
+        inside = inside_experts * size * 10**9 // self.profile.peer_bytes_per_s
+        across = (
+            across_experts * size * 10**9 * 1000 // (self.cluster.network_bytes_per_s * self.profile.across_permille)
+        )
+        fixed = self.profile.peer_fixed_ns if inside_experts or across_experts else 0
+        return max(inside, across) + fixed
+
+    def edge_bytes(self, edge: str) -> int:
+        """Bytes one displaced expert moves at an edge: weights out; gradients home, or weights where none were made."""
+        if edge == "collect" and self.stage == "update":
+            return self.model.expert_params * GRADIENT_BYTES
+        return self.model.expert_bytes
+
+    @property
+    def attention_flops(self) -> int:
+        """Forward operations per token that a pull can hide behind: attention and shared experts of one layer."""
+        model = self.model
+        scores = 2 * model.attention_width * CONTEXT_TOKENS // 2
+        return 2 * model.attention_params + scores + model.shared_experts * model.row_flops
+
+    def tables(self, max_slots: int) -> Tables:
+        """Everything as integers for the kernels; `max_slots` is the most non-empty slots a rank can have."""
+        cluster, model, profile = self.cluster, self.model, self.profile
+        update = self.stage == "update"
+        inside_bytes_per_s = cluster.nvlink_bytes_per_s * profile.inside_permille // 1000
+        across_bytes_per_s = cluster.network_bytes_per_s * profile.across_permille // 1000
+        peer = min(profile.peer_bytes_per_s, cluster.nvlink_bytes_per_s)
+        host = min(profile.host_bytes_per_s, cluster.host_bytes_per_s)
+        gradient_bytes = model.expert_params * GRADIENT_BYTES
+        return Tables(
+            rows_X=self.rows_X,
+            compute_ns_SX=self.compute_ns_SX(max_slots),
+            exchanges=4 if update else 2,
+            exchange_fixed_ns=profile.exchange_fixed_ns,
+            inside_ps=model.row_bytes * PICO // inside_bytes_per_s,
+            across_ps=model.row_bytes * PICO // across_bytes_per_s,
+            host_ns=model.expert_bytes * 10**9 // host,
+            peer_ns=model.expert_bytes * 10**9 // peer,
+            host_fixed_ns=profile.host_fixed_ns,
+            peer_fixed_ns=profile.peer_fixed_ns,
+            phases=2 if update else 1,
+            return_ns=gradient_bytes * 10**9 // peer if update else 0,
+            add_ns=3 * gradient_bytes * 10**9 // profile.add_bytes_per_s if update else 0,
+            window_ps=self.attention_flops * PICO // profile.attention_forward_flops_per_s,
+            backward_window_ps=2 * self.attention_flops * PICO // profile.attention_backward_flops_per_s,
+            depth=self.depth,
+            top_k=model.top_k,
+            prefers_host=0 if update else 1,
+        )
+
+
+def interpolate(rows_X: np.ndarray, ns_X: np.ndarray, rows: int) -> int:
+    """Monotone integer interpolation: flat below the first measured point, straight between, last slope beyond."""
+    if rows <= 0:
+        return 0
+    if rows <= rows_X[1]:
+        return int(ns_X[1])
+    i = int(np.searchsorted(rows_X, rows, side="left"))
+    i = min(i, len(rows_X) - 1)
+    low, high = int(rows_X[i - 1]), int(rows_X[i])
+    rise = int(ns_X[i]) - int(ns_X[i - 1])
+    return int(ns_X[i - 1]) + rise * (rows - low) // (high - low)
+
+
+def _between(slots_S: np.ndarray, ns_SX: np.ndarray, slots: int) -> np.ndarray:
+    """[X] the table's line for any number of non-empty slots: straight between lines, last slope beyond."""
+    if slots <= slots_S[0]:
+        return ns_SX[0]
+    i = min(int(np.searchsorted(slots_S, slots, side="left")), len(slots_S) - 1)
+    low, high = int(slots_S[i - 1]), int(slots_S[i])
+    rise = ns_SX[i] - ns_SX[i - 1]
+    return ns_SX[i - 1] + rise * (slots - low) // (high - low)

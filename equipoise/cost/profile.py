@@ -1,0 +1,154 @@
+"""Hardware profiles: measured or derived figures of a device, read from JSON files with a source for each.
+
+File (`profiles/<name>.json`, format "equipoise-profile-1"):
+    device, kind ("measured" or "derived"), made_by, commit, driver, torch, date
+    compute      list of tables, one per expert shape:
+                 hidden, expert_width, slots [S], rows [X], forward_ns [S][X], update_ns [S][X], source
+    attention    forward_flops_per_s, backward_flops_per_s, source
+    pull         host_bytes_per_s, peer_bytes_per_s, host_fixed_ns, peer_fixed_ns, source
+    add          bytes_per_s, source (adding a returned gradient: two reads and one write counted)
+    all_to_all   inside_share, across_share (of the published link rates), fixed_ns, source
+
+Knows the file. Does not know models, clusters or plans.
+
+Invariants (asserted by the tests):
+1. Every section names its source; a file without one is refused.
+2. Tables are used only after being made monotone: more rows or more slots never take less time.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import TopologyError
+from equipoise.core.value import Value
+
+FORMAT = "equipoise-profile-1"
+SECTIONS = ("attention", "pull", "add", "all_to_all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComputeTable(Value):
+    """Nanoseconds of one expert block (grouped GEMMs of all slots of a rank) over rows and non-empty slots."""
+
+    hidden: int
+    expert_width: int
+    slots_S: np.ndarray
+    rows_X: np.ndarray
+    forward_ns_SX: np.ndarray
+    update_ns_SX: np.ndarray
+    """Forward and backward together."""
+
+    @property
+    def row_flops(self) -> int:
+        """Forward floating-point operations of one row."""
+        return 6 * self.hidden * self.expert_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile(Value):
+    """One device's figures."""
+
+    device: str
+    kind: str
+    tables: tuple[ComputeTable, ...]
+    attention_forward_flops_per_s: int
+    attention_backward_flops_per_s: int
+    host_bytes_per_s: int
+    peer_bytes_per_s: int
+    host_fixed_ns: int
+    peer_fixed_ns: int
+    add_bytes_per_s: int
+    inside_permille: int
+    """Share of the published NVLink rate that an all-to-all reaches, in thousandths."""
+    across_permille: int
+    exchange_fixed_ns: int
+    """Fixed cost of one all-to-all."""
+
+    @classmethod
+    def read(cls, name_or_path: str | Path) -> "Profile":
+        """Read a profile by preset name or from a file."""
+        path = Path(name_or_path)
+        known = profile_names()
+        if str(name_or_path) in known:
+            folder = resources.files("equipoise.cost") / "profiles"
+            return cls.from_json((folder / f"{name_or_path}.json").read_text(), name=str(name_or_path))
+        if not path.exists():
+            raise TopologyError(f"no hardware profile {str(name_or_path)!r}; known: {', '.join(known)}, or give a file")
+        return cls.from_json(path.read_text(encoding="utf-8"), name=str(path))
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str) -> "Profile":
+        """Build a profile from the text of its file; `name` is for messages."""
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise TopologyError(f"profile {name}: format is {data['format']!r}, expected {FORMAT!r}")
+            return cls._from_mapping(data, name)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, TopologyError):
+                raise
+            raise TopologyError(f"profile {name} is not a {FORMAT} file: {error!r}") from error
+
+    @classmethod
+    def _from_mapping(cls, data: Mapping[str, Any], name: str) -> "Profile":
+        for section in (*data["compute"], *(data[key] for key in SECTIONS)):
+            if not section.get("source"):
+                raise TopologyError(f"profile {name}: a section has no source; every figure needs one")
+        attention, pull, exchange = data["attention"], data["pull"], data["all_to_all"]
+        return cls(
+            device=data["device"],
+            kind=data["kind"],
+            tables=tuple(_table(entry, name) for entry in data["compute"]),
+            attention_forward_flops_per_s=int(attention["forward_flops_per_s"]),
+            attention_backward_flops_per_s=int(attention["backward_flops_per_s"]),
+            host_bytes_per_s=int(pull["host_bytes_per_s"]),
+            peer_bytes_per_s=int(pull["peer_bytes_per_s"]),
+            host_fixed_ns=int(pull["host_fixed_ns"]),
+            peer_fixed_ns=int(pull["peer_fixed_ns"]),
+            add_bytes_per_s=int(data["add"]["bytes_per_s"]),
+            inside_permille=round(1000 * exchange["inside_share"]),
+            across_permille=round(1000 * exchange["across_share"]),
+            exchange_fixed_ns=int(exchange["fixed_ns"]),
+        )
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files("equipoise.cost") / "profiles"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def _table(entry: Mapping[str, Any], name: str) -> ComputeTable:
+    slots, rows = np.array(entry["slots"], dtype=np.int64), np.array(entry["rows"], dtype=np.int64)
+    if np.any(np.diff(slots) <= 0) or np.any(np.diff(rows) <= 0) or rows[0] < 1 or slots[0] < 1:
+        raise TopologyError(f"profile {name}: slots and rows of a compute table must ascend from at least 1")
+    tables = {}
+    for key in ("forward_ns", "update_ns"):
+        raw = np.array([[_cell(v) for v in line] for line in entry[key]], dtype=np.int64)
+        if raw.shape != (len(slots), len(rows)):
+            raise TopologyError(f"profile {name}: {key} has shape {raw.shape}, expected {(len(slots), len(rows))}")
+        tables[key] = monotone(raw)
+    return ComputeTable(
+        hidden=int(entry["hidden"]),
+        expert_width=int(entry["expert_width"]),
+        slots_S=slots,
+        rows_X=rows,
+        forward_ns_SX=tables["forward_ns"],
+        update_ns_SX=tables["update_ns"],
+    )
+
+
+def _cell(value: float | None) -> int:
+    """A measured cell in whole nanoseconds; 0 where fewer rows than slots made a measurement impossible."""
+    return 0 if value is None else round(value)
+
+
+def monotone(ns_SX: np.ndarray) -> np.ndarray:
+    """Return the smallest table above `ns_SX` that never falls with more rows or more slots."""
+    return np.maximum.accumulate(np.maximum.accumulate(ns_SX, axis=1), axis=0)

@@ -1,0 +1,277 @@
+"""Compiled `level` and `polish`: which experts share a group. The specification is `reference.py`, same names.
+
+Experts are kept sorted by group ("positions", P), so that the scan for the best swap is one contiguous add-and-min per
+row, and all tables are updated in O(experts) after a swap.
+
+Integers only; ties by expert id. Knows rows. Does not know seconds, ranks' slots or replicas.
+"""
+
+import numpy as np
+from numba import njit
+
+BIG = np.int64(2**62)
+
+
+@njit(cache=True)
+def level(
+    load_EM: np.ndarray,
+    share_EM: np.ndarray,
+    group_E: np.ndarray,
+    ranks_G: np.ndarray,
+    weight_M: np.ndarray,
+    cost_EG: np.ndarray,
+    affinity_EE: np.ndarray,
+    owner_E: np.ndarray,
+    budget: int,
+    patience: int,
+    max_checks: int,
+) -> np.ndarray:
+    """Swap experts between groups until no group stands out in any micro-step. See `reference.level`."""
+    experts, micro_steps = share_EM.shape
+    groups = len(ranks_G)
+    order = np.argsort(group_E, kind="mergesort")
+    start_G = np.searchsorted(group_E[order], np.arange(groups + 1))
+    weight_G = ranks_G.max() * np.ones(groups, dtype=np.int64) // ranks_G
+    rows_GM = np.zeros((groups, micro_steps), dtype=np.int64)
+    for e in range(experts):
+        rows_GM[group_E[e]] += load_EM[e]
+    dot_PP, bend_PP, pull_GP = _tables(share_EM, affinity_EE, order, start_G, weight_G)
+    cost, away = np.int64(0), np.int64(0)
+    for e in range(experts):
+        cost += cost_EG[e, group_E[e]]
+        away += group_E[e] != owner_E[e]
+    best, since = BIG, 0
+    best_order = order.copy()
+    best_rows_GM = rows_GM.copy()
+    best_cost, best_away = cost, away
+    tabu_P = np.zeros(experts, dtype=np.int64)
+    tenure = min(10, experts // 8 + 1)
+    edge = np.zeros(experts, dtype=np.int64)
+    swap = 0
+    while True:
+        value = cost + busiest(rows_GM, ranks_G, weight_M)
+        if value < best and away <= budget:
+            best, since, best_cost, best_away = value, 0, cost, away
+            best_order[:] = order
+            best_rows_GM[:] = rows_GM
+        elif since >= patience:
+            break
+        else:
+            since += 1
+        p, q, change = _best_swap(start_G, pull_GP, bend_PP, tabu_P, swap, order, edge)
+        if p < 0:
+            break
+        a, b = group_of(start_G, p), group_of(start_G, q)
+        e, f = order[p], order[q]
+        for m in range(micro_steps):
+            d = load_EM[f, m] - load_EM[e, m]
+            rows_GM[a, m] += d
+            rows_GM[b, m] -= d
+        for i in range(experts):
+            d = dot_PP[i, q] - dot_PP[i, p]
+            pull_GP[a, i] += weight_G[a] * d
+            pull_GP[b, i] -= weight_G[b] * d
+        cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
+        away += _more_away(owner_E, e, f, a, b)
+        _swap_positions(order, tabu_P, dot_PP, bend_PP, pull_GP, p, q)
+        swap += 1
+        if change >= 0:
+            # An uphill swap is kept from being undone at once; the higher expert id waits two swaps longer.
+            low, high = (q, p) if e < f else (p, q)
+            tabu_P[low] = swap + tenure
+            tabu_P[high] = swap + tenure + 2
+    result = np.empty(experts, dtype=np.int64)
+    for g in range(groups):
+        for p in range(start_G[g], start_G[g + 1]):
+            result[best_order[p]] = g
+    room = budget - best_away
+    polish(load_EM, result, best_rows_GM, ranks_G, weight_M, cost_EG, best_cost, owner_E, room, max_checks)
+    return result
+
+
+@njit(cache=True)
+def _more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
+    """How many more experts are away from their owner's group once e moves from a to b and f from b to a."""
+    change = np.int64(0)
+    change += (owner_E[e] == a) - (owner_E[e] == b)
+    change += (owner_E[f] == b) - (owner_E[f] == a)
+    return change
+
+
+@njit(cache=True)
+def busiest(rows_GM: np.ndarray, ranks_G: np.ndarray, weight_M: np.ndarray) -> int:
+    """Weighted sum over micro-steps of the fullest group's rows per rank, rounded up."""
+    total = np.int64(0)
+    for m in range(rows_GM.shape[1]):
+        top = np.int64(0)
+        for g in range(len(ranks_G)):
+            top = max(top, (rows_GM[g, m] + ranks_G[g] - 1) // ranks_G[g])
+        total += weight_M[m] * top
+    return total
+
+
+@njit(cache=True)
+def _tables(
+    share_EM: np.ndarray, affinity_EE: np.ndarray, order: np.ndarray, start_G: np.ndarray, weight_G: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By position: inner products, what a swap adds by itself, and each expert's product with each group's sum."""
+    experts, micro_steps = share_EM.shape
+    share_PM = share_EM[order].copy()
+    dot_PP = np.zeros((experts, experts), dtype=np.int64)
+    for p in range(experts):
+        for q in range(p, experts):
+            s = affinity_EE[order[p], order[q]]
+            for m in range(micro_steps):
+                s += share_PM[p, m] * share_PM[q, m]
+            dot_PP[p, q] = s
+            dot_PP[q, p] = s
+    bend_PP = np.zeros((experts, experts), dtype=np.int64)
+    top_weight = weight_G.max()
+    for p in range(experts):
+        for q in range(experts):
+            bend_PP[p, q] = top_weight * (dot_PP[p, p] + dot_PP[q, q] - 2 * dot_PP[p, q])
+    pull_GP = np.zeros((len(weight_G), experts), dtype=np.int64)
+    for g in range(len(weight_G)):
+        for q in range(start_G[g], start_G[g + 1]):
+            for p in range(experts):
+                pull_GP[g, p] += weight_G[g] * dot_PP[p, q]
+    return dot_PP, bend_PP, pull_GP
+
+
+@njit(cache=True)
+def _best_swap(
+    start_G: np.ndarray,
+    pull_GP: np.ndarray,
+    bend_PP: np.ndarray,
+    tabu_P: np.ndarray,
+    swap: int,
+    order: np.ndarray,
+    edge: np.ndarray,
+) -> tuple[int, int, int]:
+    """The allowed pair of positions whose swap lowers the sum of squares most, and the change; -1, -1, BIG if none."""
+    groups = len(start_G) - 1
+    least, p0, q0 = BIG, -1, -1
+    for a in range(groups - 1):
+        for b in range(a + 1, groups):
+            for q in range(start_G[b], start_G[b + 1]):
+                edge[q] = BIG if tabu_P[q] > swap else pull_GP[a, q] - pull_GP[b, q]
+        for p in range(start_G[a], start_G[a + 1]):
+            if tabu_P[p] > swap:
+                continue
+            row = bend_PP[p]
+            for b in range(a + 1, groups):
+                lo, hi = start_G[b], start_G[b + 1]
+                constant = pull_GP[b, p] - pull_GP[a, p]
+                small = BIG
+                for q in range(lo, hi):
+                    small = min(small, edge[q] + row[q])
+                if small >= BIG // 2 or small + constant > least:
+                    continue
+                for q in range(lo, hi):
+                    if edge[q] + row[q] == small and (
+                        small + constant < least or _before(order[p], order[q], order[p0], order[q0])
+                    ):
+                        least, p0, q0 = small + constant, p, q
+    return p0, q0, least
+
+
+@njit(cache=True)
+def polish(
+    load_EM: np.ndarray,
+    group_E: np.ndarray,
+    rows_GM: np.ndarray,
+    ranks_G: np.ndarray,
+    weight_M: np.ndarray,
+    cost_EG: np.ndarray,
+    cost: int,
+    owner_E: np.ndarray,
+    room: int,
+    max_checks: int,
+) -> None:
+    """Take the first swap that lowers the true objective, again and again. See `reference.polish`."""
+    experts, micro_steps = load_EM.shape
+    groups = len(ranks_G)
+    rest_M = np.zeros(micro_steps, dtype=np.int64)
+    best = cost + busiest(rows_GM, ranks_G, weight_M)
+    checks, quiet = 0, 0
+    pairs = groups * (groups - 1) // 2
+    while quiet < pairs and checks < max_checks:
+        for a in range(groups - 1):
+            for b in range(a + 1, groups):
+                improved = False
+                _fullest_but(rows_GM, ranks_G, a, b, rest_M)
+                for e in range(experts):
+                    if group_E[e] != a:
+                        continue
+                    for f in range(experts):
+                        if group_E[f] != b or checks >= max_checks:
+                            continue
+                        checks += 1
+                        value = cost + cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
+                        for m in range(micro_steps):
+                            d = load_EM[f, m] - load_EM[e, m]
+                            top = max(
+                                (rows_GM[a, m] + d + ranks_G[a] - 1) // ranks_G[a],
+                                (rows_GM[b, m] - d + ranks_G[b] - 1) // ranks_G[b],
+                            )
+                            value += weight_M[m] * max(top, rest_M[m])
+                        if value < best and _more_away(owner_E, e, f, a, b) <= room:
+                            best = value
+                            room -= _more_away(owner_E, e, f, a, b)
+                            cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
+                            rows_GM[a] += load_EM[f] - load_EM[e]
+                            rows_GM[b] -= load_EM[f] - load_EM[e]
+                            group_E[e], group_E[f] = b, a
+                            improved = True
+                            break
+                quiet = 0 if improved else quiet + 1
+
+
+@njit(cache=True)
+def _fullest_but(rows_GM: np.ndarray, ranks_G: np.ndarray, a: int, b: int, rest_M: np.ndarray) -> None:
+    """Rows per rank, rounded up, of the fullest group other than a and b, per micro-step."""
+    rest_M[:] = 0
+    for g in range(len(ranks_G)):
+        if g in (a, b):
+            continue
+        for m in range(rows_GM.shape[1]):
+            rest_M[m] = max(rest_M[m], (rows_GM[g, m] + ranks_G[g] - 1) // ranks_G[g])
+
+
+@njit(cache=True)
+def _before(e: int, f: int, e0: int, f0: int) -> bool:
+    """Whether the pair {e, f} comes before {e0, f0}, the smaller id first."""
+    low, high = min(e, f), max(e, f)
+    low0, high0 = min(e0, f0), max(e0, f0)
+    return low < low0 or (low == low0 and high < high0)
+
+
+@njit(cache=True)
+def group_of(start_G: np.ndarray, position: int) -> int:
+    """The group whose positions hold `position`."""
+    g = 0
+    while start_G[g + 1] <= position:
+        g += 1
+    return g
+
+
+@njit(cache=True)
+def _swap_positions(
+    order: np.ndarray,
+    tabu_P: np.ndarray,
+    dot_PP: np.ndarray,
+    bend_PP: np.ndarray,
+    pull_GP: np.ndarray,
+    p: int,
+    q: int,
+) -> None:
+    """Exchange two experts in every table by position."""
+    order[p], order[q] = order[q], order[p]
+    tabu_P[p], tabu_P[q] = tabu_P[q], tabu_P[p]
+    for g in range(pull_GP.shape[0]):
+        pull_GP[g, p], pull_GP[g, q] = pull_GP[g, q], pull_GP[g, p]
+    for table in (dot_PP, bend_PP):
+        for j in range(table.shape[1]):
+            table[p, j], table[q, j] = table[q, j], table[p, j]
+        for i in range(table.shape[0]):
+            table[i, p], table[i, q] = table[i, q], table[i, p]

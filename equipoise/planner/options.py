@@ -1,0 +1,61 @@
+"""`PlanOptions`: the deeper knobs of the planner. The one dial users turn is `slots`.
+
+Knows no loads. Config is never changed after construction; unknown names are errors, because this is a dataclass.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from equipoise.core import InfeasiblePlanError, ModelShape
+from equipoise.core.value import require_int
+
+Order = Literal["plain", "recompute", "1f1b"]
+"""Execution order of the update stage: every forward, then every backward of a micro-step (`plain`); the same with the
+forward repeated inside backward (`recompute`); or pipelined, one forward, one backward (`1f1b`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How to plan."""
+
+    gate: bool = True
+    """Use replicas only in micro-steps and layers where they pay; the skew objective opens the gate."""
+    max_displaced: int | None = None
+    """Most experts per layer whose home may leave the owner; 0 keeps homes at owners, None sets no limit."""
+    cross_node: bool = False
+    """In recompute windows, take replicas from any node: needs a host store that holds every expert."""
+    memory_bytes: int | None = None
+    """Bytes per rank for replica buffers, instead of `slots`."""
+    effort: int = 1
+    """Search effort: 2 looks about twice as long for better homes."""
+    workers: int = 1
+    """Processes that share out the layers; the plan does not depend on it."""
+    depth: int = 1
+    """Visits ahead that pulls may start; depth + 1 buffers are needed."""
+    order: Order = "plain"
+    pipeline_stage: int = 0
+    pipeline_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for name, low in (("effort", 1), ("workers", 1), ("depth", 1), ("pipeline_stage", 0), ("pipeline_stages", 1)):
+            require_int(f"PlanOptions.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
+        for name in ("max_displaced", "memory_bytes"):
+            if getattr(self, name) is not None:
+                require_int(f"PlanOptions.{name}", getattr(self, name), low=0, error=InfeasiblePlanError)
+        if self.pipeline_stage >= self.pipeline_stages:
+            raise InfeasiblePlanError(
+                f"PlanOptions.pipeline_stage is {self.pipeline_stage}; there are {self.pipeline_stages} stages from 0"
+            )
+        if self.order not in ("plain", "recompute", "1f1b"):
+            raise InfeasiblePlanError(f"PlanOptions.order is {self.order!r}; it must be plain, recompute or 1f1b")
+
+    def slots_within(self, model: ModelShape, slots: int | None) -> int:
+        """Replica slots per rank: as asked for, or as many as the byte budget holds in depth + 1 buffers."""
+        if self.memory_bytes is None:
+            wanted = 1 if slots is None else slots
+            return require_int("slots", wanted, low=0, error=InfeasiblePlanError)
+        if slots is not None:
+            raise InfeasiblePlanError(
+                f"give slots or PlanOptions.memory_bytes, not both (slots={slots}, memory_bytes={self.memory_bytes})"
+            )
+        return self.memory_bytes // ((self.depth + 1) * model.expert_bytes)

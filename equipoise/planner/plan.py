@@ -1,0 +1,211 @@
+"""`plan` and `plan_step`: from loads to plans. The story of the room.
+
+Steps of `plan`:
+1. Check that loads, cluster and model belong together; complete unknown loads.
+2. Hand over to the policy. For "equipoise": plan every layer on its own (`fast.plan_layer`), in threads if asked to.
+3. Assemble the checked plan (`assemble.build_plan`).
+4. With the seconds objective: never worse than contiguous expert parallelism, whatever the homes promised.
+
+Knows loads, cost and core. Does not know routes, torch or any runtime.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
+
+import numpy as np
+
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
+from equipoise.core.plan import Objective, Plan
+from equipoise.cost import CostModel
+from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
+from equipoise.planner.estimate import complete
+from equipoise.planner.fast import LayerPlan, LayerProblem, plan_layer
+from equipoise.planner.options import PlanOptions
+from equipoise.planner.policies import POLICIES, draft_baseline
+
+
+def plan(
+    loads: LoadMatrix,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    slots: int | None = None,
+    policy: str = "equipoise",
+    objective: Objective = "seconds",
+    options: PlanOptions | None = None,
+    history: LoadMatrix | None = None,
+    pair_LEE: np.ndarray | None = None,
+    warm: Plan | None = None,
+) -> Plan:
+    """Plan one window.
+
+    Args:
+        loads: rows of the window, known before it runs
+        cluster: the EP group and its links
+        model: the model's shape; its experts and layers must be those of the loads
+        slots: replica slots per rank; 1 unless `options.memory_bytes` sets a budget
+        policy: "equipoise", or a baseline: static, eplb-history, eplb-oracle, lplb, reactive, balanced
+        objective: "seconds" (default) charges every cost; "skew" only levels rows
+        options: deeper knobs
+        history: the previous window's loads, for "eplb-history"
+        pair_LEE: [L, E, E] co-activation counts, which make the price of crossing nodes tighter
+        warm: an earlier plan of the same layers, whose homes the search starts from
+    """
+    options = PlanOptions() if options is None else options
+    _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
+    completed, estimated = complete(loads)
+    task = Task(
+        loads=completed,
+        cluster=cluster,
+        model=model,
+        slots=options.slots_within(model, slots),
+        objective=objective,
+        options=options,
+        policy=policy,
+        estimated_share=estimated,
+    )
+    if policy != "equipoise":
+        return build_plan(task, draft_baseline(task, history=history))
+    made = build_plan(task, _draft(task, pair_LEE=pair_LEE, warm=warm, budget=_budget(task)))
+    if objective == "seconds" and made.seconds.total > made.static_seconds:
+        made = build_plan(task, _draft(task, pair_LEE=pair_LEE, warm=None, budget=0))
+    return made
+
+
+def plan_step(
+    windows: Sequence[LoadMatrix],
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    slots: int | None = None,
+    options: PlanOptions | None = None,
+    warm: Plan | None = None,
+    objective: Objective = "seconds",
+) -> tuple[Plan, ...]:
+    """Plan the windows of one step in order, each starting its search from the homes of the one before.
+
+    Every plan is charged with its own publish and collect, because weights return to their owners at each edge.
+    """
+    plans: list[Plan] = []
+    for loads in windows:
+        made = plan(loads, cluster=cluster, model=model, slots=slots, objective=objective, options=options, warm=warm)
+        plans.append(made)
+        warm = made
+    return tuple(plans)
+
+
+def _check(
+    loads: LoadMatrix,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    policy: str,
+    objective: str,
+    pair_LEE: np.ndarray | None,
+) -> None:
+    if loads.num_experts != model.experts or loads.num_layers != model.layers:
+        raise LoadsError(
+            f"loads have {loads.num_layers} layers of {loads.num_experts} experts, {model.name!r} has {model.layers} "
+            f"of {model.experts}; override them with ModelShape.preset(..., experts=, layers=) or fix the loads"
+        )
+    if loads.num_ranks != cluster.ep:
+        raise LoadsError(
+            f"loads have {loads.num_ranks} source ranks, the EP group has {cluster.ep}; they must be equal"
+        )
+    cluster.home_slots(model)
+    known = ("equipoise", *POLICIES)
+    if policy not in known:
+        raise InfeasiblePlanError(f"no policy {policy!r}; known: {', '.join(known)}")
+    if objective not in get_args(Objective):
+        raise InfeasiblePlanError(f"objective is {objective!r}; it must be one of {', '.join(get_args(Objective))}")
+    wanted = (loads.num_layers, loads.num_experts, loads.num_experts)
+    if pair_LEE is not None and np.shape(pair_LEE) != wanted:
+        raise LoadsError(f"pair_LEE has shape {np.shape(pair_LEE)}, expected {wanted}")
+
+
+def _budget(task: Task) -> int:
+    limit = task.options.max_displaced
+    return task.model.experts if limit is None else min(limit, task.model.experts)
+
+
+def _draft(task: Task, *, pair_LEE: np.ndarray | None, warm: Plan | None, budget: int) -> Draft:
+    """Plan every layer and stack the results."""
+    experts, ranks = task.model.experts, task.cluster.ep
+    owner_E = np.arange(experts) // (experts // ranks)
+    start_LE = np.broadcast_to(owner_E, (task.model.layers, experts)) if warm is None else warm.home_LE
+    if start_LE.shape != (task.model.layers, experts) or start_LE.max() >= ranks:
+        raise InfeasiblePlanError(
+            f"warm plan has homes of shape {start_LE.shape} on ranks 0..{int(start_LE.max())}; "
+            f"this window needs {(task.model.layers, experts)} on {ranks} ranks"
+        )
+    problem = layer_problem(task, budget=budget, warm=warm is not None)
+    tables = task.cost.tables(experts // ranks + task.slots)
+    none_EE = np.zeros((0, 0), dtype=np.int64)
+
+    def one_layer(layer: int) -> LayerPlan:
+        # Copies, because a read-only array would compile the kernels a second time.
+        pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
+        load_MRE = np.array(task.loads.load_MLRE[:, layer], order="C")
+        return plan_layer(load_MRE, np.array(start_LE[layer]), pair_EE, problem, tables)
+
+    layers = range(task.model.layers)
+    if task.options.workers == 1:
+        made = [one_layer(layer) for layer in layers]
+    else:
+        with ThreadPoolExecutor(task.options.workers) as pool:
+            made = list(pool.map(one_layer, layers))
+    home_LE = np.stack([p.home_E for p in made])
+    return Draft(
+        home_LE=home_LE,
+        home_slot_LE=home_slots_of(home_LE, ranks),
+        rep_expert_MLRS=np.stack([p.rep_expert_MRS for p in made], axis=1),
+        rep_rows_MLRS=np.stack([p.rep_rows_MRS for p in made], axis=1),
+        line_MLC=np.stack([p.line_MC for p in made], axis=1),
+        closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
+        static_MLC=np.stack([p.static_MC for p in made], axis=1),
+        cross_node=bool((problem.fill_node_R != problem.node_R).any()),
+    )
+
+
+def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
+    """What all layers of a window share, in integers."""
+    by_skew = task.objective == "skew"
+    cost = task.cost
+    node_R = task.cluster.node_array_R
+    crosses = task.options.cross_node and task.loads.stage == "recompute"
+    inside_ns, across_ns = (
+        sum(
+            cost.edge_ns(inside_experts=1 - far, across_experts=far, edge=edge) - cost.profile.peer_fixed_ns
+            for edge in ("publish", "collect")
+        )
+        for far in (0, 1)
+    )
+    slope_ps, min_rows = _row_prices(task, cost)
+    patience = max(200, min(2000, 2**23 // task.model.experts**2)) * task.options.effort
+    return LayerProblem(
+        node_R=node_R,
+        fill_node_R=np.zeros_like(node_R) if crosses else node_R,
+        slots=task.slots,
+        min_rows=1 if by_skew else min_rows,
+        by_skew=int(by_skew),
+        gated=int(task.options.gate and not by_skew),
+        budget=budget,
+        patience=patience // 8 if warm else patience,
+        max_checks=20_000 * task.options.effort,
+        cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
+        cost_across=0 if by_skew else across_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
+        edge_inside_ns=inside_ns,
+        edge_across_ns=across_ns,
+    )
+
+
+def _row_prices(task: Task, cost: CostModel) -> tuple[int, int]:
+    """Picoseconds of one more row on a mean rank, and the least rows that pay for one more non-empty slot."""
+    loads = task.loads
+    entries = loads.num_micro_steps * loads.num_layers * loads.num_ranks
+    mean = max(1, int(loads.load_MLRE.sum()) // entries)
+    homes = task.model.experts // task.cluster.ep
+    slope_ps = max(1, (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean)
+    slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes) + cost.tables(1).add_ns
+    return slope_ps, max(1, slot_ns * 1000 // slope_ps)
