@@ -671,7 +671,8 @@ def attempt(recording, change):
 
 def test_a_finding_has_a_share_and_advice_exactly_when_it_is_one():
     tally = Tally()
-    assert judge("x", tally, unit="rows", advice="do").verdict == "skipped"
+    none = judge("x", tally, unit="rows", advice="do", needs="pears")
+    assert (none.verdict, none.detail, none.advice) == ("skipped", "needs pears", "")
     tally.add(0, 8, lambda: "nowhere")
     good_one = judge("x", tally, unit="rows", advice="do")
     assert (good_one.verdict, good_one.share, good_one.advice, good_one.first_place) == ("good", 0.0, "", "")

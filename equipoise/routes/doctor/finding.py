@@ -4,7 +4,7 @@ Knows counting and words. Does not know routes: what is counted, and when it is 
 
 Invariants (asserted by the tests):
 1. `share` is `count / total`, and 0 where nothing was looked at.
-2. A check that looked at nothing is `skipped`, never `good`.
+2. A check that looked at nothing is `skipped`, never `good`, and says what it needs.
 3. Advice is given exactly with the verdict `finding`.
 """
 
@@ -89,7 +89,7 @@ class Check:
         return ""
 
 
-def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "", needs: str = "") -> Finding:
+def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "", needs: str = "rows") -> Finding:
     """Make a finding of a tally: any wrong one is a finding, nothing looked at is skipped."""
     verdict: Verdict = "finding" if tally.count else ("good" if tally.total else "skipped")
     return Finding(
@@ -99,6 +99,6 @@ def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "",
         total=tally.total,
         unit=unit,
         first_place=tally.first_place,
-        detail=f"needs {needs}" if verdict == "skipped" and needs else detail,
+        detail=f"needs {needs}" if verdict == "skipped" else detail,
         advice=advice if verdict == "finding" else "",
     )
