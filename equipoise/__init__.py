@@ -28,15 +28,15 @@ if TYPE_CHECKING:
         TopologyError,
         TransferError,
     )
-    from equipoise.loads import count_loads, skew
-    from equipoise.routes import count_routes, diagnose, read_routes, write_routes
+    from equipoise.loads import count_loads, count_routes, skew
+    from equipoise.routes import diagnose, read_routes, write_routes
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "read_routes": "equipoise.routes",
     "write_routes": "equipoise.routes",
-    "count_routes": "equipoise.routes",
+    "count_routes": "equipoise.loads",
     "diagnose": "equipoise.routes",
     "count_loads": "equipoise.loads",
     "skew": "equipoise.loads",

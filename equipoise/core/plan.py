@@ -194,12 +194,14 @@ class Plan(Value):
     @property
     def owner_E(self) -> np.ndarray:
         """[E] owner rank of each expert."""
-        return np.arange(self.loads.num_experts) // self.home_slots
+        owner_E: np.ndarray = np.arange(self.loads.num_experts) // self.home_slots
+        return owner_E
 
     @property
     def displaced_LE(self) -> np.ndarray:
         """[L, E] bool, True where an expert's home is not its owner."""
-        return self.home_LE != self.owner_E[None, :]
+        away_LE: np.ndarray = self.home_LE != self.owner_E[None, :]
+        return away_LE
 
     @property
     def saved_seconds(self) -> float:
@@ -260,7 +262,8 @@ class Plan(Value):
         if len(over):
             entry, rank = divmod(int(over[0]), ranks)
             raise InfeasiblePlanError(
-                f"{self._place(entry)}: rank {rank} holds {int(used[over[0]])} replicas, slots={self.slots} allows fewer"
+                f"{self._place(entry)}: rank {rank} holds {int(used[over[0]])} replicas; "
+                f"slots={self.slots} allows fewer"
             )
 
     def _refuse(self, bad_P: np.ndarray, why: str) -> None:

@@ -3,10 +3,10 @@
     profile.py   hardware profiles: JSON files with a source for each figure
     model.py     CostModel: compute, all-to-all, transfers, window edges, in whole nanoseconds
     kernels.py   the same arithmetic, compiled, for the planner's inner loops
-    profiles/    h200 (measured), h100 and a100 (derived), made by benchmarks/profile_gpu.py
+    profiles/    h200 (measured by benchmarks/profile_gpu.py), h100 and a100 (derived by benchmarks/derive_profile.py)
 
-To add a device: measure it with `python benchmarks/profile_gpu.py -o profiles/<name>.json` and add its link figures to
-`core/presets/clusters`.
+To add a device: measure it with `python -m benchmarks.profile_gpu -o <name>.json`, put the file into `profiles/`, and
+add its link figures to `core/presets/clusters`.
 """
 
 from equipoise.cost.model import CostModel

@@ -25,7 +25,7 @@ def visits_of(stage: Stage, micro_steps: int, layers: int, options: PlanOptions)
         passes = _one_forward_one_backward(micro_steps, options.pipeline_stage, options.pipeline_stages)
     else:
         passes = [(m, phase) for m in range(micro_steps) for phase in (FORWARD, BACKWARD)]
-    visits = []
+    visits: list[tuple[int, int, int]] = []
     for micro_step, phase in passes:
         through = range(layers) if phase == FORWARD else range(layers - 1, -1, -1)
         visits.extend((micro_step, phase, layer) for layer in through)
@@ -49,7 +49,8 @@ def build_itinerary(stage: Stage, needs_ML: np.ndarray, options: PlanOptions) ->
         needs_ML: [M, L] bool, whether any rank holds a replica there
         options: execution order and depth
     """
-    visits_V3 = visits_of(stage, *needs_ML.shape, options)
+    micro_steps, layers = needs_ML.shape
+    visits_V3 = visits_of(stage, micro_steps, layers, options)
     pulls_V = needs_ML[visits_V3[:, 0], visits_V3[:, 2]]
     buffer_V, ready_from_V, resident_V = assign(visits_V3, pulls_V, depth=options.depth)
     return Itinerary(

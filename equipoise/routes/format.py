@@ -1,7 +1,7 @@
 """`Format`: the face every wire or file format shows. One module per format family, one `Format` value per form.
 
-To add one: write a module with a `matches`, a `read` and a `write` function whose docstring is the format's spec, make a
-`Format` of them, and add it to `FORMATS` in `registry.py`.
+To add one: write a module with a `matches`, a `read` and a `write` function whose docstring is the format's spec, make
+a `Format` of them, and add it to `FORMATS` in `registry.py`.
 """
 
 from collections.abc import Callable, Iterator

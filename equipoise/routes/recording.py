@@ -1,7 +1,8 @@
 """`Recording`: one sample as a wire or file holds it, nothing mapped and nothing judged yet.
 
-Readers only decode: they yield recordings. `interpret.py` turns recordings into `SampleRoutes` (layer map, missing rows,
-turns, offsets), and the doctor looks at recordings themselves, because what is wrong with a dump is lost once it is mapped.
+Readers only decode: they yield recordings. `interpret.py` turns recordings into `SampleRoutes` (layer map, missing
+rows, turns, offsets), and the doctor looks at recordings themselves, because what is wrong with a dump is lost once it
+is mapped.
 
 Knows shapes only. Does not know any format, nor what an id means.
 """
