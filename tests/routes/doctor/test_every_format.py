@@ -290,7 +290,7 @@ def test_a_diagnosis_is_plain_json():
 
 
 def test_the_page_explains_every_check_and_its_example_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
     for finding in diagnose([], model=MODEL).findings:
         assert f"| `{finding.check}` |" in page
     example = page.split("```python\n")[1].split("```")[0]
