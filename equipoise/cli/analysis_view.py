@@ -139,7 +139,7 @@ def _memory_words(memory: MemoryForecast) -> Text:
     text.append(f"  peak     {memory.peak_rows:,} rows, {memory.peak_bytes / GIB:.2f} GiB\n")
     text.append(f"  where    {place.stage} window {place.window}, micro-step {place.micro_step}, ")
     text.append(f"layer {place.layer}, rank {place.rank}\n")
-    text.append(f"  by rank  {sparkline(rows, low=0, high=max(rows))}  {min(rows):,} to {max(rows):,} rows at worst\n")
+    text.append(f"  by rank  {min(rows):,} to {max(rows):,} rows at worst  {sparkline(rows, low=0, high=max(rows))}\n")
     text.append("  verdict  ")
     if memory.limit_bytes is None:
         text.append("no limit given; add --memory-gib", style="yellow")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import FormatOption, JsonFlag, ModelOption
+from equipoise.cli.options import DEFAULT_SCHEDULE, FormatOption, JsonFlag, ModelOption
 from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def analyze(
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
     schedule: Annotated[
         str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
-    ] = "samples:1",
+    ] = DEFAULT_SCHEDULE,
     mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1,
     sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1,

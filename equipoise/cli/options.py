@@ -13,6 +13,7 @@ from equipoise.cli.output import progress
 if TYPE_CHECKING:
     from equipoise.core import ModelShape, RouteCounts
 
+DEFAULT_SCHEDULE = "samples:1"
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
 ModelOption = Annotated[
     str | None,
@@ -32,10 +33,12 @@ def find_model(name: str | None, *, dump: Path | None = None, form: str | None =
 
     if name is not None:
         return resolve_model(name)
-    found = None if dump is None else (detect(dump) if form is None else find_format(form))
-    if dump is None or found not in store.FORMATS:
-        raise RoutesError(f"{dump or 'this'} does not name its model; add --model with a preset or a HF config.json")
-    return open_store(dump).model
+    # An .npz file is never a store, and may be loads, which no form describes.
+    if dump is not None and dump.suffix != ".npz":
+        found = detect(dump) if form is None else find_format(form)
+        if found in store.FORMATS:
+            return open_store(dump).model
+    raise RoutesError(f"{dump or 'this'} does not name its model; add --model with a preset or a HF config.json")
 
 
 def count_dump(dump: Path, *, model: str | None, form: str | None, pairs: bool = False) -> "RouteCounts":

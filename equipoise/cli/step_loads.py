@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.options import count_dump, find_model
+from equipoise.cli.options import DEFAULT_SCHEDULE, count_dump, find_model
 from equipoise.cli.output import progress
-from equipoise.core import LoadMatrix, ModelShape, RouteCounts, Schedule, ScheduleError, TopologyError
+from equipoise.core import LoadMatrix, ModelShape, RouteCounts, RoutesError, Schedule, ScheduleError, TopologyError
 from equipoise.core import loads as loads_file
 from equipoise.loads import (
     TokenPolicy,
@@ -34,9 +34,9 @@ from equipoise.routes import read_routes
 class Packing:
     """How the samples of a step become micro-steps of one EP group."""
 
-    schedule: str
-    """`samples:N`, `tokens:N`, or the path of a schedule file."""
     ep: int
+    schedule: str = DEFAULT_SCHEDULE
+    """`samples:N`, `tokens:N`, or the path of a schedule file."""
     mini_batches: int = 1
     cp: int = 1
     sp: int = 1
@@ -92,9 +92,12 @@ def load_step(
     """Return the model and the loads of every window of the step."""
     kind = _npz_kind(dump)
     if kind == loads_file.FORMAT:
-        return find_model(model), (LoadMatrix.load(dump),)
+        if packing != Packing(ep=packing.ep):
+            raise ScheduleError(f"{dump} holds loads, which are scheduled already; of the options keep --ep alone")
+        return find_model(model, dump=dump), (LoadMatrix.load(dump),)
     if kind == counts_file.FORMAT:
         counts = load_counts(dump)
+        _check_model(dump, counts.model, model)
         return counts.model, count_windows(counts, packing)
     if packing.whole_samples:
         counts = count_dump(dump, model=model, form=form)
@@ -113,6 +116,15 @@ def count_windows(counts: RouteCounts, packing: Packing) -> tuple[LoadMatrix, ..
     # A histogram that holds the last token's row cannot drop it again: then all tokens are forwarded.
     policy = TokenPolicy(last_token="unknown" if last_recorded else "drop")
     return count_step(counts, packing.schedules(counts.tokens_B, policy), ep=packing.ep)
+
+
+def _check_model(dump: Path, counted: ModelShape, named: str | None) -> None:
+    """Raise if histograms are of another model than the one that was named."""
+    wanted = counted if named is None else find_model(named)
+    for figure in ("experts", "top_k", "layer_numbers"):
+        have, want = getattr(counted, figure), getattr(wanted, figure)
+        if have != want:
+            raise RoutesError(f"{dump} holds histograms of {counted.name!r}: {figure} is {have}, not {want}")
 
 
 def _npz_kind(path: Path) -> str:

@@ -140,6 +140,11 @@ def _stage(windows: list[LoadMatrix], model: ModelShape, cluster: Cluster) -> St
 
 
 def _coverage(windows: Sequence[LoadMatrix]) -> float:
-    """Mean over every (micro-step, layer, rank), each of which forwards about as many tokens."""
-    parts = [np.ones(1) if w.coverage_MLR is None else w.coverage_MLR.ravel() for w in windows]
-    return float(np.concatenate(parts).mean())
+    """Mean over every (micro-step, layer, rank) that forwards anything, each of which forwards about as many tokens."""
+    found = []
+    for window in windows:
+        if window.coverage_MLR is not None:
+            busy_MLR = (window.load_MLRE.sum(axis=3) > 0) | (window.coverage_MLR < 1)
+            found.append(window.coverage_MLR[busy_MLR])
+    shares = np.concatenate(found) if found else np.ones(1)
+    return float(shares.mean()) if len(shares) else 1.0

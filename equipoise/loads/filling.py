@@ -4,7 +4,8 @@ Knows how many such tokens each rank forwards and what the experts already carry
 
 Ways, all deterministic (the names are those of `PaddingPolicy`):
     spread   the least loaded experts of the (micro-step, layer): the lowest loads are raised to a common level
-    arange   ids running through all experts, from 0 on each rank, as slime pads
+    arange   ids running through all layers and experts: column k of layer n of the p-th padding token of a rank gets
+             ((p * hidden_layers + n) * top_k + k) mod experts, as slime's `fill_routing_replay` pads
     first    ids 0..k-1 for every token, as NeMo-RL pads
 
 Spreading, per layer, n tokens over all ranks of top_k rows each:
@@ -19,7 +20,12 @@ Invariants (asserted by the tests):
 3. Nothing depends on anything but the arguments: same input, same rows.
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
+
+from equipoise.core import ModelShape
 
 
 def spread_rows(load_LE: np.ndarray, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
@@ -47,15 +53,37 @@ def spread_rows(load_LE: np.ndarray, tokens_R: np.ndarray, top_k: int) -> np.nda
     return np.diff(before_LRE, axis=2, prepend=0)
 
 
-def arange_rows(experts: int, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
-    """[R, E] rows of ids that run through all experts, starting from 0 on each rank."""
-    rows_R = np.asarray(tokens_R, dtype=np.int64) * top_k
-    return rows_R[:, None] // experts + (np.arange(experts) < rows_R[:, None] % experts)
+def arange_rows(model: ModelShape, layer_numbers: Sequence[int], tokens_R: np.ndarray) -> np.ndarray:
+    """Give padding tokens ids that run through all layers and experts, from 0 on each rank.
+
+    Args:
+        model: experts, top-k and number of decoder layers
+        layer_numbers: [L] global number of each layer
+        tokens_R: [R] padding tokens of each rank
+
+    Returns:
+        [L, R, E] rows to add.
+    """
+    stride = model.hidden_layers * model.top_k
+    # The ids repeat after so many tokens.
+    period = model.experts // math.gcd(stride, model.experts)
+    whole_LE = _running_rows(model, layer_numbers, period)
+    parts = [n // period * whole_LE + _running_rows(model, layer_numbers, n % period) for n in tokens_R.tolist()]
+    return np.stack(parts, axis=1)
 
 
 def first_rows(experts: int, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
     """[R, E] rows of ids 0..top_k-1 for every token."""
     return np.asarray(tokens_R, dtype=np.int64)[:, None] * (np.arange(experts) < top_k)
+
+
+def _running_rows(model: ModelShape, layer_numbers: Sequence[int], tokens: int) -> np.ndarray:
+    """[L, E] rows of the first `tokens` padding tokens."""
+    place_LP = np.arange(tokens) * model.hidden_layers + np.array(layer_numbers)[:, None]
+    ids_LPK = (place_LP[:, :, None] * model.top_k + np.arange(model.top_k)) % model.experts
+    layer_L = np.arange(len(layer_numbers))[:, None, None]
+    flat = np.bincount((ids_LPK + layer_L * model.experts).ravel(), minlength=len(layer_numbers) * model.experts)
+    return flat.reshape(len(layer_numbers), model.experts)
 
 
 def _raise_lowest(load_LE: np.ndarray, *, cap: int, rows: int) -> np.ndarray:

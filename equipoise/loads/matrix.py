@@ -179,7 +179,7 @@ class _Window:
         groups = [slice(start, start + size) for start in range(0, self.schedule.ranks, size)]
         for m, cut in ((m, cut) for m in range(self.schedule.micro_steps) for cut in groups):
             if self.last_MR[m, cut].any():
-                self._spread(m, cut, self.last_MR[m, cut])
+                self.load_MLRE[m, :, cut] += self._spread_rows(m, cut, self.last_MR[m, cut])
             if self.schedule.padding_MR[m, cut].any():
                 self._pad(m, cut, self.schedule.padding_MR[m, cut])
         return LoadMatrix(
@@ -190,22 +190,22 @@ class _Window:
             layer_numbers_L=np.array(self.layer_numbers),
         )
 
-    def _spread(self, m: int, cut: slice, tokens_R: np.ndarray) -> np.ndarray:
-        rows = spread_rows(self.load_MLRE[m, :, cut].sum(axis=1), tokens_R, self.model.top_k)
-        self.load_MLRE[m, :, cut] += rows
-        return rows
+    def _spread_rows(self, m: int, cut: slice, tokens_R: np.ndarray) -> np.ndarray:
+        return spread_rows(self.load_MLRE[m, :, cut].sum(axis=1), tokens_R, self.model.top_k)
 
     def _pad(self, m: int, cut: slice, tokens_R: np.ndarray) -> None:
-        policy = self.schedule.padding_policy
+        policy, model = self.schedule.padding_policy, self.model
         if policy == "unknown":
             self.unknown_MLR[m, :, cut] += tokens_R
-        elif policy == "spread":
-            self._padding()[m, :, cut] += self._spread(m, cut, tokens_R)
+            return
+        if policy == "spread":
+            rows = self._spread_rows(m, cut, tokens_R)
+        elif policy == "arange":
+            rows = arange_rows(model, self.layer_numbers, tokens_R)
         else:
-            choose = arange_rows if policy == "arange" else first_rows
-            rows = choose(self.model.experts, tokens_R, self.model.top_k)
-            self._padding()[m, :, cut] += rows
-            self.load_MLRE[m, :, cut] += rows
+            rows = first_rows(model.experts, tokens_R, model.top_k)
+        self._padding()[m, :, cut] += rows
+        self.load_MLRE[m, :, cut] += rows
 
     def _coverage(self) -> np.ndarray:
         forwarded_MLR = (self.schedule.num_tokens_MR + self.schedule.padding_MR)[:, None, :]

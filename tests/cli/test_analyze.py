@@ -68,6 +68,15 @@ def test_loads_of_one_window_can_be_analysed(equipoise, routes, tmp_path):
     assert outcome.document["stages"] == {"update": outcome.document["stages"]["update"]}
     assert outcome.document["stages"]["update"]["skew"] == skew(loads).to_dict()
     assert "add --model" in equipoise("analyze", tmp_path / "loads.npz").err
+    refused = equipoise("analyze", tmp_path / "loads.npz", "--model", "olmoe", "--schedule", "tokens:99")
+    assert (refused.code, "scheduled already" in refused.err) == (2, True)
+
+
+def test_histograms_of_another_model_are_refused(equipoise, routes, tmp_path):
+    save_counts(count_routes(routes), tmp_path / "counts.npz")
+    outcome = equipoise("analyze", tmp_path / "counts.npz", "--model", "mixtral-8x7b")
+    assert outcome.code == 2
+    assert "holds histograms of 'olmoe': experts is 64, not 8" in outcome.err
 
 
 def test_slices_are_counted_from_the_routes(equipoise, routes, store):

@@ -61,6 +61,15 @@ def test_coverage_and_padding_are_shares_of_what_is_forwarded():
     assert analysis.rows == load.sum()
 
 
+def test_idle_ranks_do_not_raise_coverage():
+    load = np.zeros((1, 3, 8, 128), dtype=np.int64)
+    load[:, :, 0] = 1
+    coverage = np.ones((1, 3, 8))
+    coverage[:, :, 0] = 0.5
+    analysis = analyze_loads([LoadMatrix(load, coverage_MLR=coverage)], model=MODEL, cluster=CLUSTER)
+    assert analysis.coverage == 0.5
+
+
 def test_the_document_is_json_and_says_what_is_not_measured(windows):
     document = analyze_loads(windows, model=MODEL, cluster=CLUSTER, memory_gib=80).to_dict()
     assert json.loads(json.dumps(document)) == document

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from equipoise.core import ModelShape
 from equipoise.loads.filling import arange_rows, first_rows, spread_rows
 
 
@@ -52,11 +53,25 @@ def test_spread_fills_the_valleys_first_and_ties_by_expert_number():
     assert spread_rows(np.zeros((1, 4), dtype=np.int64), np.array([1]), 3).tolist() == [[[1, 1, 1, 0]]]
 
 
-def test_running_ids_equal_those_written_out():
-    tokens_R, experts, top_k = np.array([0, 3, 5]), 7, 4
-    for count, rows_E in zip(tokens_R, arange_rows(experts, tokens_R, top_k), strict=True):
-        ids = np.arange(count * top_k) % experts
-        assert rows_E.tolist() == np.bincount(ids, minlength=experts).tolist()
+@pytest.mark.parametrize(("experts", "top_k", "hidden_layers"), [(7, 4, 5), (8, 2, 4), (12, 3, 2), (3, 3, 1)])
+def test_running_ids_equal_those_written_out(experts, top_k, hidden_layers):
+    numbers = tuple(range(1, hidden_layers)) or (0,)
+    model = ModelShape(
+        name="m",
+        experts=experts,
+        top_k=top_k,
+        layer_numbers=numbers,
+        hidden_layers=hidden_layers,
+        hidden=1,
+        expert_width=1,
+    )
+    tokens_R = np.array([0, 3, 29])
+    rows_LRE = arange_rows(model, numbers, tokens_R)
+    for r, tokens in enumerate(tokens_R):
+        written_out = np.arange(tokens * hidden_layers * top_k).reshape(tokens, hidden_layers, top_k) % experts
+        for i, number in enumerate(numbers):
+            wanted = np.bincount(written_out[:, number].ravel(), minlength=experts)
+            assert rows_LRE[i, r].tolist() == wanted.tolist()
 
 
 def test_first_ids_take_every_token():
