@@ -18,6 +18,7 @@ from equipoise.cli.output import print_json, screen
 if TYPE_CHECKING:
     from equipoise.cli.step_loads import Packing
     from equipoise.core import LoadMatrix, ModelShape
+    from equipoise.loads import Analysis
 
 DEMO_MODEL = "qwen3-30b-a3b"
 
@@ -49,7 +50,6 @@ def analyze(
     as_json: JsonFlag = False,
 ) -> None:
     """Show skew, seconds lost and memory of a step."""
-    from equipoise.cli.analysis_view import show
     from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster
     from equipoise.loads import analyze_loads
@@ -65,15 +65,21 @@ def analyze(
         memory_gib=memory_gib,
         activations="kept" if keep_activations else "recomputed",
     )
-    show(analysis, screen(as_json=as_json), source="a generated step" if dump is None else dump.name)
-    document = analysis.to_dict()
-    if out is not None:
-        _write(document, out)
-        screen(as_json=as_json).print(f"Written: {out}")
-    if as_json:
-        print_json(document)
+    _publish(analysis, source="a generated step" if dump is None else dump.name, out=out, as_json=as_json)
     if analysis.memory.fits is False:
         raise typer.Exit(1)
+
+
+def _publish(analysis: "Analysis", *, source: str, out: Path | None, as_json: bool) -> None:
+    from equipoise.cli.analysis_view import show
+
+    console, document = screen(as_json=as_json), analysis.to_dict()
+    show(analysis, console, source=source)
+    if out is not None:
+        _write(document, out)
+        console.print(f"Written: {out}")
+    if as_json:
+        print_json(document)
 
 
 def _load(

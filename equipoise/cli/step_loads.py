@@ -15,7 +15,16 @@ import numpy as np
 
 from equipoise.cli.options import DEFAULT_SCHEDULE, count_dump, find_model
 from equipoise.cli.output import progress
-from equipoise.core import LoadMatrix, ModelShape, RouteCounts, RoutesError, Schedule, ScheduleError, TopologyError
+from equipoise.core import (
+    LoadMatrix,
+    ModelShape,
+    RouteCounts,
+    Routes,
+    RoutesError,
+    Schedule,
+    ScheduleError,
+    TopologyError,
+)
 from equipoise.core import loads as loads_file
 from equipoise.loads import (
     TokenPolicy,
@@ -27,7 +36,7 @@ from equipoise.loads import (
     slice_sequence,
     step_schedules,
 )
-from equipoise.routes import read_routes
+from equipoise.routes import stream_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +111,24 @@ def load_step(
     if packing.whole_samples:
         counts = count_dump(dump, model=model, form=form)
         return counts.model, count_windows(counts, packing)
-    routes = read_routes(dump, model=find_model(model, dump=dump, form=form), format=form)
+    routes = _read(dump, find_model(model, dump=dump, form=form), form)
     tokens_B = np.array([sample.num_tokens for sample in routes], dtype=np.int64)
     schedules = packing.schedules(tokens_B, TokenPolicy())
     with progress("counting") as show:
         return routes.model, count_step(routes, schedules, ep=packing.ep, progress=show)
+
+
+def _read(dump: Path, model: ModelShape, form: str | None) -> Routes:
+    """All routes, in memory or mapped, with a bar while they are read."""
+    stream = stream_routes(dump, model=model, format=form)
+    samples = []
+    with progress("reading") as show:
+        for sample in stream:
+            samples.append(sample)
+            show(len(samples), 0)
+    if not samples:
+        raise RoutesError(f"{dump} holds no sample; is it the right file?")
+    return Routes.of(samples, model=model, layer_numbers=stream.layer_numbers)
 
 
 def count_windows(counts: RouteCounts, packing: Packing) -> tuple[LoadMatrix, ...]:
