@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import DEFAULT_SCHEDULE, FormatOption, JsonFlag, ModelOption
+from equipoise.cli.options import (
+    DEFAULT_SCHEDULE,
+    FormatOption,
+    JsonFlag,
+    LastRowOption,
+    ModelOption,
+    Reading,
+    ShortFlag,
+    find_model,
+)
 from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
@@ -45,6 +54,8 @@ def analyze(
         bool, typer.Option("--keep-activations", help="Expert activations are kept for backward, not recomputed.")
     ] = False,
     form: FormatOption = None,
+    last_row: LastRowOption = "recorded",
+    allow_short: ShortFlag = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
@@ -56,7 +67,8 @@ def analyze(
 
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, cp=cp, sp=sp, recompute=recompute)
     hardware = Cluster.preset(cluster, ep=ep)
-    shape, windows = _load(dump, demo=demo, model=model, form=form, packing=packing)
+    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    shape, windows = _load(dump, reading, packing, demo=demo)
     hardware.home_slots(shape)
     analysis = analyze_loads(
         windows,
@@ -83,20 +95,18 @@ def _publish(analysis: "Analysis", *, source: str, out: Path | None, as_json: bo
 
 
 def _load(
-    dump: Path | None, *, demo: bool, model: str | None, form: str | None, packing: "Packing"
+    dump: Path | None, reading: Reading, packing: "Packing", *, demo: bool
 ) -> "tuple[ModelShape, tuple[LoadMatrix, ...]]":
     from equipoise.cli.step_loads import count_windows, load_step
     from equipoise.core import RoutesError
     from equipoise.loads import generate_counts
 
     if demo and dump is None:
-        from equipoise.cli.options import find_model
-
-        counts = generate_counts(find_model(model or DEMO_MODEL), samples=512, mean_tokens=4096)
+        counts = generate_counts(find_model(reading.model or DEMO_MODEL), samples=512, mean_tokens=4096)
         return counts.model, count_windows(counts, packing)
     if demo or dump is None:
         raise RoutesError("give one of the two: a DUMP to analyse, or --demo for a generated step")
-    return load_step(dump, model=model, form=form, packing=packing)
+    return load_step(dump, reading, packing)
 
 
 def _write(document: dict[str, object], path: Path) -> None:

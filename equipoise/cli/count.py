@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.options import DumpArgument, FormatOption, JsonFlag, ModelOption, count_dump, refuse_existing
+from equipoise.cli.options import (
+    DumpArgument,
+    FormatOption,
+    JsonFlag,
+    LastRowOption,
+    ModelOption,
+    Reading,
+    ShortFlag,
+    count_dump,
+    refuse_existing,
+)
 from equipoise.cli.output import print_json, screen
 
 
@@ -18,6 +28,8 @@ def count(
     out: Annotated[Path, typer.Option("-o", "--out", help="The histograms to write, for example counts.npz.")],
     model: ModelOption = None,
     form: FormatOption = None,
+    last_row: LastRowOption = "recorded",
+    allow_short: ShortFlag = False,
     pairs: Annotated[bool, typer.Option("--pairs", help="Also count which experts are chosen together.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -25,7 +37,8 @@ def count(
     from equipoise.loads import save_counts
 
     refuse_existing(out)
-    counts = count_dump(dump, model=model, form=form, pairs=pairs)
+    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    counts = count_dump(dump, reading, pairs=pairs)
     save_counts(counts, out)
     figures = {
         "samples": len(counts),

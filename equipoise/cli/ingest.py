@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.options import DumpArgument, FormatOption, JsonFlag, ModelOption, find_model, refuse_existing
+from equipoise.cli.options import (
+    DumpArgument,
+    FormatOption,
+    JsonFlag,
+    LastRowOption,
+    ModelOption,
+    Reading,
+    ShortFlag,
+    refuse_existing,
+)
 from equipoise.cli.output import print_json, progress, screen
 
 
@@ -18,15 +27,16 @@ def ingest(
     out: Annotated[Path, typer.Option("-o", "--out", help="The store to write, for example routes.eqr.")],
     model: ModelOption = None,
     form: FormatOption = None,
+    last_row: LastRowOption = "recorded",
+    allow_short: ShortFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Bring a dump of any form into the native store."""
     from equipoise.cli.storing import write_store
-    from equipoise.routes import stream_routes
 
     refuse_existing(out)
-    shape = find_model(model, dump=dump, form=form)
-    stream = stream_routes(dump, model=shape, format=form)
+    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    shape, stream = reading.stream(dump)
     with progress("reading") as show:
         written = write_store(out, stream, model=shape, layer_numbers=stream.layer_numbers, show=show)
     screen(as_json=as_json).print(written.words())

@@ -3,8 +3,9 @@
 Knows the words users write. Does not know how routes are read or counted: it calls the rooms that do.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +13,7 @@ from equipoise.cli.output import progress
 
 if TYPE_CHECKING:
     from equipoise.core import ModelShape, RouteCounts
+    from equipoise.routes.interpret import SampleStream
 
 DEFAULT_SCHEDULE = "samples:1"
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
@@ -21,6 +23,13 @@ ModelOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Form of the dump, see `equipoise formats`; by content if left out.")
+]
+LastRowOption = Annotated[
+    Literal["recorded", "placeholder"],
+    typer.Option("--last-row", help="What the row of a sample's last token is: a route, or filler to drop."),
+]
+ShortFlag = Annotated[
+    bool, typer.Option("--allow-short", help="Accept samples whose recording stopped early; the rest stays unknown.")
 ]
 DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or folder in any form.", show_default=False)]
 
@@ -41,14 +50,31 @@ def find_model(name: str | None, *, dump: Path | None = None, form: str | None =
     raise RoutesError(f"{dump or 'this'} does not name its model; add --model with a preset or a HF config.json")
 
 
-def count_dump(dump: Path, *, model: str | None, form: str | None, pairs: bool = False) -> "RouteCounts":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the user says a dump is to be read."""
+
+    model: str | None
+    form: str | None
+    last_row: Literal["recorded", "placeholder"] = "recorded"
+    allow_short: bool = False
+
+    def stream(self, dump: Path) -> "tuple[ModelShape, SampleStream]":
+        """Return the model and one sample after another."""
+        from equipoise.routes import stream_routes
+
+        shape = find_model(self.model, dump=dump, form=self.form)
+        return shape, stream_routes(
+            dump, model=shape, format=self.form, last_row=self.last_row, allow_short=self.allow_short
+        )
+
+
+def count_dump(dump: Path, reading: Reading, *, pairs: bool = False) -> "RouteCounts":
     """Count a dump as it is read, one sample in memory at a time."""
     from equipoise.core import RoutesError
     from equipoise.loads import count_routes
-    from equipoise.routes import stream_routes
 
-    shape = find_model(model, dump=dump, form=form)
-    stream = stream_routes(dump, model=shape, format=form)
+    shape, stream = reading.stream(dump)
     with progress("counting") as show:
         counts = count_routes(stream, model=shape, layer_numbers=stream.layer_numbers, pairs=pairs, progress=show)
     if not len(counts):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.options import DEFAULT_SCHEDULE, count_dump, find_model
+from equipoise.cli.options import DEFAULT_SCHEDULE, Reading, count_dump, find_model
 from equipoise.cli.output import progress
 from equipoise.core import (
     LoadMatrix,
@@ -36,7 +36,6 @@ from equipoise.loads import (
     slice_sequence,
     step_schedules,
 )
-from equipoise.routes import stream_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,32 +94,30 @@ class Packing:
         return step
 
 
-def load_step(
-    dump: Path, *, model: str | None, form: str | None, packing: Packing
-) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
+def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
     """Return the model and the loads of every window of the step."""
     kind = _npz_kind(dump)
     if kind == loads_file.FORMAT:
         if packing != Packing(ep=packing.ep):
             raise ScheduleError(f"{dump} holds loads, which are scheduled already; of the options keep --ep alone")
-        return find_model(model, dump=dump), (LoadMatrix.load(dump),)
+        return find_model(reading.model, dump=dump), (LoadMatrix.load(dump),)
     if kind == counts_file.FORMAT:
         counts = load_counts(dump)
-        _check_model(dump, counts.model, model)
+        _check_model(dump, counts.model, reading.model)
         return counts.model, count_windows(counts, packing)
     if packing.whole_samples:
-        counts = count_dump(dump, model=model, form=form)
+        counts = count_dump(dump, reading)
         return counts.model, count_windows(counts, packing)
-    routes = _read(dump, find_model(model, dump=dump, form=form), form)
+    routes = _read(dump, reading)
     tokens_B = np.array([sample.num_tokens for sample in routes], dtype=np.int64)
     schedules = packing.schedules(tokens_B, TokenPolicy())
     with progress("counting") as show:
         return routes.model, count_step(routes, schedules, ep=packing.ep, progress=show)
 
 
-def _read(dump: Path, model: ModelShape, form: str | None) -> Routes:
+def _read(dump: Path, reading: Reading) -> Routes:
     """All routes, in memory or mapped, with a bar while they are read."""
-    stream = stream_routes(dump, model=model, format=form)
+    model, stream = reading.stream(dump)
     samples = []
     with progress("reading") as show:
         for sample in stream:

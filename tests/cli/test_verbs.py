@@ -106,6 +106,35 @@ def test_count_says_what_is_unknown(equipoise, tmp_path):
     assert f"{2 * MODEL.layers} routes unknown" in outcome.out
 
 
+def write_rows(path, rows: int, *, tokens: int) -> None:
+    """One vLLM sample with so many rows for so many tokens."""
+    (sample,) = generate_routes(MODEL, samples=1, mean_tokens=rows + 1, length_sigma=0.0).samples
+    np.savez(path, s=sample.ids_TLK, s_tokens=np.arange(tokens))
+
+
+@pytest.mark.parametrize("verb", ["ingest", "count", "analyze"])
+def test_a_recording_that_stopped_early_is_accepted_only_if_the_user_says_so(equipoise, tmp_path, verb):
+    write_rows(tmp_path / "short.npz", 8, tokens=12)
+    arguments = [verb, tmp_path / "short.npz", "--model", "olmoe", "-o", tmp_path / "out", "--json"]
+    refused = equipoise(*arguments)
+    assert (refused.code, "8 rows for 12 tokens" in refused.err) == (2, True)
+    accepted = equipoise(*arguments, "--allow-short")
+    assert accepted.code == 0
+    if verb == "count":
+        assert accepted.document["unknown"] == 4 * MODEL.layers
+    if verb == "analyze":
+        assert accepted.document["coverage"] == pytest.approx(8 / 11)
+
+
+def test_a_placeholder_row_is_dropped_if_the_user_says_so(equipoise, tmp_path):
+    write_rows(tmp_path / "full.npz", 12, tokens=12)
+    arguments = ["count", tmp_path / "full.npz", "--model", "olmoe", "--json"]
+    recorded = equipoise(*arguments, "-o", tmp_path / "a.npz").document
+    dropped = equipoise(*arguments, "-o", tmp_path / "b.npz", "--last-row", "placeholder").document
+    assert recorded["rows"] - dropped["rows"] == MODEL.layers * MODEL.top_k
+    assert dropped["unknown"] == MODEL.layers
+
+
 def test_formats_lists_every_form_with_its_words_whole(equipoise):
     shown, listed = equipoise("formats"), equipoise("formats", "--json")
     assert shown.code == listed.code == 0
