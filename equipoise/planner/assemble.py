@@ -66,6 +66,10 @@ class Draft:
     static_MLC: np.ndarray
     charges: Seconds = field(default_factory=Seconds)
     """Seconds a policy pays beyond the price lines and edges."""
+    moved: Bytes = field(default_factory=Bytes)
+    """Bytes a policy moves beyond the price lines and edges."""
+    slots: int | None = None
+    """Replica slots that the policy takes for itself, where it does not keep to the task's."""
     persistent: bool = False
     cross_node: bool = False
     executable: bool = True
@@ -123,7 +127,7 @@ def build_plan(task: Task, draft: Draft) -> Plan:
         model=task.model,
         policy=task.policy,
         objective=task.objective,
-        slots=task.slots,
+        slots=task.slots if draft.slots is None else draft.slots,
         home_LE=draft.home_LE,
         home_slot_LE=draft.home_slot_LE,
         replica_table=table,
@@ -167,8 +171,8 @@ def _bytes(draft: Draft, links: Links, cost: CostModel) -> Bytes:
     return Bytes(
         peer=int(parts[PEER_PULLS]) * model.expert_bytes + returned,
         host=int(parts[HOST_PULLS]) * model.expert_bytes,
-        edge_inside=links.all_inside * per_edge,
-        edge_across=links.all_across * per_edge,
+        edge_inside=links.all_inside * per_edge + draft.moved.edge_inside,
+        edge_across=links.all_across * per_edge + draft.moved.edge_across,
         all_to_all_inside=int(parts[INSIDE]) * model.row_bytes * exchanges,
         all_to_all_across=int(parts[ACROSS]) * model.row_bytes * exchanges,
     )
