@@ -1,0 +1,141 @@
+"""The price of one (micro-step, layer) in plain words: what `kernels.py` computes, the same to the nanosecond.
+
+Never optimised. It builds the whole split with `core.split.split_rows` and reads every figure off it:
+1. compute: the busiest rank, by its rows and its non-empty slots;
+2. exchange: rows over the busiest link, sent or received, inside nodes and across them;
+3. pull: how much later than its window a rank has its replicas, forward and backward, or a home has served them;
+4. return: how much later than the backward window gradients are home, and adding them there.
+
+Knows `Tables` and rows. Does not know how replicas were chosen.
+"""
+
+import numpy as np
+
+from equipoise.core.split import split_rows
+from equipoise.cost.kernels import ACROSS, COMPUTE, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
+from equipoise.cost.model import Tables, interpolate
+
+
+def price(
+    load_RE: np.ndarray,
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    rep_expert_RS: np.ndarray,
+    rep_rows_RS: np.ndarray,
+    keep_permille_N: np.ndarray,
+    tables: Tables,
+    persistent: bool,
+    line: np.ndarray,
+) -> int:
+    """Price one (micro-step, layer) and return its nanoseconds; the parts go into `line`. See `kernels.price`."""
+    quota_ER = quotas(load_RE.sum(axis=0), home_E, rep_expert_RS, rep_rows_RS)
+    line[:] = 0
+    for rows, slots in zip(quota_ER.sum(axis=0), (quota_ER > 0).sum(axis=0), strict=True):
+        line[COMPUTE] = max(line[COMPUTE], interpolate(tables.rows_X, tables.compute_ns_SX[slots], int(rows)))
+    split_RER = split_rows(load_RE, quota_ER, node_R=node_R)
+    exchange(split_RER, node_R, keep_permille_N, tables, line)
+    if not persistent:
+        held = [(int(rep_expert_RS[r, j]), int(r)) for r, j in np.argwhere(rep_rows_RS > 0)]
+        transfers(held, home_E, node_R, windows_ns(load_RE, tables), tables, line)
+    return int(line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN])
+
+
+def quotas(load_E: np.ndarray, home_E: np.ndarray, rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> np.ndarray:
+    """[E, R] rows each holder takes: replicas what their slots say, the home the rest."""
+    experts, ranks = len(load_E), len(rep_expert_RS)
+    quota_ER = np.zeros((experts, ranks), dtype=np.int64)
+    quota_ER[np.arange(experts), home_E] = load_E
+    for rank in range(ranks):
+        for expert, rows in zip(rep_expert_RS[rank], rep_rows_RS[rank], strict=True):
+            if expert >= 0:
+                quota_ER[expert, rank] += rows
+                quota_ER[expert, home_E[expert]] -= rows
+    return quota_ER
+
+
+def exchange(
+    split_RER: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, tables: Tables, line: np.ndarray
+) -> None:
+    """Rows over the busiest link, and what all exchanges of them take."""
+    same_RR = node_R[:, None] == node_R[None, :]
+    other_RR = ~np.eye(len(node_R), dtype=np.bool_)
+    # Rows cross into a node once per token, not once per expert, as far as co-activation counts say.
+    kept_RER = split_RER * keep_permille_N[node_R][None, None, :] // 1000
+    inside_RR = split_RER.sum(axis=1) * (same_RR & other_RR)
+    across_RR = kept_RER.sum(axis=1) * ~same_RR
+    line[INSIDE], line[ACROSS] = inside_RR.sum(), across_RR.sum()
+    inside, across = (max(rows.sum(axis=0).max(), rows.sum(axis=1).max()) for rows in (inside_RR, across_RR))
+    busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
+    line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
+
+
+def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int]:
+    """What pulls can hide behind, forward and backward: attention of the fullest source and mean expert compute."""
+    ranks, experts = load_RE.shape
+    tokens = int(-(-load_RE.sum(axis=1) // tables.top_k).max())
+    mean_rows = int(-(-load_RE.sum() // ranks))
+    mean = interpolate(tables.rows_X, tables.compute_ns_SX[experts // ranks], mean_rows)
+    # Forward is about a third of forward + backward.
+    forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
+    backward = tokens * tables.backward_window_ps // 1000 + mean * 2 // 3
+    return tables.depth * forward, tables.depth * backward
+
+
+def transfers(
+    replicas: list[tuple[int, int]],
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    windows: tuple[int, int],
+    tables: Tables,
+    line: np.ndarray,
+) -> None:
+    """Exposed pulls and returns of the replicas, given as (expert, rank)."""
+    ranks = range(len(node_R))
+    into = [sum(rank == r for _, rank in replicas) for r in ranks]
+    out = [sum(home_E[e] == r for e, _ in replicas) for r in ranks]
+    far = [sum(rank == r and node_R[home_E[e]] != node_R[r] for e, rank in replicas) for r in ranks]
+    for phase in range(tables.phases):
+        window = windows[phase]
+        by_host = [host_pulls(into[r], far[r], window, tables) if into[r] else 0 for r in ranks]
+        line[HOST_PULLS] += sum(by_host)
+        line[PEER_PULLS] += len(replicas) - sum(by_host)
+        late = [pull_ns(by_host[r], into[r] - by_host[r], tables) - window for r in ranks if into[r]]
+        if phase == 0:
+            # A home serves its pulls one after another, too.
+            late += [served * tables.peer_ns - window for served in out]
+        line[PULL] += max(0, *late) if late else 0
+    if tables.phases == 2 and replicas:
+        late_return = max(*into, *out) * tables.return_ns - windows[1]
+        line[RETURN] = max(0, late_return) + max(out) * tables.add_ns
+
+
+def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:
+    """Nanoseconds until all pulls of one rank are there; the two paths run side by side."""
+    host = tables.host_fixed_ns + by_host * tables.host_ns if by_host else 0
+    peer = tables.peer_fixed_ns + by_peer * tables.peer_ns if by_peer else 0
+    return max(host, peer)
+
+
+def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
+    """How many pulls of a rank take the host path: the preferred number that is in time, else the fastest."""
+    choices = list(range(far, pulls + 1))
+    if tables.prefers_host:
+        choices.reverse()
+    in_time = [n for n in choices if pull_ns(n, pulls - n, tables) <= window_ns]
+    if in_time:
+        return in_time[0]
+    # Of equally fast ones the least by host, then the preferred order.
+    return min([far, *choices], key=lambda n: pull_ns(n, pulls - n, tables))
+
+
+def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it. See `kernels.kept_permille`."""
+    kept_N = np.full(nodes, 1000)
+    if len(pair_EE) == 0 or top_k < 2:
+        return kept_N
+    for node in range(nodes):
+        here_EE = pair_EE[np.ix_(node_E == node, node_E == node)]
+        single, double = int(np.trace(here_EE)), int(np.triu(here_EE, k=1).sum())
+        if single:
+            kept_N[node] = max(1, 1000 - 2000 * double // (top_k * single))
+    return kept_N
