@@ -7,7 +7,6 @@ A dump is one of
 Knows files and options. Does not know how anything is counted: that is `loads`.
 """
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +64,7 @@ class Packing:
         if self.is_file:
             return self._from_file()
         way, _, number = self.schedule.partition(":")
-        names = {"samples": "samples_per_micro_step", "tokens": "token_budget"}
-        if way not in names or not (number.isascii() and number.isdigit()):
+        if way not in ("samples", "tokens") or not (number.isascii() and number.isdigit()):
             raise ScheduleError(
                 f"--schedule is {self.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
             )
@@ -85,6 +83,11 @@ class Packing:
         return tuple(slice_sequence(slice_context(window, self.cp), self.sp) for window in step)
 
     def _from_file(self) -> tuple[Schedule, ...]:
+        if self != Packing(ep=self.ep, schedule=self.schedule):
+            raise ScheduleError(
+                f"{self.schedule} says which windows there are and how they are cut; "
+                "leave --mini-batches, --cp, --sp and --no-recompute out"
+            )
         step = read_schedules(self.schedule)
         wrong = [s.ranks for s in step if s.ranks != self.ep]
         if wrong:
@@ -151,7 +154,10 @@ def _npz_kind(path: Path) -> str:
     if path.suffix != ".npz" or not path.is_file():
         return ""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            return ""
+        with file:
             return str(file["format"]) if "format" in file.files else ""
-    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zipfile.error):
+    except (*loads_file.NPZ_ERRORS, OSError, ValueError, EOFError, KeyError, RuntimeError):
         return ""

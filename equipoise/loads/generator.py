@@ -94,7 +94,7 @@ def generate_routes(model: ModelShape, **figures: Any) -> Routes:
 
 
 def generate_counts(model: ModelShape, **figures: Any) -> RouteCounts:
-    """Generate histograms alone, hundreds of times faster; arguments as in `generate_samples`."""
+    """Generate histograms alone, some thirty times faster at 8k tokens; arguments as in `generate_samples`."""
     workload = Workload(model=model, **figures)
     count_BLE = np.zeros((workload.samples, model.layers, model.experts), dtype=np.int64)
     rows_B = np.zeros(workload.samples, dtype=np.int64)
