@@ -98,9 +98,9 @@ def share_evenly(load_ME: np.ndarray, copies_ER: np.ndarray) -> np.ndarray:
     whole_ME, rest_ME = np.divmod(load_ME, copies_E)
     turn_MC = (index_C + np.arange(micro_steps)[:, None]) % copies_E[expert_C]
     rows_MC = whole_ME[:, expert_C] + (turn_MC < rest_ME[:, expert_C])
-    quota_MER = np.zeros((micro_steps, experts, copies_ER.shape[1]), dtype=np.int64)
-    np.add.at(quota_MER, (slice(None), expert_C, rank_C), rows_MC)
-    return quota_MER
+    quota_ERM = np.zeros((experts, copies_ER.shape[1], micro_steps), dtype=np.int64)
+    np.add.at(quota_ERM, (expert_C, rank_C), rows_MC.T)
+    return quota_ERM.transpose(2, 0, 1)
 
 
 def choose_homes(task: Task, holds_LER: np.ndarray) -> np.ndarray:
