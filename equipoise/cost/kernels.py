@@ -8,6 +8,8 @@ Invariants (asserted by the tests):
 2. Without replicas nothing is charged for pulls or returns.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -18,6 +20,8 @@ COMPUTE, EXCHANGE, PULL, RETURN = range(4)
 INSIDE, ACROSS, HOST_PULLS, PEER_PULLS = range(4, 8)
 """Further columns: rows exchanged inside and across nodes, replicas pulled by path, all ranks together."""
 COLUMNS = 8
+SENT_INSIDE, RECEIVED_INSIDE, SENT_ACROSS, RECEIVED_ACROSS = range(4)
+"""Columns of a link table, rows each."""
 
 
 @njit(cache=True)
@@ -34,6 +38,54 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
         i += 1
     rise = ns_X[i] - ns_X[i - 1]
     return ns_X[i - 1] + rise * (rows - rows_X[i - 1]) // (rows_X[i] - rows_X[i - 1])
+
+
+class Traffic(NamedTuple):
+    """What one (micro-step, layer) sends if every row goes to its expert's home."""
+
+    total_E: np.ndarray
+    node_NE: np.ndarray
+    """[N, E] rows by source node."""
+    row_R: np.ndarray
+    """[R] rows at each source."""
+    link_R4: np.ndarray
+    """[R, 4] rows sent inside, received inside, sent across, received across nodes."""
+
+
+@njit(cache=True)
+def traffic(load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_mask_NE: np.ndarray) -> Traffic:
+    """Add up rows by link; `node_mask_NE` is -1 where an expert's home is in the node, else 0 (see `home_nodes`)."""
+    ranks, experts = load_RE.shape
+    node_NE = np.zeros((len(node_mask_NE), experts), dtype=np.int64)
+    row_R = np.zeros(ranks, dtype=np.int64)
+    link_R4 = np.zeros((ranks, 4), dtype=np.int64)
+    for s in range(ranks):
+        load_E, mask_E, sum_E = load_RE[s], node_mask_NE[node_R[s]], node_NE[node_R[s]]
+        row, inside = np.int64(0), np.int64(0)
+        for e in range(experts):
+            sum_E[e] += load_E[e]
+            row += load_E[e]
+            inside += load_E[e] & mask_E[e]
+        row_R[s] = row
+        link_R4[s, SENT_INSIDE] = inside
+        link_R4[s, SENT_ACROSS] = row - inside
+    total_E = node_NE.sum(axis=0)
+    for e in range(experts):
+        home = home_E[e]
+        near, own = node_NE[node_R[home], e], load_RE[home, e]
+        link_R4[home, SENT_INSIDE] -= own
+        link_R4[home, RECEIVED_INSIDE] += near - own
+        link_R4[home, RECEIVED_ACROSS] += total_E[e] - near
+    return Traffic(total_E, node_NE, row_R, link_R4)
+
+
+@njit(cache=True)
+def home_nodes(home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[N, E] -1 (all bits) where the expert's home is in the node, else 0."""
+    mask_NE = np.zeros((node_R.max() + 1, len(home_E)), dtype=np.int64)
+    for e in range(len(home_E)):
+        mask_NE[node_R[home_E[e]], e] = -1
+    return mask_NE
 
 
 @njit(cache=True)
@@ -55,32 +107,54 @@ def price(
         keep_permille_N: [N] rows that really cross into a node, in thousandths (co-activated experts share one copy)
         persistent: replicas stay for the whole window, so nothing is pulled or returned here
     """
-    ranks, experts = load_RE.shape
-    quota_E = np.zeros(experts, dtype=np.int64)
-    for s in range(ranks):
-        for e in range(experts):
-            quota_E[e] += load_RE[s, e]
-    replicated_E = np.zeros(experts, dtype=np.bool_)
-    rows_R = np.zeros(ranks, dtype=np.int64)
-    busy_R = np.zeros(ranks, dtype=np.int64)
+    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R))
+    holders = Holders(home_E, node_R, rep_expert_RS, rep_rows_RS)
+    return price_holders(load_RE, base, holders, keep_permille_N, tables, persistent, line)
+
+
+class Holders(NamedTuple):
+    """Who computes what in one (micro-step, layer)."""
+
+    home_E: np.ndarray
+    node_R: np.ndarray
+    rep_expert_RS: np.ndarray
+    rep_rows_RS: np.ndarray
+
+
+@njit(cache=True)
+def price_holders(
+    load_RE: np.ndarray,
+    base: Traffic,
+    holders: Holders,
+    keep_permille_N: np.ndarray,
+    tables: Tables,
+    persistent: bool,
+    line: np.ndarray,
+) -> int:
+    """`price` for traffic already added up, so that several holder tables on the same homes share that work."""
+    home_E, node_R, rep_expert_RS, rep_rows_RS = holders
+    ranks, slots = rep_expert_RS.shape
+    quota_E = base.total_E.copy()
+    link_R4 = base.link_R4.copy()
+    rows_R, busy_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
-        for j in range(rep_expert_RS.shape[1]):
-            e = rep_expert_RS[r, j]
-            if e >= 0 and rep_rows_RS[r, j] > 0:
-                quota_E[e] -= rep_rows_RS[r, j]
-                replicated_E[e] = True
+        for j in range(slots):
+            if rep_rows_RS[r, j] > 0:
+                quota_E[rep_expert_RS[r, j]] -= rep_rows_RS[r, j]
                 rows_R[r] += rep_rows_RS[r, j]
                 busy_R[r] += 1
-    for e in range(experts):
+    for e in range(len(home_E)):
         if quota_E[e] > 0:
             rows_R[home_E[e]] += quota_E[e]
             busy_R[home_E[e]] += 1
+        if quota_E[e] < base.total_E[e]:
+            _reroute(link_R4, load_RE, base, holders, e, quota_E[e])
     line[:] = 0
     for r in range(ranks):
         line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, rows_R[r], busy_R[r]))
-    _exchange(load_RE, home_E, node_R, quota_E, replicated_E, rep_expert_RS, rep_rows_RS, keep_permille_N, tables, line)
-    if not persistent and rep_expert_RS.shape[1] > 0:
-        forward_ns, backward_ns = windows_ns(load_RE, tables)
+    _exchange(link_R4, node_R, keep_permille_N, tables, line)
+    if not persistent and slots > 0:
+        forward_ns, backward_ns = windows_ns(base.row_R, len(home_E), tables)
         _transfers(home_E, node_R, rep_expert_RS, rep_rows_RS, forward_ns, backward_ns, tables, line)
     return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
 
@@ -111,102 +185,90 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
 
 @njit(cache=True)
 def _exchange(
-    load_RE: np.ndarray,
-    home_E: np.ndarray,
-    node_R: np.ndarray,
-    quota_E: np.ndarray,
-    replicated_E: np.ndarray,
-    rep_expert_RS: np.ndarray,
-    rep_rows_RS: np.ndarray,
-    keep_permille_N: np.ndarray,
-    tables: Tables,
-    line: np.ndarray,
+    link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, tables: Tables, line: np.ndarray
 ) -> None:
-    """Rows over the busiest link, sending or receiving, inside and across nodes."""
-    ranks, experts = load_RE.shape
-    # Columns: sent inside, received inside, sent across, received across.
-    link_R4 = np.zeros((ranks, 4), dtype=np.int64)
-    left_R = np.zeros(ranks, dtype=np.int64)
-    room_R = np.zeros(ranks, dtype=np.int64)
-    for e in range(experts):
-        home = home_E[e]
-        if not replicated_E[e]:
-            for s in range(ranks):
-                if s != home and load_RE[s, e] > 0:
-                    _ship(link_R4, node_R, keep_permille_N, s, home, load_RE[s, e])
-            continue
-        for r in range(ranks):
-            left_R[r] = load_RE[r, e]
-            room_R[r] = 0
-            for j in range(rep_expert_RS.shape[1]):
-                if rep_expert_RS[r, j] == e:
-                    room_R[r] += rep_rows_RS[r, j]
-        room_R[home] += quota_E[e]
-        for r in range(ranks):
-            own = min(left_R[r], room_R[r])
-            left_R[r] -= own
-            room_R[r] -= own
-        for node in range(len(keep_permille_N)):
-            _pour(link_R4, node_R, keep_permille_N, left_R, room_R, node)
-        _pour(link_R4, node_R, keep_permille_N, left_R, room_R, -1)
+    """Time of the busiest link, sending or receiving, inside and across nodes.
+
+    A rank receives what its node keeps; what it sends is thinned by the mean of all nodes.
+    """
+    mean_keep = keep_permille_N.sum() // len(keep_permille_N)
     inside, across = np.int64(0), np.int64(0)
-    for r in range(ranks):
-        inside = max(inside, max(link_R4[r, 0], link_R4[r, 1]))
-        across = max(across, max(link_R4[r, 2], link_R4[r, 3]))
-        line[INSIDE] += link_R4[r, 0]
-        line[ACROSS] += link_R4[r, 2]
+    for r in range(len(link_R4)):
+        sent = link_R4[r, SENT_ACROSS] * mean_keep // 1000
+        received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[node_R[r]] // 1000
+        inside = max(inside, max(link_R4[r, SENT_INSIDE], link_R4[r, RECEIVED_INSIDE]))
+        across = max(across, max(sent, received))
+        line[INSIDE] += link_R4[r, SENT_INSIDE]
+        line[ACROSS] += received
     busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
 
 
 @njit(cache=True)
-def _ship(
-    link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, source: int, holder: int, rows: int
+def _reroute(
+    link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int, home_rows: int
 ) -> None:
-    if node_R[source] == node_R[holder]:
-        link_R4[source, 0] += rows
-        link_R4[holder, 1] += rows
-    else:
-        kept = rows * keep_permille_N[node_R[holder]] // 1000
-        link_R4[source, 2] += kept
-        link_R4[holder, 3] += kept
-
-
-@njit(cache=True)
-def _pour(
-    link_R4: np.ndarray,
-    node_R: np.ndarray,
-    keep_permille_N: np.ndarray,
-    left_R: np.ndarray,
-    room_R: np.ndarray,
-    node: int,
-) -> None:
-    """Move what is left into what room there is, both in rank order, within one node (-1: anywhere)."""
+    """Take a replicated expert's rows off the links to its home, and put them on those to its holders, local first."""
+    home_E, node_R, rep_expert_RS, rep_rows_RS = holders
     ranks = len(node_R)
-    i, j = 0, 0
-    while True:
-        while i < ranks and (left_R[i] == 0 or (node >= 0 and node_R[i] != node)):
-            i += 1
-        while j < ranks and (room_R[j] == 0 or (node >= 0 and node_R[j] != node)):
-            j += 1
-        if i == ranks or j == ranks:
-            return
-        rows = min(left_R[i], room_R[j])
-        _ship(link_R4, node_R, keep_permille_N, i, j, rows)
-        left_R[i] -= rows
-        room_R[j] -= rows
+    home = home_E[expert]
+    near = base.node_NE[node_R[home], expert]
+    link_R4[home, RECEIVED_INSIDE] -= near - load_RE[home, expert]
+    link_R4[home, RECEIVED_ACROSS] -= base.total_E[expert] - near
+    left_R, room_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    for r in range(ranks):
+        load = load_RE[r, expert]
+        if r != home:
+            link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= load
+        for j in range(rep_expert_RS.shape[1]):
+            if rep_expert_RS[r, j] == expert:
+                room_R[r] += rep_rows_RS[r, j]
+        if r == home:
+            room_R[r] += home_rows
+        own = min(load, room_R[r])
+        left_R[r] = load - own
+        room_R[r] -= own
+    # What each node can take of its own sources' rows, then the rest; both sides in rank order.
+    for node in range(len(base.node_NE)):
+        left, room = np.int64(0), np.int64(0)
+        for r in range(ranks):
+            if node_R[r] == node:
+                left += left_R[r]
+                room += room_R[r]
+        moved = min(left, room)
+        if moved > 0:
+            _move(link_R4, left_R, room_R, node_R, node, moved)
+    for r in range(ranks):
+        link_R4[r, SENT_ACROSS] += left_R[r]
+        link_R4[r, RECEIVED_ACROSS] += room_R[r]
 
 
 @njit(cache=True)
-def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int]:
+def _move(
+    link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray, node: int, moved: int
+) -> None:
+    """Move `moved` rows inside a node from the first sources with rows left to the first holders with room."""
+    to_send, to_take = moved, moved
+    for r in range(len(node_R)):
+        if node_R[r] != node:
+            continue
+        rows = min(to_send, left_R[r])
+        left_R[r] -= rows
+        to_send -= rows
+        link_R4[r, SENT_INSIDE] += rows
+        rows = min(to_take, room_R[r])
+        room_R[r] -= rows
+        to_take -= rows
+        link_R4[r, RECEIVED_INSIDE] += rows
+
+
+@njit(cache=True)
+def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, int]:
     """What a pull can hide behind, forward and backward: attention of the fullest source, and mean expert compute."""
-    ranks, experts = load_RE.shape
-    tokens, total = np.int64(0), np.int64(0)
-    for s in range(ranks):
-        rows = load_RE[s].sum()
-        total += rows
-        tokens = max(tokens, (rows + tables.top_k - 1) // tables.top_k)
-    mean = compute_ns(tables, (total + ranks - 1) // ranks, min(experts // ranks, len(tables.compute_ns_SX) - 1))
+    ranks = len(row_R)
+    tokens = (row_R.max() + tables.top_k - 1) // tables.top_k
+    mean_rows = (row_R.sum() + ranks - 1) // ranks
+    mean = compute_ns(tables, mean_rows, min(experts // ranks, len(tables.compute_ns_SX) - 1))
     # Forward is about a third of forward + backward.
     forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
     backward = tokens * tables.backward_window_ps // 1000 + mean * 2 // 3
@@ -293,7 +355,7 @@ def choose_paths(
     """[R, S, 2] path of each replica, forward and backward: 0 peer, 1 host; experts of another node come first."""
     ranks, slots = rep_expert_RS.shape
     path_RS2 = np.zeros((ranks, slots, 2), dtype=np.int64)
-    windows = windows_ns(load_RE, tables)
+    windows = windows_ns(load_RE.sum(axis=1), load_RE.shape[1], tables)
     for r in range(ranks):
         pulls, far = np.int64(0), np.int64(0)
         for j in range(slots):

@@ -31,7 +31,8 @@ def level(
     groups = len(ranks_G)
     order = np.argsort(group_E, kind="mergesort")
     start_G = np.searchsorted(group_E[order], np.arange(groups + 1))
-    weight_G = ranks_G.max() * np.ones(groups, dtype=np.int64) // ranks_G
+    most_ranks = ranks_G.max()
+    weight_G = most_ranks * np.ones(groups, dtype=np.int64) // ranks_G
     rows_GM = np.zeros((groups, micro_steps), dtype=np.int64)
     for e in range(experts):
         rows_GM[group_E[e]] += load_EM[e]
@@ -43,15 +44,15 @@ def level(
     best, since = BIG, 0
     best_order = order.copy()
     best_rows_GM = rows_GM.copy()
-    best_cost, best_away = cost, away
+    best_away = away
     tabu_P = np.zeros(experts, dtype=np.int64)
     tenure = min(10, experts // 8 + 1)
     edge = np.zeros(experts, dtype=np.int64)
     swap = 0
     while True:
-        value = cost + busiest(rows_GM, ranks_G, weight_M)
+        value = cost + busiest(rows_GM, weight_G, most_ranks, weight_M)
         if value < best and away <= budget:
-            best, since, best_cost, best_away = value, 0, cost, away
+            best, since, best_away = value, 0, away
             best_order[:] = order
             best_rows_GM[:] = rows_GM
         elif since >= patience:
@@ -84,9 +85,18 @@ def level(
     for g in range(groups):
         for p in range(start_G[g], start_G[g + 1]):
             result[best_order[p]] = g
+    polished = result.copy()
+    work_GM = best_rows_GM * weight_M
+    for g in range(groups):
+        work_GM[g] *= weight_G[g]
     room = budget - best_away
-    polish(load_EM, result, best_rows_GM, ranks_G, weight_M, cost_EG, best_cost, owner_E, room, max_checks)
-    return result
+    polish(load_EM * weight_M, polished, work_GM, weight_G, most_ranks * cost_EG, owner_E, room, max_checks)
+    rows_GM[:] = 0
+    cost = np.int64(0)
+    for e in range(experts):
+        rows_GM[polished[e]] += load_EM[e]
+        cost += cost_EG[e, polished[e]]
+    return polished if cost + busiest(rows_GM, weight_G, most_ranks, weight_M) < best else result
 
 
 @njit(cache=True)
@@ -99,14 +109,17 @@ def _more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
 
 
 @njit(cache=True)
-def busiest(rows_GM: np.ndarray, ranks_G: np.ndarray, weight_M: np.ndarray) -> int:
-    """Weighted sum over micro-steps of the fullest group's rows per rank, rounded up."""
+def busiest(rows_GM: np.ndarray, weight_G: np.ndarray, most_ranks: int, weight_M: np.ndarray) -> int:
+    """Weighted sum over micro-steps of the fullest group's rows per rank, rounded up.
+
+    A group's rows count `weight_G` times (`most_ranks` over its ranks), so that one division per micro-step is enough.
+    """
     total = np.int64(0)
     for m in range(rows_GM.shape[1]):
         top = np.int64(0)
-        for g in range(len(ranks_G)):
-            top = max(top, (rows_GM[g, m] + ranks_G[g] - 1) // ranks_G[g])
-        total += weight_M[m] * top
+        for g in range(len(weight_G)):
+            top = max(top, weight_G[g] * rows_GM[g, m])
+        total += weight_M[m] * ((top + most_ranks - 1) // most_ranks)
     return total
 
 
@@ -177,29 +190,29 @@ def _best_swap(
 
 @njit(cache=True)
 def polish(
-    load_EM: np.ndarray,
+    work_EM: np.ndarray,
     group_E: np.ndarray,
-    rows_GM: np.ndarray,
-    ranks_G: np.ndarray,
-    weight_M: np.ndarray,
+    work_GM: np.ndarray,
+    weight_G: np.ndarray,
     cost_EG: np.ndarray,
-    cost: int,
     owner_E: np.ndarray,
     room: int,
     max_checks: int,
 ) -> None:
-    """Take the first swap that lowers the true objective, again and again. See `reference.polish`."""
-    experts, micro_steps = load_EM.shape
-    groups = len(ranks_G)
+    """Take the first swap that lowers the sum of the fullest groups, again and again. See `reference.polish`.
+
+    Works on weighted rows (`work_EM`; `work_GM` with each group's weight), not rounded up: no division in the loop.
+    """
+    experts, micro_steps = work_EM.shape
+    groups = len(weight_G)
     rest_M = np.zeros(micro_steps, dtype=np.int64)
-    best = cost + busiest(rows_GM, ranks_G, weight_M)
     checks, quiet = 0, 0
     pairs = groups * (groups - 1) // 2
     while quiet < pairs and checks < max_checks:
         for a in range(groups - 1):
             for b in range(a + 1, groups):
                 improved = False
-                _fullest_but(rows_GM, ranks_G, a, b, rest_M)
+                now = _fullest_but(work_GM, a, b, rest_M)
                 for e in range(experts):
                     if group_E[e] != a:
                         continue
@@ -207,20 +220,13 @@ def polish(
                         if group_E[f] != b or checks >= max_checks:
                             continue
                         checks += 1
-                        value = cost + cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
-                        for m in range(micro_steps):
-                            d = load_EM[f, m] - load_EM[e, m]
-                            top = max(
-                                (rows_GM[a, m] + d + ranks_G[a] - 1) // ranks_G[a],
-                                (rows_GM[b, m] - d + ranks_G[b] - 1) // ranks_G[b],
-                            )
-                            value += weight_M[m] * max(top, rest_M[m])
-                        if value < best and _more_away(owner_E, e, f, a, b) <= room:
-                            best = value
+                        more = cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
+                        value = more + _after_swap(work_EM, work_GM, rest_M, weight_G, e, f, a, b)
+                        if value < now and _more_away(owner_E, e, f, a, b) <= room:
+                            now = value - more
                             room -= _more_away(owner_E, e, f, a, b)
-                            cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
-                            rows_GM[a] += load_EM[f] - load_EM[e]
-                            rows_GM[b] -= load_EM[f] - load_EM[e]
+                            work_GM[a] += weight_G[a] * (work_EM[f] - work_EM[e])
+                            work_GM[b] -= weight_G[b] * (work_EM[f] - work_EM[e])
                             group_E[e], group_E[f] = b, a
                             improved = True
                             break
@@ -228,14 +234,40 @@ def polish(
 
 
 @njit(cache=True)
-def _fullest_but(rows_GM: np.ndarray, ranks_G: np.ndarray, a: int, b: int, rest_M: np.ndarray) -> None:
-    """Rows per rank, rounded up, of the fullest group other than a and b, per micro-step."""
-    rest_M[:] = 0
-    for g in range(len(ranks_G)):
-        if g in (a, b):
-            continue
-        for m in range(rows_GM.shape[1]):
-            rest_M[m] = max(rest_M[m], (rows_GM[g, m] + ranks_G[g] - 1) // ranks_G[g])
+def _after_swap(
+    work_EM: np.ndarray,
+    work_GM: np.ndarray,
+    rest_M: np.ndarray,
+    weight_G: np.ndarray,
+    e: int,
+    f: int,
+    a: int,
+    b: int,
+) -> int:
+    """Sum over micro-steps of the fullest group once expert e leaves a for b and f comes back."""
+    value = np.int64(0)
+    if weight_G[a] == 1 and weight_G[b] == 1:
+        for m in range(len(rest_M)):
+            d = work_EM[f, m] - work_EM[e, m]
+            value += max(rest_M[m], max(work_GM[a, m] + d, work_GM[b, m] - d))
+        return value
+    for m in range(len(rest_M)):
+        d = work_EM[f, m] - work_EM[e, m]
+        value += max(rest_M[m], max(work_GM[a, m] + weight_G[a] * d, work_GM[b, m] - weight_G[b] * d))
+    return value
+
+
+@njit(cache=True)
+def _fullest_but(work_GM: np.ndarray, a: int, b: int, rest_M: np.ndarray) -> int:
+    """Fill `rest_M` with the fullest group but a and b; return the sum over micro-steps of the fullest of all."""
+    total = np.int64(0)
+    for m in range(work_GM.shape[1]):
+        rest_M[m] = 0
+        for g in range(len(work_GM)):
+            if g not in (a, b):
+                rest_M[m] = max(rest_M[m], work_GM[g, m])
+        total += max(rest_M[m], max(work_GM[a, m], work_GM[b, m]))
+    return total
 
 
 @njit(cache=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from equipoise.cost.kernels import COLUMNS, kept_permille, price
+from equipoise.cost.kernels import COLUMNS, Holders, home_nodes, kept_permille, price_holders, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner._fill import fill
 from equipoise.planner._level import level
@@ -266,8 +266,8 @@ def level_ranks(
             np.zeros((count, count), dtype=np.int64),
             index_R[owner_E[here]],
             problem.budget - away + away_here,
-            problem.patience // 8,
-            problem.max_checks // 8,
+            problem.patience // 16,
+            problem.max_checks // 16,
         )
         for i in range(count):
             home_E[here[i]] = members[group_E[i]]
@@ -300,27 +300,20 @@ def evaluate(
     line_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
     closed_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
     none_R0 = np.zeros((ranks, 0), dtype=np.int64)
+    mask_NE = home_nodes(home_E, problem.node_R)
     for m in range(micro_steps):
         load_RE = load_MRE[m]
-        closed = price(load_RE, home_E, problem.node_R, none_R0, none_R0, keep_permille_N, tables, False, closed_MC[m])
+        base = traffic(load_RE, home_E, problem.node_R, mask_NE)
+        alone = Holders(home_E, problem.node_R, none_R0, none_R0)
+        closed = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
         line_MC[m] = closed_MC[m]
         if problem.slots == 0:
             continue
-        load_E = load_RE.sum(axis=0)
-        fill(load_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, expert_MRS[m], rows_MRS[m])
+        fill(base.total_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, expert_MRS[m], rows_MRS[m])
         if expert_MRS[m].max() < 0:
             continue
-        opened = price(
-            load_RE,
-            home_E,
-            problem.node_R,
-            expert_MRS[m],
-            rows_MRS[m],
-            keep_permille_N,
-            tables,
-            False,
-            line_MC[m],
-        )
+        shared = Holders(home_E, problem.node_R, expert_MRS[m], rows_MRS[m])
+        opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line_MC[m])
         if problem.gated and opened >= closed:
             line_MC[m] = closed_MC[m]
             expert_MRS[m] = -1

@@ -182,7 +182,7 @@ def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
         for far in (0, 1)
     )
     slope_ps, min_rows = _row_prices(task, cost)
-    patience = max(200, min(2000, 2**23 // task.model.experts**2)) * task.options.effort
+    patience = max(200, min(4000, 5 * 2**27 // task.model.experts**3)) * task.options.effort
     return LayerProblem(
         node_R=node_R,
         fill_node_R=np.zeros_like(node_R) if crosses else node_R,
@@ -201,11 +201,17 @@ def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
 
 
 def _row_prices(task: Task, cost: CostModel) -> tuple[int, int]:
-    """Picoseconds of one more row on a mean rank, and the least rows that pay for one more non-empty slot."""
+    """Picoseconds of one more row on a mean rank, and the least rows that pay for one more non-empty slot.
+
+    A row on the busiest rank costs compute, and its way there: across nodes for all but 1/N of the rows.
+    """
     loads = task.loads
     entries = loads.num_micro_steps * loads.num_layers * loads.num_ranks
     mean = max(1, int(loads.load_MLRE.sum()) // entries)
-    homes = task.model.experts // task.cluster.ep
-    slope_ps = max(1, (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean)
-    slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes) + cost.tables(1).add_ns
+    homes, nodes = task.cluster.home_slots(task.model), task.cluster.num_ep_nodes
+    tables = cost.tables(1)
+    compute_ps = (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean
+    exchange_ps = tables.exchanges * max(tables.inside_ps, tables.across_ps * (nodes - 1)) // nodes
+    slope_ps = max(1, compute_ps + exchange_ps)
+    slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes) + tables.add_ns
     return slope_ps, max(1, slot_ns * 1000 // slope_ps)
