@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LoadMatrix,
         LoadsError,
         ModelShape,
+        Plan,
         RouteCounts,
         Routes,
         RoutesError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from equipoise.loads import count_loads, count_routes, skew
+    from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.routes import diagnose, read_routes, write_routes
 
 __version__ = "0.1.0"
@@ -40,6 +42,9 @@ _HOMES = {
     "diagnose": "equipoise.routes",
     "count_loads": "equipoise.loads",
     "skew": "equipoise.loads",
+    "plan": "equipoise.planner",
+    "plan_step": "equipoise.planner",
+    "PlanOptions": "equipoise.planner",
 }
 
 __all__ = [
@@ -49,6 +54,8 @@ __all__ = [
     "diagnose",
     "count_loads",
     "skew",
+    "plan",
+    "plan_step",
     "Cluster",
     "ModelShape",
     "Routes",
@@ -56,6 +63,8 @@ __all__ = [
     "RouteCounts",
     "Schedule",
     "LoadMatrix",
+    "Plan",
+    "PlanOptions",
     "EquipoiseError",
     "RoutesError",
     "ScheduleError",

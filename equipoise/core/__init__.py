@@ -7,6 +7,10 @@
     routes.py    SampleRoutes, Routes: recorded choices; RouteCounts: their histograms
     schedule.py  Schedule: who forwards which tokens when
     loads.py     LoadMatrix: rows per micro-step, layer, source rank and expert
+    split.py     an expert's rows over its holders, by source
+    plan.py      Plan: homes, replicas, prices of one window; itinerary.py, its visits in execution order
+    plan_file.py plans on disk
+    explain.py   Explanation: one decision of a plan, and what binds
     presets/     published figures of models and clusters, one data file each
 
 Words, one per thing: an *expert* is a logical routed expert of one MoE layer; a *route* the ids one token chose in
@@ -37,6 +41,7 @@ from equipoise.core.errors import (
 )
 from equipoise.core.loads import LoadMatrix, Stage
 from equipoise.core.model import ModelShape
+from equipoise.core.plan import Plan
 from equipoise.core.routes import RouteCounts, Routes, SampleRoutes, Segment
 from equipoise.core.schedule import LastTokenPolicy, PaddingPolicy, Piece, Schedule
 
@@ -53,6 +58,7 @@ __all__ = [
     "LastTokenPolicy",
     "LoadMatrix",
     "Stage",
+    "Plan",
     "EquipoiseError",
     "RoutesError",
     "ScheduleError",

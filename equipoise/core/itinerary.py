@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from equipoise.core.errors import InfeasiblePlanError
-from equipoise.core.value import Value, int64_array
+from equipoise.core.value import Value, frozen_array, int64_array, require_int
 
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -71,11 +71,23 @@ class Itinerary(Value):
         for name in (*names, "pulls_V", "resident_V"):
             if getattr(self, name).shape != self.micro_step_V.shape:
                 raise InfeasiblePlanError(f"itinerary: {name} has a different length than micro_step_V")
+        require_int("itinerary: depth", self.depth, low=1, error=InfeasiblePlanError)
         if len(self) and int(self.buffer_V.max()) > self.depth:
             raise InfeasiblePlanError(f"itinerary: buffer {int(self.buffer_V.max())} of {self.depth + 1} buffers")
+        for name in ("pulls_V", "resident_V"):
+            if getattr(self, name).dtype != np.bool_:
+                raise InfeasiblePlanError(f"itinerary: {name} must be bool, got dtype {getattr(self, name).dtype}")
+            object.__setattr__(self, name, frozen_array(getattr(self, name)))
+        if any(len(self) and int(getattr(self, name).min()) < 0 for name in names):
+            raise InfeasiblePlanError("itinerary: micro-steps, phases, layers, buffers and visits count from 0")
 
     def __len__(self) -> int:
         return len(self.micro_step_V)
+
+    @property
+    def num_phases(self) -> int:
+        """1 where every visit is a forward one, else 2."""
+        return 1 if not self.phase_V.any() else 2
 
     def visit(self, index: int) -> Visit:
         """The visit at a position of the execution order."""

@@ -13,16 +13,19 @@ Invariants (a plan that breaks one cannot be constructed):
 3. Replicas stay in the home's node unless `cross_node`.
 4. Every replica takes at least one row, and the replicas of an expert take no more than its load; the home takes the
    rest, so quotas sum to the load, in whole rows.
+5. The itinerary, where there is one, visits every (micro-step, layer) once forward and, in an update, once backward.
 """
 
 import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
+from equipoise.core.explain import Explanation, explain
 from equipoise.core.itinerary import PATHS, Itinerary, Pull
 from equipoise.core.loads import LoadMatrix
 from equipoise.core.model import ModelShape
@@ -184,6 +187,7 @@ class Plan(Value):
         self._check_homes()
         total_MLE = self.loads.total_MLE()
         self._check_replicas(total_MLE)
+        self._check_itinerary()
         object.__setattr__(self, "rank_load_MLR", frozen_array(self._rank_load(total_MLE)))
 
     @property
@@ -266,6 +270,14 @@ class Plan(Value):
                 f"slots={self.slots} allows fewer"
             )
 
+    def _check_itinerary(self) -> None:
+        if self.itinerary is None:
+            return
+        micro_steps, layers, phases = self.loads.num_micro_steps, self.loads.num_layers, self.itinerary.num_phases
+        visited = (self.itinerary.phase_V * micro_steps + self.itinerary.micro_step_V) * layers + self.itinerary.layer_V
+        if not np.array_equal(np.sort(visited), np.arange(micro_steps * layers * phases)):
+            raise InfeasiblePlanError("itinerary: every micro-step and layer must be visited exactly once per phase")
+
     def _refuse(self, bad_P: np.ndarray, why: str) -> None:
         if bad_P.any():
             at = int(np.flatnonzero(bad_P)[0])
@@ -340,6 +352,23 @@ class Plan(Value):
             for p in mine
             for e in (table.expert_P[p],)
         )
+
+    def explain(self, micro_step: int, layer: int) -> Explanation:
+        """Say what was decided for one micro-step of one layer, and what binds; `str()` of it is a table."""
+        return explain(self, micro_step, layer)
+
+    def save(self, path: str | FilePath) -> None:
+        """Write the plan to an `.npz` file (format: `core.plan_file`)."""
+        from equipoise.core.plan_file import save_plan
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | FilePath) -> "Plan":
+        """Read a plan written by `save` and check it anew. Pickled content is refused."""
+        from equipoise.core.plan_file import load_plan
+
+        return load_plan(path)
 
     def digest(self) -> str:
         """SHA-256 over every decision; equal on every rank and CPU for equal input."""

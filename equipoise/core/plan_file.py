@@ -1,0 +1,185 @@
+"""Plans on disk: one `.npz` file per window and EP group, without pickled objects.
+
+File, format "equipoise-plan-1"; all integers are stored in the narrowest dtype that holds them:
+    format                 "equipoise-plan-1"
+    facts                  one JSON object as text:
+        policy             "equipoise" or the name of a baseline
+        objective          "seconds" or "skew"
+        slots              replica slots per rank
+        cross_node         whether replicas may stand outside their home's node
+        persistent         whether replicas stay for the whole window (EPLB)
+        estimated_share    share of the planned rows that was estimated
+        static_seconds     predicted seconds of contiguous expert parallelism
+        seconds            predicted seconds by part: compute, all_to_all, pull, return_, publish, collect, planning
+        bytes              bytes by path: peer, host, edge_inside, edge_across, all_to_all_inside, all_to_all_across
+        cluster            every field of `Cluster`
+        model              every field of `ModelShape`
+        depth              visits ahead that pulls may start; null where the plan has no itinerary
+    stage                  "recompute" or "update"
+    load_MLRE              rows that were planned for; padding_MLRE, coverage_MLR, layer_numbers_L where there are any
+    home_LE, home_slot_LE  [L, E] home rank and slot
+    start_ML               [M * L + 1] where the replicas of entry m * L + l begin
+    expert_P, rank_P, rows_P   [P] replicas
+    path_P2                [P, 2] path of the forward and the backward pull: 0 peer, 1 host
+    ns_ML, closed_ns_ML    [M, L] predicted nanoseconds with and without replicas
+    micro_step_V, phase_V, layer_V, pulls_V, buffer_V, ready_from_V, resident_V   [V] itinerary, where depth is given
+
+Knows the file. Does not know what makes a plan right: loading constructs the plan anew, and so checks it again.
+
+Invariants (asserted by the tests):
+1. `load_plan(save_plan(x)) == x`, with the same digest; the same plan gives the same bytes.
+2. A damaged, truncated or foreign file is an InfeasiblePlanError, whatever is wrong with it; nothing is unpickled.
+3. A file whose content breaks a promise of the plan is refused as the plan itself would be.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from equipoise.core.cluster import Cluster
+from equipoise.core.errors import EquipoiseError, InfeasiblePlanError
+from equipoise.core.itinerary import Itinerary
+from equipoise.core.loads import LoadMatrix, read_npz
+from equipoise.core.model import ModelShape
+from equipoise.core.plan import Bytes, Objective, Plan, ReplicaTable, Seconds
+from equipoise.core.value import require_int
+
+FORMAT = "equipoise-plan-1"
+_FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "estimated_share", "static_seconds")
+_PARTS = ("seconds", "bytes", "cluster", "model", "depth")
+_LOADS = ("load_MLRE", "stage")
+_LOADS_OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
+_TABLE = ("start_ML", "expert_P", "rank_P", "rows_P", "path_P2")
+_ENTRIES = ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML")
+_VISITS = ("micro_step_V", "phase_V", "layer_V", "pulls_V", "buffer_V", "ready_from_V", "resident_V")
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""The time stamp of every member, so that the same plan gives the same bytes."""
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan."""
+    arrays: dict[str, Any] = {"format": np.array(FORMAT), "facts": np.array(json.dumps(_facts(plan), sort_keys=True))}
+    arrays["stage"] = np.array(plan.loads.stage)
+    sources = [(plan.loads, ("load_MLRE", *_LOADS_OPTIONAL)), (plan, _ENTRIES), (plan.replica_table, _TABLE)]
+    if plan.itinerary is not None:
+        sources.append((plan.itinerary, _VISITS))
+    for source, names in sources:
+        arrays.update((name, _narrow(getattr(source, name))) for name in names if getattr(source, name) is not None)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, array in arrays.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.asarray(array, order="C"), allow_pickle=False)
+            member = zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
+            member.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(member, buffer.getvalue())
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan and check it anew."""
+    arrays = read_npz(path, wanted=FORMAT, error=InfeasiblePlanError)
+    try:
+        facts = _read_facts(arrays)
+        _check_names(arrays, has_itinerary=facts["depth"] is not None)
+        return _build(arrays, facts)
+    except (EquipoiseError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
+        if isinstance(error, InfeasiblePlanError):
+            raise InfeasiblePlanError(f"{path}: {error}") from error
+        raise InfeasiblePlanError(f"{path} is damaged or not a {FORMAT} file: {error}") from error
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    cluster = {f.name: getattr(plan.cluster, f.name) for f in fields(plan.cluster)}
+    return {
+        **{name: getattr(plan, name) for name in _FACTS},
+        "seconds": asdict(plan.seconds),
+        "bytes": asdict(plan.bytes),
+        "cluster": cluster,
+        "model": plan.model.figures(),
+        "depth": None if plan.itinerary is None else plan.itinerary.depth,
+    }
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+    """An integer array in its narrowest dtype; anything else as it is."""
+    if array.dtype.kind not in "iu" or not array.size:
+        return array
+    low, high = int(array.min()), int(array.max())
+    return array.astype(np.promote_types(np.min_scalar_type(low), np.min_scalar_type(high)))
+
+
+def _read_facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    facts = json.loads(str(arrays["facts"]))
+    wanted = {*_FACTS, *_PARTS}
+    if not isinstance(facts, dict) or set(facts) != wanted:
+        raise InfeasiblePlanError(f"facts must be an object with {', '.join(sorted(wanted))}")
+    kinds = {"policy": str, "objective": str, "cross_node": bool, "persistent": bool}
+    for name in wanted & {"estimated_share", "static_seconds"}:
+        facts[name] = _number(name, facts[name])
+    for name, kind in kinds.items():
+        if not isinstance(facts[name], kind):
+            raise InfeasiblePlanError(f"{name} is {facts[name]!r}; it must be a {kind.__name__}")
+    if facts["objective"] not in get_args(Objective):
+        raise InfeasiblePlanError(f"objective is {facts['objective']!r}; known: {', '.join(get_args(Objective))}")
+    return facts
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value < 0:
+        raise InfeasiblePlanError(f"{name} is {value!r}; it must be a number from 0")
+    return float(value)
+
+
+def _check_names(arrays: Mapping[str, np.ndarray], *, has_itinerary: bool) -> None:
+    needed = {"format", "facts", *_LOADS, *_TABLE, *_ENTRIES, *(_VISITS if has_itinerary else ())}
+    wrong = sorted((set(arrays) ^ needed) - set(_LOADS_OPTIONAL))
+    if wrong:
+        state = "unknown" if wrong[0] in arrays else "missing"
+        raise InfeasiblePlanError(f"array {wrong[0]!r} is {state}; a plan holds {', '.join(sorted(needed))}")
+
+
+def _build(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> Plan:
+    options: dict[str, Any] = {name: arrays[name] for name in _LOADS_OPTIONAL if name in arrays}
+    loads = LoadMatrix(arrays["load_MLRE"], stage=str(arrays["stage"]), **options)  # type: ignore[arg-type]  # checked there
+    entries: dict[str, Any] = {name: arrays[name] for name in _ENTRIES}
+    itinerary = None
+    if facts["depth"] is not None:
+        depth = require_int("depth", facts["depth"], low=1, error=InfeasiblePlanError)
+        itinerary = Itinerary(depth=depth, **{name: arrays[name] for name in _VISITS})
+    return Plan(
+        loads=loads,
+        cluster=_cluster(facts["cluster"]),
+        model=ModelShape.from_figures(facts["model"]),
+        seconds=Seconds(**_parts("seconds", facts["seconds"], Seconds, _number)),
+        bytes=Bytes(**_parts("bytes", facts["bytes"], Bytes, _count)),
+        replica_table=ReplicaTable(**{name: arrays[name] for name in _TABLE}),
+        itinerary=itinerary,
+        **entries,
+        **{name: facts[name] for name in _FACTS},
+    )
+
+
+def _count(name: str, value: Any) -> int:
+    return require_int(name, value, low=0, error=InfeasiblePlanError)
+
+
+def _parts(label: str, values: Any, kind: type[Seconds] | type[Bytes], read: Any) -> dict[str, Any]:
+    names = {f.name for f in fields(kind)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise InfeasiblePlanError(f"{label} must be an object with {', '.join(sorted(names))}")
+    return {name: read(f"{label}.{name}", value) for name, value in values.items()}
+
+
+def _cluster(values: Any) -> Cluster:
+    names = {f.name for f in fields(Cluster)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise InfeasiblePlanError(f"cluster must be an object with {', '.join(sorted(names))}")
+    if not all(isinstance(values[name], str) for name in ("name", "device")):
+        raise InfeasiblePlanError("cluster name and device must be text")
+    sources = tuple((str(figure), str(source)) for figure, source in values["sources"])
+    return Cluster(**{**values, "node_R": tuple(values["node_R"]), "sources": sources})
