@@ -230,7 +230,9 @@ def _checked_spans(response: Response) -> list[tuple[int, str]]:
             raise RoutesError(f"{response.name}: weight version span {start}..{end} does not follow the one before it")
         version = field(span, "version")
         spans.append((end, "" if version is None else str(version)))
-    return spans
+    # A span without a token computed no row, unless no span has one: then the last version made the prompt's rows.
+    starts = [0, *(end for end, _ in spans[:-1])]
+    return [span for start, span in zip(starts, spans, strict=False) if span[0] > start] or spans[-1:]
 
 
 def _words(value: Any) -> str:
