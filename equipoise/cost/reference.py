@@ -59,12 +59,14 @@ def exchange(
     """Rows over the busiest link, and what all exchanges of them take."""
     same_RR = node_R[:, None] == node_R[None, :]
     other_RR = ~np.eye(len(node_R), dtype=np.bool_)
-    # Rows cross into a node once per token, not once per expert, as far as co-activation counts say.
-    kept_RER = split_RER * keep_permille_N[node_R][None, None, :] // 1000
     inside_RR = split_RER.sum(axis=1) * (same_RR & other_RR)
-    across_RR = kept_RER.sum(axis=1) * ~same_RR
-    line[INSIDE], line[ACROSS] = inside_RR.sum(), across_RR.sum()
-    inside, across = (max(rows.sum(axis=0).max(), rows.sum(axis=1).max()) for rows in (inside_RR, across_RR))
+    across_RR = split_RER.sum(axis=1) * ~same_RR
+    # Rows cross into a node once per token, not once per expert: a rank receives what its node keeps, and what it
+    # sends is thinned by the mean of all nodes.
+    sent_R = across_RR.sum(axis=1) * (keep_permille_N.sum() // len(keep_permille_N)) // 1000
+    received_R = across_RR.sum(axis=0) * keep_permille_N[node_R] // 1000
+    line[INSIDE], line[ACROSS] = inside_RR.sum(), received_R.sum()
+    inside, across = max(inside_RR.sum(axis=0).max(), inside_RR.sum(axis=1).max()), max(sent_R.max(), received_R.max())
     busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
 

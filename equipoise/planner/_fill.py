@@ -36,10 +36,20 @@ def fill(
         for node in range(node_R.max() + 1):
             _fill_node(load_R, quota_E, homes_RH, node_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
         settle(load_R, quota_E, home_E, node_R, rep_expert_RS, rep_rows_RS, cap)
+        _drop_idle(rep_expert_RS, rep_rows_RS)
     top = np.int64(0)
     for r in range(ranks):
         top = max(top, load_R[r])
     return top
+
+
+@njit(cache=True)
+def _drop_idle(rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> None:
+    """Free the slots of replicas that settling left without a row: nothing is pulled for them."""
+    for r in range(len(rep_expert_RS)):
+        for j in range(rep_expert_RS.shape[1]):
+            if rep_rows_RS[r, j] == 0:
+                rep_expert_RS[r, j] = -1
 
 
 @njit(cache=True)

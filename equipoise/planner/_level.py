@@ -31,8 +31,8 @@ def level(
     groups = len(ranks_G)
     order = np.argsort(group_E, kind="mergesort")
     start_G = np.searchsorted(group_E[order], np.arange(groups + 1))
-    most_ranks = ranks_G.max()
-    weight_G = most_ranks * np.ones(groups, dtype=np.int64) // ranks_G
+    common = common_multiple(ranks_G)
+    weight_G = common // ranks_G
     rows_GM = np.zeros((groups, micro_steps), dtype=np.int64)
     for e in range(experts):
         rows_GM[group_E[e]] += load_EM[e]
@@ -50,7 +50,7 @@ def level(
     edge = np.zeros(experts, dtype=np.int64)
     swap = 0
     while True:
-        value = cost + busiest(rows_GM, weight_G, most_ranks, weight_M)
+        value = cost + busiest(rows_GM, weight_G, common, weight_M)
         if value < best and away <= budget:
             best, since, best_away = value, 0, away
             best_order[:] = order
@@ -90,13 +90,13 @@ def level(
     for g in range(groups):
         work_GM[g] *= weight_G[g]
     room = budget - best_away
-    polish(load_EM * weight_M, polished, work_GM, weight_G, most_ranks * cost_EG, owner_E, room, max_checks)
+    polish(load_EM * weight_M, polished, work_GM, weight_G, common * cost_EG, owner_E, room, max_checks)
     rows_GM[:] = 0
     cost = np.int64(0)
     for e in range(experts):
         rows_GM[polished[e]] += load_EM[e]
         cost += cost_EG[e, polished[e]]
-    return polished if cost + busiest(rows_GM, weight_G, most_ranks, weight_M) < best else result
+    return polished if cost + busiest(rows_GM, weight_G, common, weight_M) < best else result
 
 
 @njit(cache=True)
@@ -109,17 +109,31 @@ def _more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
 
 
 @njit(cache=True)
-def busiest(rows_GM: np.ndarray, weight_G: np.ndarray, most_ranks: int, weight_M: np.ndarray) -> int:
+def common_multiple(ranks_G: np.ndarray) -> int:
+    """The least number that every group's ranks divide: groups of unlike sizes are compared in such parts of a row."""
+    common = ranks_G.max()
+    g = 0
+    while g < len(ranks_G):
+        if common % ranks_G[g]:
+            common += ranks_G.max()
+            g = 0
+        else:
+            g += 1
+    return common
+
+
+@njit(cache=True)
+def busiest(rows_GM: np.ndarray, weight_G: np.ndarray, common: int, weight_M: np.ndarray) -> int:
     """Weighted sum over micro-steps of the fullest group's rows per rank, rounded up.
 
-    A group's rows count `weight_G` times (`most_ranks` over its ranks), so that one division per micro-step is enough.
+    A group's rows count `weight_G` times (`common` over its ranks), so that one division per micro-step is enough.
     """
     total = np.int64(0)
     for m in range(rows_GM.shape[1]):
         top = np.int64(0)
         for g in range(len(weight_G)):
             top = max(top, weight_G[g] * rows_GM[g, m])
-        total += weight_M[m] * ((top + most_ranks - 1) // most_ranks)
+        total += weight_M[m] * ((top + common - 1) // common)
     return total
 
 

@@ -6,7 +6,7 @@ price line; nothing here decides anything but the path of a pull.
 Knows cost and core. Does not know how homes or replicas were chosen.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -135,7 +135,7 @@ def build_plan(task: Task, draft: Draft) -> Plan:
         closed_ns_ML=draft.closed_MLC[..., :4].sum(axis=-1),
         seconds=_seconds(draft, links, cost),
         bytes=_bytes(draft, links, cost),
-        static_seconds=float(draft.static_MLC[..., :4].sum()) * NS,
+        static_seconds=_line_seconds(draft.static_MLC, Seconds()).total,
         itinerary=build_itinerary(task.loads.stage, needs_ML, task.options) if draft.executable else None,
         estimated_share=task.estimated_share,
         cross_node=draft.cross_node,
@@ -144,20 +144,24 @@ def build_plan(task: Task, draft: Draft) -> Plan:
 
 
 def _seconds(draft: Draft, links: Links, cost: CostModel) -> Seconds:
-    parts = draft.line_MLC.reshape(-1, draft.line_MLC.shape[-1]).sum(axis=0)
     edges = {
-        edge: cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge=edge)
+        edge: cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge=edge) * NS
         for edge in ("publish", "collect")
     }
     extra = draft.charges
-    return Seconds(
+    edges = {edge: seconds + getattr(extra, edge) for edge, seconds in edges.items()}
+    return replace(_line_seconds(draft.line_MLC, extra), **edges)
+
+
+def _line_seconds(line_MLC: np.ndarray, extra: Seconds) -> Seconds:
+    """Seconds of price lines, each part added up in nanoseconds first, so that equal lines give equal seconds."""
+    parts = line_MLC.reshape(-1, line_MLC.shape[-1]).sum(axis=0)
+    return replace(
+        extra,
         compute=int(parts[COMPUTE]) * NS + extra.compute,
         all_to_all=int(parts[EXCHANGE]) * NS + extra.all_to_all,
         pull=int(parts[PULL]) * NS + extra.pull,
         return_=int(parts[RETURN]) * NS + extra.return_,
-        publish=edges["publish"] * NS + extra.publish,
-        collect=edges["collect"] * NS + extra.collect,
-        planning=extra.planning,
     )
 
 

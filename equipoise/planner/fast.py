@@ -99,6 +99,8 @@ def candidates(load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarra
     ranks, experts = load_MRE.shape[1:]
     owner_E = np.arange(experts) // (experts // ranks)
     one_node = problem.node_R.max() == 0
+    if (warm_home_E != owner_E).sum() > problem.budget:
+        warm_home_E = owner_E
     load_EM, share_EM, weight_M = _inputs(load_MRE, problem)
     homes_CE = np.zeros((4, experts), dtype=np.int64)
     if one_node or not problem.by_skew:

@@ -9,20 +9,25 @@ Steps of `plan`:
 Knows loads, cost and core. Does not know routes, torch or any runtime.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.plan import Objective, Plan
+from equipoise.core.value import int64_array
 from equipoise.cost import CostModel
+from equipoise.cost.model import Tables
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
 from equipoise.planner.estimate import complete
 from equipoise.planner.fast import LayerPlan, LayerProblem, plan_layer
 from equipoise.planner.options import PlanOptions
 from equipoise.planner.policies import POLICIES, draft_baseline
+
+LayerPlanner = Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
+"""From loads, starting homes, pairs, problem and prices of one layer to its plan."""
 
 
 def plan(
@@ -37,6 +42,7 @@ def plan(
     history: LoadMatrix | None = None,
     pair_LEE: np.ndarray | None = None,
     warm: Plan | None = None,
+    planner: LayerPlanner = plan_layer,
 ) -> Plan:
     """Plan one window.
 
@@ -51,6 +57,7 @@ def plan(
         history: the previous window's loads, for "eplb-history"
         pair_LEE: [L, E, E] co-activation counts, which make the price of crossing nodes tighter
         warm: an earlier plan of the same layers, whose homes the search starts from
+        planner: how one layer is planned; the reference gives the same plan, slowly
     """
     options = PlanOptions() if options is None else options
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
@@ -67,9 +74,11 @@ def plan(
     )
     if policy != "equipoise":
         return build_plan(task, draft_baseline(task, history=history))
-    made = build_plan(task, _draft(task, pair_LEE=pair_LEE, warm=warm, budget=_budget(task)))
+    start_LE = _start(task, warm)
+    search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}
+    made = build_plan(task, _draft(task, start_LE, budget=_budget(task), **search))
     if objective == "seconds" and made.seconds.total > made.static_seconds:
-        made = build_plan(task, _draft(task, pair_LEE=pair_LEE, warm=None, budget=0))
+        made = build_plan(task, _draft(task, start_LE, budget=0, **search))
     return made
 
 
@@ -120,8 +129,16 @@ def _check(
     if objective not in get_args(Objective):
         raise InfeasiblePlanError(f"objective is {objective!r}; it must be one of {', '.join(get_args(Objective))}")
     wanted = (loads.num_layers, loads.num_experts, loads.num_experts)
-    if pair_LEE is not None and np.shape(pair_LEE) != wanted:
-        raise LoadsError(f"pair_LEE has shape {np.shape(pair_LEE)}, expected {wanted}")
+    if pair_LEE is not None:
+        _check_pairs(pair_LEE, wanted)
+
+
+def _check_pairs(pair_LEE: np.ndarray, wanted: tuple[int, int, int]) -> None:
+    pairs = int64_array("pair_LEE", pair_LEE, ndim=3, error=LoadsError)
+    if pairs.shape != wanted:
+        raise LoadsError(f"pair_LEE has shape {pairs.shape}, expected {wanted}")
+    if pairs.min() < 0 or not np.array_equal(pairs, pairs.transpose(0, 2, 1)):
+        raise LoadsError("pair_LEE must count tokens that chose both experts: symmetric and not negative")
 
 
 def _budget(task: Task) -> int:
@@ -129,17 +146,32 @@ def _budget(task: Task) -> int:
     return task.model.experts if limit is None else min(limit, task.model.experts)
 
 
-def _draft(task: Task, *, pair_LEE: np.ndarray | None, warm: Plan | None, budget: int) -> Draft:
+def _start(task: Task, warm: Plan | None) -> np.ndarray:
+    """[L, E] the homes that the search starts from: the warm plan's, or the owners."""
+    layers, experts, ranks = task.model.layers, task.model.experts, task.cluster.ep
+    if warm is None:
+        return np.broadcast_to(np.arange(experts) // (experts // ranks), (layers, experts))
+    if warm.home_LE.shape != (layers, experts) or warm.cluster.ep != ranks or warm.persistent:
+        kind = "persistent plan" if warm.persistent else "plan"
+        raise InfeasiblePlanError(
+            f"the warm {kind} has homes of shape {warm.home_LE.shape} on {warm.cluster.ep} ranks; "
+            f"this window needs a plan of shape {(layers, experts)} on {ranks} ranks, without persistent replicas"
+        )
+    return warm.home_LE
+
+
+def _draft(
+    task: Task,
+    start_LE: np.ndarray,
+    *,
+    budget: int,
+    pair_LEE: np.ndarray | None,
+    planner: LayerPlanner,
+    is_warm: bool,
+) -> Draft:
     """Plan every layer and stack the results."""
     experts, ranks = task.model.experts, task.cluster.ep
-    owner_E = np.arange(experts) // (experts // ranks)
-    start_LE = np.broadcast_to(owner_E, (task.model.layers, experts)) if warm is None else warm.home_LE
-    if start_LE.shape != (task.model.layers, experts) or start_LE.max() >= ranks:
-        raise InfeasiblePlanError(
-            f"warm plan has homes of shape {start_LE.shape} on ranks 0..{int(start_LE.max())}; "
-            f"this window needs {(task.model.layers, experts)} on {ranks} ranks"
-        )
-    problem = layer_problem(task, budget=budget, warm=warm is not None)
+    problem = layer_problem(task, budget=budget, warm=is_warm)
     tables = task.cost.tables(experts // ranks + task.slots)
     none_EE = np.zeros((0, 0), dtype=np.int64)
 
@@ -147,7 +179,7 @@ def _draft(task: Task, *, pair_LEE: np.ndarray | None, warm: Plan | None, budget
         # Copies, because a read-only array would compile the kernels a second time.
         pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
         load_MRE = np.array(task.loads.load_MLRE[:, layer], order="C")
-        return plan_layer(load_MRE, np.array(start_LE[layer]), pair_EE, problem, tables)
+        return planner(load_MRE, np.array(start_LE[layer]), pair_EE, problem, tables)
 
     layers = range(task.model.layers)
     if task.options.workers == 1:

@@ -155,7 +155,7 @@ def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node
 def level_ranks(
     load_EM: np.ndarray, share_EM: np.ndarray, weight_M: np.ndarray, start_E: np.ndarray, problem: LayerProblem
 ) -> np.ndarray:
-    """[E] homes after levelling the ranks inside each node, with an eighth of the effort."""
+    """[E] homes after levelling the ranks inside each node, with a sixteenth of the effort."""
     node_R, home_E = problem.node_R, start_E.copy()
     owner_E = owners(len(start_E), len(node_R))
     for node in range(node_R.max() + 1):
@@ -166,7 +166,7 @@ def level_ranks(
         # An expert from another node is displaced wherever it stands here.
         cost_EG = np.where((own_E[:, None] == np.arange(len(members))) | (own_E[:, None] < 0), 0, problem.cost_inside)
         elsewhere = int((home_E != owner_E).sum() - (home_E[here] != owner_E[here]).sum())
-        limits = problem.budget - elsewhere, problem.patience // 8, problem.max_checks // 8
+        limits = problem.budget - elsewhere, problem.patience // 16, problem.max_checks // 16
         none_EE = np.zeros((len(here), len(here)), dtype=np.int64)
         groups = index_R[start_E[here]], np.ones(len(members), dtype=np.int64), weight_M, cost_EG, none_EE, own_E
         home_E[here] = members[level(load_EM[here], share_EM[here], *groups, *limits)]
@@ -208,7 +208,7 @@ def level(
     tabu_E, tenure = np.zeros(experts, dtype=np.int64), min(10, experts // 8 + 1)
     best, best_E, since, swap = 2**62, group_E.copy(), 0, 0
     while True:
-        value = busiest(load_EM, group_E, ranks_G, weight_M, cost_EG)
+        value = busiest(group_E, load_EM, ranks_G, weight_M, cost_EG)
         if value < best and (group_E != owner_E).sum() <= budget:
             best, best_E, since = value, group_E.copy(), 0
         elif since >= patience:
@@ -224,11 +224,12 @@ def level(
         if change >= 0:
             # Kept from being undone at once; the higher expert id waits two swaps longer.
             tabu_E[e], tabu_E[f] = swap + tenure, swap + tenure + 2
-    return polish(load_EM, best_E, ranks_G, weight_M, cost_EG, owner_E, budget, max_checks)
+    polished_E = polish(load_EM, best_E, ranks_G, weight_M, cost_EG, owner_E, budget, max_checks)
+    return polished_E if busiest(polished_E, load_EM, ranks_G, weight_M, cost_EG) < best else best_E
 
 
 def busiest(
-    load_EM: np.ndarray, group_E: np.ndarray, ranks_G: np.ndarray, weight_M: np.ndarray, cost_EG: np.ndarray
+    group_E: np.ndarray, load_EM: np.ndarray, ranks_G: np.ndarray, weight_M: np.ndarray, cost_EG: np.ndarray
 ) -> int:
     """The true objective: weighted sum of the fullest group's rows per rank, rounded up, plus prices of experts."""
     member_GE = group_E == np.arange(len(ranks_G))[:, None]
@@ -244,7 +245,7 @@ def best_swap(
 
     A group of half the ranks counts twice, since its load per rank is twice as high.
     """
-    weight_G = ranks_G.max() // ranks_G
+    weight_G = np.lcm.reduce(ranks_G) // ranks_G
     member_GE = group_E == np.arange(len(ranks_G))[:, None]
     pull_EG = (weight_G[:, None] * (member_GE.astype(np.int64) @ dot_EE)).T
     own_E, square_E = pull_EG[np.arange(len(group_E)), group_E], np.diag(dot_EE)
@@ -271,10 +272,15 @@ def polish(
 ) -> np.ndarray:
     """Take each swap that lowers the true objective, pair of groups by pair, until none does or `max_checks` is spent.
 
+    Here the fullest group counts without rounding up: a swap may gain less than a row per rank, and the next one more.
+
     Returns: [E] groups
     """
     group_E, groups = group_E.copy(), len(ranks_G)
-    best, checks, quiet = busiest(load_EM, group_E, ranks_G, weight_M, cost_EG), 0, 0
+    common = int(np.lcm.reduce(ranks_G))
+    # In rows of common parts nothing is rounded, because every group's ranks divide them.
+    whole = load_EM * common, ranks_G, weight_M, cost_EG * common
+    best, checks, quiet = busiest(group_E, *whole), 0, 0
     pairs = [(a, b) for a in range(groups) for b in range(a + 1, groups)]
     while quiet < len(pairs) and checks < max_checks:
         for a, b in pairs:
@@ -286,7 +292,7 @@ def polish(
                     checks += 1
                     trial_E = group_E.copy()
                     trial_E[e], trial_E[f] = b, a
-                    value = busiest(load_EM, trial_E, ranks_G, weight_M, cost_EG)
+                    value = busiest(trial_E, *whole)
                     # A swap may also lower a number of displaced experts that is above the budget.
                     if value < best and (trial_E != owner_E).sum() <= budget:
                         group_E, best, quiet = trial_E, value, 0
