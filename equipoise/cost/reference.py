@@ -74,8 +74,8 @@ def exchange(
 def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int]:
     """What pulls can hide behind, forward and backward: attention of the fullest source and mean expert compute."""
     ranks, experts = load_RE.shape
-    tokens = int(-(-load_RE.sum(axis=1) // tables.top_k).max())
-    mean_rows = int(-(-load_RE.sum() // ranks))
+    tokens = -(-int(load_RE.sum(axis=1).max()) // tables.top_k)
+    mean_rows = -(-int(load_RE.sum()) // ranks)
     mean = interpolate(tables.rows_X, tables.compute_ns_SX[experts // ranks], mean_rows)
     # Forward is about a third of forward + backward.
     forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
@@ -126,7 +126,7 @@ def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
     in_time = [n for n in choices if pull_ns(n, pulls - n, tables) <= window_ns]
     if in_time:
         return in_time[0]
-    # Of equally fast ones the least by host, then the preferred order.
+    # Of equally fast ones the least by host, then in the order of preference.
     return min([far, *choices], key=lambda n: pull_ns(n, pulls - n, tables))
 
 
