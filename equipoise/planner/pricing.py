@@ -6,8 +6,8 @@ follows from these two. Does not know how they were chosen.
 How a persistent baseline (copies stay for the whole window) is charged:
 1. Compute and all-to-all of every (micro-step, layer) by `cost.kernels.price`, as every other plan.
 2. Publish: weights to every copy that is not on its owner, once per window, by the busiest link over all layers.
-3. Collect: in update windows the gradient of every such copy to the owner; in recompute windows nothing but the weights
-   of experts that left their owner, which must come back.
+3. Collect: in update windows the gradient of every such copy to the owner, which adds up all that it gets; in recompute
+   windows nothing but the weights of experts that left their owner, which must come back.
 
 Invariants (asserted by the tests):
 1. Quotas survive: the plan's `quota_ER` is the quota that was given.
@@ -169,7 +169,15 @@ def charge_copies(task: Task, holds_LER: np.ndarray, *, planning_s: float) -> Se
     for edge, links in zip(("publish", "collect"), _edges(task, holds_LER), strict=True):
         ns = cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge=edge)
         seconds[edge] = ns * NS
+    seconds["collect"] += cost.tables(1).add_ns * _most_added(holds_LER) * NS
     return Seconds(planning=planning_s, **seconds)
+
+
+def _most_added(holds_LER: np.ndarray) -> int:
+    """Gradients that the busiest owner adds up over all layers: all of an expert's copies but the first."""
+    ranks = holds_LER.shape[2]
+    added_E = (holds_LER.sum(axis=2) - 1).sum(axis=0)
+    return int(added_E.reshape(ranks, -1).sum(axis=1).max())
 
 
 def copy_bytes(task: Task, holds_LER: np.ndarray) -> Bytes:

@@ -1,0 +1,91 @@
+"""Charges of copies that stay, by hand; slots handed out without a clash; lines equal to the kernel's."""
+
+import numpy as np
+import pytest
+
+from equipoise.core.plan import Bytes
+from equipoise.cost.kernels import COLUMNS, price
+from equipoise.planner.assemble import Links, Task
+from equipoise.planner.options import PlanOptions
+from equipoise.planner.pricing import charge_copies, copy_bytes, copy_links, count_before, fill_slots, price_window
+from tests.planner.cases import cluster_of, model_of, skewed_loads
+
+
+def task_of(loads, *, per_node=4):
+    return Task(
+        loads=loads,
+        cluster=cluster_of(loads.num_ranks, per_node=per_node),
+        model=model_of(loads),
+        slots=1,
+        objective="seconds",
+        options=PlanOptions(),
+        policy="eplb-oracle",
+    )
+
+
+def copies(*placed):
+    """[1, 32, 8] owners' copies, and those placed: (expert, rank)."""
+    holds_LER = (np.arange(32) // 4)[None, :, None] == np.arange(8)
+    for expert, rank in placed:
+        holds_LER[0, expert, rank] = True
+    return holds_LER
+
+
+def test_links_count_copies_away_from_their_owner_inside_and_across():
+    # Experts 0 and 1 of rank 0 to rank 1 (inside), 2 to rank 5 and 3 to rank 6 (across).
+    found = copy_links(copies((0, 1), (1, 1), (2, 5), (3, 6)), cluster_of(8, per_node=4))
+    assert found == Links(inside=2, across=2, all_inside=2, all_across=2)
+
+
+def test_copies_on_their_owners_cost_nothing():
+    task = task_of(skewed_loads(0, layers=1))
+    charged = charge_copies(task, copies(), planning_s=0.0)
+    assert charged.total == 0 and copy_bytes(task, copies()) == Bytes()
+
+
+def test_an_update_collects_and_adds_every_copys_gradient():
+    task = task_of(skewed_loads(0, layers=1))
+    holds = copies((0, 1), (1, 2))
+    charged = charge_copies(task, holds, planning_s=0.5)
+    edge_ns = task.cost.edge_ns(inside_experts=2, across_experts=0, edge="collect")
+    assert charged.collect == pytest.approx((edge_ns + 2 * task.cost.tables(1).add_ns) * 1e-9)
+    assert charged.planning == 0.5
+    both_edges = task.cost.edge_bytes("publish") + task.cost.edge_bytes("collect")
+    assert copy_bytes(task, holds) == Bytes(edge_inside=2 * both_edges)
+
+
+def test_recompute_brings_back_only_experts_that_left_their_owner():
+    task = task_of(skewed_loads(0, layers=1, stage="recompute"))
+    assert charge_copies(task, copies((0, 1)), planning_s=0.0).collect == 0
+    moved = copies((0, 1), (0, 2))
+    moved[0, 0, 0] = False
+    back_ns = task.cost.edge_ns(inside_experts=1, across_experts=0, edge="collect")
+    assert charge_copies(task, moved, planning_s=0.0).collect == pytest.approx(back_ns * 1e-9)
+
+
+def test_slots_are_handed_out_in_order():
+    assert count_before(np.array([[2, 0, 2, 2, 0], [1, 1, 0, 1, 1]])).tolist() == [[0, 0, 1, 2, 1], [0, 1, 0, 2, 3]]
+
+
+def test_quotas_become_slots_without_the_homes():
+    quota_MER = np.array([[[3, 1], [0, 4]], [[0, 4], [2, 2]]])
+    expert_MLRS, rows_MLRS = fill_slots(np.array([[0, 1]]), [quota_MER])
+    assert expert_MLRS[:, 0].tolist() == [[[-1], [0]], [[1], [0]]]
+    assert rows_MLRS[:, 0].tolist() == [[[0], [1]], [[2], [4]]]
+
+
+def test_lines_are_those_of_the_kernel():
+    loads = skewed_loads(7)
+    task = task_of(loads)
+    home_LE = np.tile(np.random.default_rng(0).permutation(32) // 4, (2, 1))
+    rep_expert = np.full((3, 2, 8, 1), -1)
+    rep_rows = np.zeros_like(rep_expert)
+    rep_expert[1, 1, 0, 0] = hot = int(np.flatnonzero((home_LE[1] != 0) & (loads.total_MLE()[1, 1] > 0))[0])
+    rep_rows[1, 1, 0, 0] = 1
+    tables, node_R = task.cost.tables(5), task.cluster.node_array_R
+    lines = price_window(
+        loads.load_MLRE, home_LE, rep_expert_MLRS=rep_expert, rep_rows_MLRS=rep_rows, node_R=node_R, tables=tables
+    )
+    keep_N, line = np.full(2, 1000), np.zeros(COLUMNS, dtype=np.int64)
+    price(loads.load_MLRE[1, 1], home_LE[1], node_R, rep_expert[1, 1], rep_rows[1, 1], keep_N, tables, True, line)
+    assert hot >= 0 and lines[1, 1].tolist() == line.tolist()
