@@ -59,11 +59,25 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
     given = np.asarray(array)
     if given.dtype.kind not in "iu":
         raise error(f"{name} must hold integers, got dtype {given.dtype}; convert it with .astype(np.int64)")
+    if holds_bool(array):
+        raise error(f"{name} must hold integers, got a list with a bool in it; write 0 or 1 if that is meant")
     if given.ndim != ndim:
         raise error(f"{name} must have {ndim} axes, got shape {given.shape}")
     if given.dtype == np.uint64 and given.size and int(given.max()) > INT64_MAX:
         raise error(f"{name} holds {int(given.max())}, above the limit of int64, {INT64_MAX}")
     return frozen_array(np.ascontiguousarray(given, dtype=np.int64))
+
+
+def holds_bool(value: Any) -> bool:
+    """Whether a bool stands among the numbers of nested lists: numpy makes integers of [False, 0] without a word."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind == "b"
+    if not isinstance(value, list | tuple):
+        return False
+    kinds = set(map(type, value))
+    if bool in kinds or np.bool_ in kinds:
+        return True
+    return not kinds <= {int} and any(map(holds_bool, value))
 
 
 def require_int(name: str, value: Any, *, low: int, high: int | None = None, error: type[EquipoiseError]) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 from equipoise.core import RoutesError
 from equipoise.core.value import int64_array, require_int
 from equipoise.routes.recording import Recording
-from equipoise.routes.source import Source, integer_array, plain_array
+from equipoise.routes.source import integer_array, plain_array
 
 NPY_MAGIC_BASE64 = "k05VTVBZ"
 """Base64 of the first six bytes of every `.npy` file."""
@@ -63,15 +63,6 @@ class Response:
     tokens: np.ndarray | None = None
     versions: Any = None
     """Weight-version spans as decoded from JSON, one version name, or None."""
-
-
-def first_record(source: Source) -> Any:
-    """The first record of a dump, or None where the container itself cannot be read."""
-    try:
-        found = source.peek()
-    except RoutesError:
-        return None
-    return found[0][1] if found else None
 
 
 def field(record: Any, name: str) -> Any:

@@ -47,7 +47,6 @@ from equipoise.routes._wire import (
     Response,
     decode_base64,
     field,
-    first_record,
     given_name,
     parse_shape,
     recordings,
@@ -65,7 +64,7 @@ DTYPES = {"int8": "|i1", "int16": "<i2", "int32": "<i4"}
 
 def matches_text(source: Source) -> bool:
     """Whether the first record is an envelope or carries one under `routed_experts`."""
-    record = first_record(source)
+    record = source.first()
     payload = record if isinstance(record, str) else field(record, "routed_experts")
     return isinstance(payload, str) and payload.startswith(MAGIC)
 
@@ -94,7 +93,7 @@ def write_text(routes: Routes, path: Path) -> None:
 
 def matches_batch(source: Source) -> bool:
     """Whether the first record has four-axis signed `routed_experts` and is not told apart by an attention mask."""
-    record = first_record(source)
+    record = source.first()
     if not isinstance(record, Mapping):
         return False
     if record.get("attention_mask") is not None and record.get("input_lengths") is None:

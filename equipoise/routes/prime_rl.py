@@ -44,7 +44,6 @@ from equipoise.routes._wire import (
     choice_name,
     decode_base64,
     field,
-    first_record,
     items,
     optional_count,
     recordings,
@@ -61,7 +60,7 @@ DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 
 def matches(source: Source) -> bool:
     """Whether the first record is or carries a wire object."""
-    record = first_record(source)
+    record = source.first()
     choices = field(record, "choices")
     carrier = choices[0] if isinstance(choices, list | tuple) and choices else record
     return _is_wire_object(record) or _is_wire_object(field(carrier, "routed_experts"))

@@ -52,7 +52,6 @@ from equipoise.routes._wire import (
     decode_base64,
     field,
     find_field,
-    first_record,
     given_name,
     is_int_array,
     items,
@@ -70,7 +69,7 @@ WIRE_DTYPE = np.dtype("<i4")
 
 def matches_native(source: Source) -> bool:
     """Whether the first record has a payload in its `meta_info` and no choices."""
-    record = first_record(source)
+    record = source.first()
     return field(record, "choices") is None and _is_payload(field(field(record, "meta_info"), "routed_experts"))
 
 
@@ -90,7 +89,7 @@ def write_native(routes: Routes, path: Path) -> None:
 
 def matches_openai(source: Source) -> bool:
     """Whether the first record has choices and a payload in `sglext` or in the first choice's `meta_info`."""
-    record = first_record(source)
+    record = source.first()
     choices = field(record, "choices")
     if not isinstance(choices, list | tuple) or not choices:
         return False

@@ -14,7 +14,7 @@ A sample has
 
 slime records no boundaries between the versions of a sample: where they differ they are joined by "," into the
 sample's one version. Padding is added later, by the trainer (distinct ids counting up from 0, modulo the experts), and
-is not part of this form. Files with pickled numpy arrays are refused: they would have to be unpickled.
+is not part of this form. The dumps slime makes hold numpy arrays; any other pickled object in them is refused.
 
 Writing: the debug dump, unknown rows -1, `metadata["name"]` holding the sample's name. Where token ids are not known
 they are all -1, and are read back as not known.
@@ -32,16 +32,13 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.routes._wire import field
 from equipoise.routes.format import Format
 from equipoise.routes.interpret import wire_rows
 from equipoise.routes.recording import Recording
 from equipoise.routes.source import Source, integer_array, write_torch
 
 _KEY = "rollout_routed_experts"
-
-
-def _field(sample: Any, key: str) -> Any:
-    return sample.get(key) if isinstance(sample, Mapping) else getattr(sample, key, None)
 
 
 def _has(sample: Any, key: str) -> bool:
@@ -98,19 +95,19 @@ def _training_samples(title: str, record: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _name(sample: Any, place: str) -> str:
-    metadata = _field(sample, "metadata")
+    metadata = field(sample, "metadata")
     given = metadata.get("name") if isinstance(metadata, Mapping) else None
     if isinstance(given, str) and given:
         return given
-    index = _field(sample, "index")
+    index = field(sample, "index")
     return f"sample {index}" if isinstance(index, int) and not isinstance(index, bool) else place
 
 
 def _recording(sample: Any, name: str, *, title: str, model: ModelShape) -> Recording:
     if not _has(sample, "tokens") or not _has(sample, _KEY):
         raise RoutesError(f"{title}: a slime sample has tokens and {_KEY}; got {_type(sample)}")
-    tokens = integer_array(f"{title}: tokens", _field(sample, "tokens"), ndim=1)
-    rows = _field(sample, _KEY)
+    tokens = integer_array(f"{title}: tokens", field(sample, "tokens"), ndim=1)
+    rows = field(sample, _KEY)
     if rows is None:
         rows = np.full((max(len(tokens) - 1, 0), model.hidden_layers, model.top_k), -1, dtype=np.int32)
     else:
@@ -120,7 +117,7 @@ def _recording(sample: Any, name: str, *, title: str, model: ModelShape) -> Reco
         rows=rows,
         num_tokens=len(tokens),
         tokens=tokens if not len(tokens) or (tokens != -1).any() else None,
-        weight_version=_version(title, _field(sample, "weight_versions")),
+        weight_version=_version(title, field(sample, "weight_versions")),
     )
 
 

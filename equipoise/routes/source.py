@@ -1,6 +1,7 @@
 """`Source`: a dump on its way in. A file, a folder, or an object already in memory; and values on their way to arrays.
 
-It opens files by suffix, without ever unpickling: `.json`, `.jsonl`, `.npy`, `.npz`, `.pt` (weights only), `.txt`.
+It opens files by suffix and never unpickles what could run code: `.json`, `.jsonl`, `.npy`, `.npz`, `.txt`, and `.pt`
+by torch's weights-only reader, which here knows plain numpy arrays too.
 Readers ask it for records; whatever is wrong with the container becomes a `RoutesError` that names the file and place.
 
 Knows containers and array types. Does not know what routes look like in them.
@@ -12,6 +13,7 @@ Invariants (asserted by the tests):
 """
 
 import json
+import os
 import pickle
 import struct
 import tokenize
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import RoutesError
+from equipoise.core.value import holds_bool
 
 SUFFIXES = (".json", ".jsonl", ".npy", ".npz", ".pt", ".txt")
 _WHOLE_FILE = (".json", ".npy", ".npz", ".pt")
@@ -67,8 +70,10 @@ class Source:
             return dump
         if isinstance(dump, str | Path):
             path = Path(dump)
-            if not path.exists():
-                raise RoutesError(f"no dump at {path}")
+            if not _exists(path):
+                raise RoutesError(f"no dump at {str(path)[:200]}; to pass text itself, put it in a list")
+            if not os.access(path, os.R_OK):
+                raise RoutesError(f"{path} may not be read; check its permissions")
             return cls(name=str(path), path=path)
         return cls(name=f"<{type(dump).__name__}>", content=dump)
 
@@ -150,6 +155,8 @@ def integer_array(what: str, value: Any, *, ndim: int) -> np.ndarray:
         array = array.astype(np.int64)  # numpy gives an empty list the dtype float
     if array.dtype.kind not in "iu" or array.ndim != ndim:
         raise RoutesError(f"{what}: expected an integer array of {ndim} axes, got {array.dtype} of shape {array.shape}")
+    if holds_bool(value):
+        raise RoutesError(f"{what}: expected integers, got a list with true or false in it")
     return array
 
 
@@ -172,13 +179,15 @@ def write_torch(content: Any, path: Path) -> None:
             return {key: with_tensors(item) for key, item in value.items()}
         return [with_tensors(item) for item in value] if isinstance(value, list) else value
 
-    torch.save(with_tensors(content), path)
-
-
-def write_npz(content: dict[str, Any], path: Path) -> None:
-    """Write named arrays as an uncompressed `.npz`, whatever the path is called."""
     with path.open("wb") as file:
-        np.savez(file, **content)
+        torch.save(with_tensors(content), file)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # text that no file can be called: too long, or with a NUL in it
+        return False
 
 
 def _take_apart(place: str, content: Any) -> Iterator[tuple[str, Any]]:
@@ -209,7 +218,7 @@ def _load(path: Path, suffix: str) -> Any:
         raise RoutesError(f"{path} has suffix {suffix!r}; known: {', '.join(SUFFIXES)}, or a folder of such files")
     try:
         if suffix == ".json":
-            return json.loads(path.read_bytes())
+            return _load_json(path)
         if suffix == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False)
         if suffix == ".npz":
@@ -219,6 +228,15 @@ def _load(path: Path, suffix: str) -> Any:
         raise
     except _DAMAGE as error:
         raise RoutesError(f"{path} cannot be read as {suffix}: {str(error) or type(error).__name__}") from error
+
+
+def _load_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            raise RoutesError(f"{path} holds several JSON values; one per line makes a .jsonl: rename it") from error
+        raise
 
 
 def _load_npz(path: Path) -> dict[str, np.ndarray]:
@@ -236,4 +254,13 @@ def _load_torch(path: Path) -> Any:
         raise RoutesError(
             f"{path} needs torch to be read; pip install 'equipoise[torch]', or save it as .npz"
         ) from error
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals(_numpy_globals()):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _numpy_globals() -> list[Any]:
+    """What pickled numpy arrays and numbers name, none of which runs code."""
+    makers = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    # numpy 2 moved `core` to `_core`; a file may come from either.
+    named = [(make, f"numpy.{room}.multiarray.{name}") for name, make in makers.items() for room in ("_core", "core")]
+    return [*named, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]

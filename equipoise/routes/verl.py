@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
+from equipoise.routes._layout import write_npz
 from equipoise.routes.format import Format
 from equipoise.routes.interpret import wire_rows
 from equipoise.routes.recording import Recording
-from equipoise.routes.source import Source, integer_array, is_tensor, plain_array, write_npz, write_torch
+from equipoise.routes.source import Source, integer_array, is_tensor, plain_array, write_torch
 
 _KEY = "routed_experts"
 
@@ -270,7 +271,7 @@ def _save_nested(rows: list[np.ndarray], tokens: list[np.ndarray], path: Path) -
 
     if not rows:
         raise RoutesError("a jagged tensor needs at least one sample; write .npz")
-    torch.save({_KEY: nested(rows), **({"input_ids": nested(tokens)} if tokens else {})}, path)
+    write_torch({_KEY: nested(rows), **({"input_ids": nested(tokens)} if tokens else {})}, path)
 
 
 FORMATS = (

@@ -61,7 +61,6 @@ from equipoise.routes._wire import (
     decode_npy,
     field,
     find_field,
-    first_record,
     given_name,
     is_int_array,
     items,
@@ -78,7 +77,7 @@ TOKENS_SUFFIX = "_tokens"
 
 def matches_offline(source: Source) -> bool:
     """Whether the first record is a three-axis integer array, an archive of them, or a `RequestOutput`."""
-    record = first_record(source)
+    record = source.first()
     if is_int_array(record, ndim=3):
         return True
     outputs = field(record, "outputs")
@@ -121,7 +120,7 @@ def write_offline(routes: Routes, path: Path) -> None:
 
 def matches_http(source: Source) -> bool:
     """Whether the first record is a response whose first choice carries a base64 `.npy` payload."""
-    choices = field(first_record(source), "choices")
+    choices = field(source.first(), "choices")
     if not isinstance(choices, list | tuple) or not choices:
         return False
     payload = field(choices[0], "routed_experts")

@@ -52,6 +52,16 @@ def test_a_value_with_arrays_cannot_be_hashed():
         hash(Box(np.arange(3)))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [[False, 0], [[1, 2], [3, True]], ([1], (np.True_,)), [np.array([True]), np.array([2])]],
+    ids=["flat", "nested", "numpy-scalar", "array-in-list"],
+)
+def test_a_bool_among_integers_is_not_an_integer(value):
+    with pytest.raises(LoadsError, match="a bool in it"):
+        int64_array("x", value, ndim=np.asarray(value).ndim, error=LoadsError)
+
+
 def test_a_kept_array_cannot_be_written():
     kept = frozen_array(np.zeros(3))
     with pytest.raises(ValueError, match="read-only"):

@@ -101,9 +101,19 @@ def test_without_an_index_the_place_is_the_name():
     assert [s.name for s in read_routes(samples(index=None), model=MODEL)] == ["record 0", "record 1"]
 
 
-def test_a_pickled_array_is_refused(tmp_path):
+def test_the_dump_slime_makes_holds_numpy_arrays(tmp_path):
     data = samples()
-    data[0]["rollout_routed_experts"] = np.array(ROWS[0])
+    for sample, rows in zip(data, ROWS, strict=True):
+        sample["rollout_routed_experts"] = np.frombuffer(np.array(rows, np.int32).tobytes(), np.int32).reshape(
+            np.shape(rows)
+        )
+    torch.save({"rollout_id": 7, "samples": data}, tmp_path / "a.pt")
+    assert read_routes(tmp_path / "a.pt", model=MODEL) == read_routes(samples(), model=MODEL)
+
+
+def test_any_other_pickled_object_is_refused(tmp_path):
+    data = samples()
+    data[0]["metadata"] = {"where": tmp_path}
     torch.save({"samples": data}, tmp_path / "a.pt")
     with pytest.raises(RoutesError, match=r"cannot be read as .pt"):
         read_routes(tmp_path / "a.pt", model=MODEL)

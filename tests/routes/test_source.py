@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from equipoise.core import RoutesError
 from equipoise.routes import source as source_module
-from equipoise.routes.source import Source, integer_array, plain_array, write_npz, write_torch
+from equipoise.routes._layout import write_npz
+from equipoise.routes.source import Source, integer_array, plain_array, write_torch
 
 
 class Bomb:
@@ -211,3 +212,50 @@ def test_an_empty_list_is_an_empty_integer_array():
     assert integer_array("tokens", [], ndim=1).dtype.kind == "i"
     with pytest.raises(RoutesError):
         integer_array("tokens", np.zeros(0), ndim=1)
+
+
+@pytest.mark.parametrize("text", ["nrlre1:" + "A" * 5000, "a\0b"], ids=["too-long-for-a-name", "nul"])
+def test_text_that_no_file_can_be_called_is_no_dump(text):
+    with pytest.raises(RoutesError, match=r"no dump at .*put it in a list"):
+        Source.of(text)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    monkeypatch.setattr(source_module.os, "access", lambda path, mode: False)
+    with pytest.raises(RoutesError, match=r"a.jsonl may not be read"):
+        Source.of(tmp_path / "a.jsonl")
+
+
+def test_lines_in_a_json_file_are_told_their_suffix(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(RoutesError, match=r"several JSON values.*\.jsonl"):
+        Source.of(tmp_path / "a.json").opened()
+
+
+@pytest.mark.parametrize("value", [[False, 0], [[0, 1], [True, 2]]], ids=["flat", "nested"])
+def test_a_bool_among_integers_is_refused(value):
+    with pytest.raises(RoutesError, match="true or false in it"):
+        integer_array("tokens", value, ndim=np.asarray(value).ndim)
+
+
+def test_numpy_arrays_and_numbers_in_a_torch_file_are_read(tmp_path):
+    kept = {"a": np.arange(6, dtype=np.int32).reshape(1, 2, 3), "b": np.float64(1.5), "c": np.zeros(2, np.uint16)}
+    torch.save(kept, tmp_path / "a.pt")
+    found = Source.of(tmp_path / "a.pt").opened().content
+    assert found["a"].dtype == np.int32 and found["a"].tolist() == [[[0, 1, 2], [3, 4, 5]]]
+    assert found["b"] == 1.5 and found["c"].dtype == np.uint16
+
+
+def test_numpy_1_names_in_a_torch_file_are_read(tmp_path):
+    torch.save({"a": np.arange(3)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as new, zipfile.ZipFile(tmp_path / "old.pt", "w") as old:
+        for member in new.namelist():
+            old.writestr(member, new.read(member).replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    assert Source.of(tmp_path / "old.pt").opened().content["a"].tolist() == [0, 1, 2]
+
+
+def test_an_object_array_in_a_torch_file_runs_nothing(tmp_path):
+    torch.save({"a": np.array([Bomb()], dtype=object)}, tmp_path / "a.pt")
+    with pytest.raises(RoutesError, match=r"cannot be read as .pt"):
+        Source.of(tmp_path / "a.pt").opened()
