@@ -9,7 +9,7 @@
     store.py       the native store: chunked, mapped, checksummed
     vllm.py, sglang.py                     rollout engines
     verl.py, slime.py, prime_rl.py, nemo_rl.py, megatron.py    trainers
-    doctor.py      diagnose: named checks over recordings
+    doctor/        diagnose: named checks over recordings
 
 All forms in one table: docs/formats.md. Importing this room imports neither torch nor numba.
 """

@@ -15,7 +15,8 @@ Invariants (asserted by the tests):
    Padding rows are dispatched as they stand, so for them only -1 means unknown.
 3. An id outside 0..experts-1 is an error that names sample, row, layer and value.
 4. A sample has one row per token, or one less; fewer only with `allow_short`; never more.
-5. Rows before a start offset are unknown unless earlier turns supply them; where turns overlap they must agree.
+5. Rows before a start offset are unknown unless earlier turns supply them; where turns overlap they must agree. A gap
+   too large to be real is an error before anything of its size is made.
 6. All recordings of a dump have the same layer axis.
 """
 
@@ -34,6 +35,9 @@ from equipoise.routes.recording import Recording
 LastRow = Literal["recorded", "placeholder"]
 """What the row of a sample's last token is: `recorded` a route like any other, where the row is there at all;
 `placeholder` filler that some trainers append to make rows and tokens equal in number, dropped on reading."""
+
+MAX_GAP_BYTES = 2**30
+"""Room for unknown rows ahead of one turn; a million tokens of 48 layers of top-8 take 0.4 of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +279,7 @@ def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
     if overlap:
         rows = _merge_overlap(name, rows, more, start=turn.start, overlap=overlap)
     gap = max(turn.start - num_tokens, 0)
+    _refuse_gap(name, gap, rows.ids_TLK)
     edges = (num_rows, num_rows + gap, num_rows + gap + len(more.ids_TLK) - overlap)
     parts = (
         Segment(start=edges[0], stop=edges[1]),
@@ -291,6 +296,16 @@ def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
         padding_T=np.concatenate([rows.padding_T, np.zeros(gap, dtype=bool), more.padding_T[overlap:]]),
         segments=segments,
     )
+
+
+def _refuse_gap(name: str, gap: int, ids_TLK: np.ndarray) -> None:
+    _, layers, top_k = ids_TLK.shape
+    needed = gap * (layers * (top_k * ids_TLK.dtype.itemsize + 1) + 1)
+    if needed > MAX_GAP_BYTES:
+        raise RoutesError(
+            f"sample {name!r}: {gap} tokens without a row come before a recording and take {needed / 2**30:.1f} GiB; "
+            f"the limit is {MAX_GAP_BYTES / 2**30:g} GiB. Is its start offset right?"
+        )
 
 
 def _merge_overlap(name: str, rows: _Rows, more: _Rows, *, start: int, overlap: int) -> _Rows:

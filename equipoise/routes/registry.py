@@ -63,9 +63,11 @@ def detect(dump: Any) -> Format:
         return found[0]
     if found:
         raise RoutesError(f"{source.name} can be several forms; choose one with --format (format=):\n{_listed(found)}")
-    source.peek()  # a broken container says what is wrong with it; a whole one is merely of no known form
+    # A broken container says here what is wrong with it; a whole one is empty, or merely of no known form.
+    why = "" if source.peek() else ": it holds no record"
     raise RoutesError(
-        f"{source.name} is of no known form. If you know better, name it with --format (format=):\n{_listed(FORMATS)}"
+        f"{source.name} is of no known form{why}. If you know better, name it with --format (format=):\n"
+        f"{_listed(FORMATS)}"
     )
 
 
@@ -128,7 +130,12 @@ def write_routes(routes: Routes, path: str | Path, *, format: str) -> None:
     form, target = find_format(format), Path(path)
     if "/" not in form.suffixes and target.suffix.lower() not in form.suffixes:
         raise RoutesError(f"{target}: form {form.name!r} is written to {' or '.join(form.suffixes)} files; rename it")
-    form.write(routes, target)
+    if not target.parent.is_dir():
+        raise RoutesError(f"{target} cannot be written: there is no folder {target.parent}")
+    try:
+        form.write(routes, target)
+    except OSError as error:
+        raise RoutesError(f"{target} cannot be written: {error.strerror or error}") from error
 
 
 def resolve_model(model: ModelShape | str | Path | None) -> ModelShape:
@@ -137,6 +144,8 @@ def resolve_model(model: ModelShape | str | Path | None) -> ModelShape:
         return model
     if model is None:
         raise RoutesError("this form does not name its model; give a preset name or a HF config.json")
+    if not isinstance(model, str | Path):
+        raise RoutesError(f"model must be a shape, a preset name or a path, got a {type(model).__name__}")
     is_preset = isinstance(model, str) and model.lower().replace("_", "-") in preset_names()
     if is_preset or not Path(model).exists():
         return ModelShape.preset(str(model))

@@ -71,7 +71,7 @@ class Source:
         if isinstance(dump, str | Path):
             path = Path(dump)
             if not _exists(path):
-                raise RoutesError(f"no dump at {str(path)[:200]}; to pass text itself, put it in a list")
+                raise RoutesError(f"no dump at {path}")
             if not os.access(path, os.R_OK):
                 raise RoutesError(f"{path} may not be read; check its permissions")
             return cls(name=str(path), path=path)
@@ -186,8 +186,8 @@ def write_torch(content: Any, path: Path) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # text that no file can be called: too long, or with a NUL in it
-        return False
+    except OSError as error:
+        raise RoutesError(f"no dump at {str(path)[:99]!r}: {error.strerror}; to pass text, put it in a list") from error
 
 
 def _take_apart(place: str, content: Any) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,8 @@ Form `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated - 
     `.npy`          one sample; a folder of them: one sample per file, named by the file
     `.npz`          one array per sample, named by its key; `<name>_tokens` beside `<name>` holds its token ids
     object          an array, a list of arrays, or `RequestOutput`s (objects or dicts): `request_id`,
-                    `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`
+                    `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`;
+                    or its outputs alone, whose `token_ids` lack the prompt's and are not used
     written         `.npz`; has no place for start, weight version, nor (without token ids) a number of tokens
 
 Form `vllm-http`: JSON responses of chat, completions and `/generate`, one per line, as a list, or one object.
@@ -78,7 +79,7 @@ TOKENS_SUFFIX = "_tokens"
 def matches_offline(source: Source) -> bool:
     """Whether the first record is a three-axis integer array, an archive of them, or a `RequestOutput`."""
     record = source.first()
-    if is_int_array(record, ndim=3):
+    if is_int_array(record, ndim=3) or is_int_array(field(record, "routed_experts"), ndim=3):
         return True
     outputs = field(record, "outputs")
     if isinstance(outputs, list | tuple) and outputs:
@@ -91,8 +92,10 @@ def read_offline(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         if isinstance(field(record, "outputs"), list | tuple):
             yield from _read_request_output(record, place=place)
-        elif isinstance(record, Mapping):
+        elif isinstance(record, Mapping) and _is_archive(record):
             yield from _read_archive(record, place=place)
+        elif field(record, "routed_experts") is not None:
+            yield from _read_output(record, Response(name=place, versions=field(record, "weight_versions")))
         else:
             name = place.removesuffix(" record 0").removesuffix(".npy")
             yield from recordings(integer_array(place, record, ndim=3), Response(name=name))
@@ -229,9 +232,12 @@ def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
             tokens=tokens,
             versions=field(output, "weight_versions"),
         )
-        yield from recordings(
-            integer_array(f"{response.name}: routed_experts", field(output, "routed_experts"), ndim=3), response
-        )
+        yield from _read_output(output, response)
+
+
+def _read_output(output: Any, response: Response) -> Iterator[Recording]:
+    rows = integer_array(f"{response.name}: routed_experts", field(output, "routed_experts"), ndim=3)
+    yield from recordings(rows, response)
 
 
 def _is_archive(record: Mapping[Any, Any]) -> bool:

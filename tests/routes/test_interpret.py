@@ -263,6 +263,13 @@ def test_no_recording_gives_no_sample():
 # 5. Start offsets and turns.
 
 
+@pytest.mark.parametrize("turns", [(), (Recording(name="a", rows=good_rows(3)),)], ids=["first", "later"])
+def test_an_absurd_start_is_refused_before_room_is_made_for_it(turns):
+    far = Recording(name="a", rows=good_rows(1), start=2_000_000_000)
+    with pytest.raises(RoutesError, match=r"'a': (2000000000|1999999997) tokens without a row.*GiB.*start offset"):
+        one(*turns, far)
+
+
 def test_rows_before_the_start_are_unknown():
     rows = good_rows(3)
     sample = one(Recording(name="a", rows=rows, start=2, num_tokens=6, weight_version="7"))

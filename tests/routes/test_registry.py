@@ -225,3 +225,27 @@ def test_the_page_of_formats_names_every_form_and_every_suffix():
     assert list(rows) == format_names()
     for form in FORMATS:
         assert all(f"`{suffix}`" in rows[form.name] for suffix in form.suffixes)
+
+
+@pytest.mark.parametrize("dump", [[], ()], ids=["list", "tuple"])
+def test_an_empty_object_holds_no_record(dump):
+    with pytest.raises(RoutesError, match="holds no record"):
+        read_routes(dump, model=MODEL)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json"])
+def test_an_empty_file_holds_no_record(tmp_path, name):
+    (tmp_path / name).write_text("[]" if name == "a.json" else "\n")
+    with pytest.raises(RoutesError, match=rf"{name} is of no known form: it holds no record"):
+        read_routes(tmp_path / name, model=MODEL)
+
+
+@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+def test_a_folder_that_is_not_there_is_our_error(tmp_path, form, suffix):
+    with pytest.raises(RoutesError, match=r"dump.*cannot be written: there is no folder .*nowhere"):
+        write_routes(good_routes(), tmp_path / "nowhere" / f"dump{suffix}", format=form.name)
+
+
+def test_a_model_of_another_kind_is_refused():
+    with pytest.raises(RoutesError, match="preset name or a path, got a dict"):
+        read_routes([], model={"num_experts": 8}, format="vllm")

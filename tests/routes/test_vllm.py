@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from equipoise.core import Routes, RoutesError, SampleRoutes
 from equipoise.routes import vllm
 from equipoise.routes._wire import Response, recordings
+from equipoise.routes.registry import read_routes
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
 
@@ -319,3 +320,14 @@ def test_padding_and_partial_layers_are_refused(form, tmp_path):
 )
 def test_foreign_content_is_not_claimed(dump):
     assert not any(form.matches(Source.of(dump)) for form in vllm.FORMATS)
+
+
+@pytest.mark.parametrize("as_object", [True, False], ids=["object", "dict"])
+def test_outputs_without_their_request_are_read(as_object):
+    model = model_of()
+    rows = np.array([[[0, 0], [1, 2], [3, 4]], [[0, 0], [5, 6], [7, 0]]], dtype=np.uint8)
+    output = {"index": 0, "token_ids": [5], "routed_experts": rows, "weight_versions": "9"}
+    sample, other = read_routes([SimpleNamespace(**output) if as_object else output] * 2, model=model)
+    assert sample.ids_TLK.tolist() == rows[:, 1:].tolist()
+    assert (sample.num_tokens, sample.tokens_T, sample.segments[0].weight_version) == (3, None, "9")
+    assert (sample.name, other.name) == ("record 0", "record 1")
