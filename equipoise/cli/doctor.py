@@ -45,7 +45,7 @@ def doctor(
     self_check: Annotated[bool, typer.Option("--self-check", help="Prove the slicing with planted markers.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check recorded routes, or with --self-check the slicing they will go through."""
+    """Check recorded routes, or how they are sliced."""
     from equipoise.core import RoutesError
     from equipoise.routes import diagnose, stream_recordings
 

@@ -172,8 +172,9 @@ def _layout(
     if node_R is not None:
         if not len(node_R):
             raise TopologyError("node_R is empty; give the node of each EP rank")
-        per_node = ranks_per_node or max(list(node_R).count(n) for n in set(node_R))
-        return per_node, nodes or max(node_R) + 1
+        found = [require_int("an entry of node_R", n, low=0, error=TopologyError) for n in node_R]
+        per_node = max(map(found.count, set(found))) if ranks_per_node is None else ranks_per_node
+        return per_node, max(found) + 1 if nodes is None else nodes
     per_node = require_int(
         "ranks_per_node", 8 if ranks_per_node is None else ranks_per_node, low=1, error=TopologyError
     )

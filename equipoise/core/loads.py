@@ -174,8 +174,11 @@ class LoadMatrix(Value):
         for name in ("coverage_MLR", "layer_numbers_L"):
             if getattr(self, name) is not None:
                 arrays[name] = getattr(self, name)
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        try:
+            with Path(path).open("wb") as file:
+                np.savez_compressed(file, **arrays)
+        except OSError as error:
+            raise LoadsError(f"{path} cannot be written: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "LoadMatrix":

@@ -134,10 +134,14 @@ class ModelShape(Value):
             count = require_int("layers", layers, low=1, error=TopologyError)
             figures["layer_numbers"] = _first_numbers(self.layer_numbers, count)
             figures.setdefault("hash_layers", tuple(n for n in self.hash_layers if n in figures["layer_numbers"]))
+        for name in ("layer_numbers", "hash_layers"):
+            if name in figures:
+                entries = _listed(name, figures[name])
+                figures[name] = tuple(require_int(name, n, low=0, error=TopologyError) for n in entries)
         if figures.get("layer_numbers"):
             figures.setdefault("hidden_layers", max(figures["layer_numbers"]) + 1)
         if "experts" in figures and "top_k" not in figures:
-            figures["top_k"] = min(self.top_k, int(figures["experts"]))
+            figures["top_k"] = min(self.top_k, require_int("experts", figures["experts"], low=1, error=TopologyError))
         return replace(self, **figures)
 
     def figures(self) -> dict[str, Any]:
@@ -196,7 +200,7 @@ class ModelShape(Value):
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise TopologyError(f"no model config at {path}; give a preset name or a HF config.json") from error
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise TopologyError(f"{path} is not a readable JSON file: {error}") from error
         if not isinstance(content, Mapping):
             raise TopologyError(f"{path} holds a {type(content).__name__}; a HF config.json holds an object")
@@ -265,6 +269,8 @@ def _moe_layer_numbers(figures: Mapping[str, Any], title: str, hidden_layers: in
     dense = figures.get("mlp_only_layers")
     if not isinstance(dense, list | None):
         raise TopologyError(f"model {title!r}: mlp_only_layers must be a list of layer numbers, got {dense!r}")
+    for number in dense or ():
+        require_int(f"model {title!r}: an entry of mlp_only_layers", number, low=0, error=TopologyError)
     # decoder_sparse_step counts layers from 1, moe_layer_freq from 0.
     offset = 1 if figures.get("decoder_sparse_step") else 0
     stride = _count(figures, title, "decoder_sparse_step" if offset else "moe_layer_freq") or 1

@@ -31,6 +31,10 @@ LastTokenPolicy = Literal["drop", "spread", "unknown"]
 experts (the plan chooses), or leave it `unknown` (routed natively)."""
 
 
+MOST_ENTRIES = 2**24
+"""Micro-steps times ranks of one window; more is damage, and must not become the size of an array."""
+
+
 class Piece(NamedTuple):
     """Tokens `[start, stop)` of one sample, forwarded by `rank` in `micro_step`."""
 
@@ -126,13 +130,17 @@ class Schedule(Value):
             padding_policy: which experts padding rows choose
             last_token: what happens to a sample's last token, which has no route
         """
-        table = _table([tuple(piece) for piece in pieces])
+        table = _table(list(pieces))
         if micro_steps is None:
             micro_steps = int(table[:, 3].max()) + 1 if len(table) else 1
-        if padding_MR is None:
-            padding_MR = np.zeros(
-                (micro_steps, require_int("ranks", ranks, low=1, error=ScheduleError)), dtype=np.int64
+        require_int("ranks", ranks, low=1, error=ScheduleError)
+        require_int("micro_steps", micro_steps, low=1, error=ScheduleError)
+        if ranks * micro_steps > MOST_ENTRIES:
+            raise ScheduleError(
+                f"ranks is {ranks}, micro_steps is {micro_steps}; their product must be at most {MOST_ENTRIES}"
             )
+        if padding_MR is None:
+            padding_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
         return cls(
             stage=stage,
             micro_steps=micro_steps,
@@ -152,11 +160,11 @@ class Schedule(Value):
         return tokens
 
 
-def _table(pieces: list[tuple[int, ...]]) -> np.ndarray:
+def _table(pieces: list[Sequence[int]]) -> np.ndarray:
     """[P, 5] int64 of an explicit list, or an error naming the first piece that is no five whole numbers."""
     for index, piece in enumerate(pieces):
-        if len(piece) != len(Piece._fields):
+        if not isinstance(piece, Sequence | np.ndarray) or len(piece) != len(Piece._fields):
             raise ScheduleError(f"piece {index} is {piece}; a piece has the fields {', '.join(Piece._fields)}")
     if not pieces:
         return np.empty((0, len(Piece._fields)), dtype=np.int64)
-    return int64_array("pieces", np.array(pieces), ndim=2, error=ScheduleError)
+    return int64_array("pieces", [tuple(piece) for piece in pieces], ndim=2, error=ScheduleError)

@@ -27,9 +27,6 @@ from equipoise.core import Schedule, ScheduleError
 from equipoise.core.value import require_int
 
 FORMAT = "equipoise-schedule-1"
-MOST_RANKS = 2**16
-MOST_ENTRIES = 2**24
-"""Micro-steps times ranks of one window."""
 _NEEDED = ("stage", "ranks", "pieces")
 _OPTIONAL = ("micro_steps", "padding", "padding_policy", "last_token")
 
@@ -77,18 +74,11 @@ def _window(window: Any, place: str) -> Schedule:
     try:
         if "padding" in window:
             options["padding_MR"] = np.array(window["padding"])
-        pieces = _whole(window["pieces"])
-        options["micro_steps"] = _possible_size(window, pieces)
-        return Schedule.of(pieces, ranks=window["ranks"], stage=window["stage"], **options)
+        if "micro_steps" in window:
+            options["micro_steps"] = require_int("micro_steps", window["micro_steps"], low=1, error=ScheduleError)
+        return Schedule.of(_whole(window["pieces"]), ranks=window["ranks"], stage=window["stage"], **options)
     except (ScheduleError, TypeError, ValueError, OverflowError) as error:
         raise ScheduleError(f"{place}: {error}") from error
-
-
-def _possible_size(window: Mapping[str, Any], pieces: list[list[int]]) -> int:
-    """The number of micro-steps, refusing sizes that no trainer has before an array of that size is made."""
-    ranks = require_int("ranks", window["ranks"], low=1, high=MOST_RANKS, error=ScheduleError)
-    named = window.get("micro_steps", max((piece[3] for piece in pieces), default=0) + 1)
-    return require_int("micro_steps", named, low=1, high=MOST_ENTRIES // ranks, error=ScheduleError)
 
 
 def _whole(pieces: Any) -> list[list[int]]:

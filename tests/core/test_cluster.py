@@ -159,3 +159,17 @@ def test_experts_that_do_not_divide_are_refused_with_a_size_that_works():
     model = ModelShape.preset("qwen3-30b-a3b", experts=63)
     with pytest.raises(TopologyError, match=r"63 experts of 'qwen3-30b-a3b' do not divide by 8 ranks; .* example 7"):
         Cluster.preset("h200").home_slots(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({"node_R": "ab"}, "an entry of node_R must be a whole number, got 'a'", id="text"),
+        pytest.param({"node_R": [0.0, 1.0]}, "an entry of node_R must be a whole number", id="floats"),
+        pytest.param({"node_R": [0, 0], "ranks_per_node": 0}, "ranks_per_node is 0", id="no-rank-per-node"),
+        pytest.param({"node_R": [0, 0], "nodes": 0}, "nodes is 0", id="no-node"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused_not_replaced(options, words):
+    with pytest.raises(TopologyError, match=words):
+        Cluster.preset("h200", **options)

@@ -229,3 +229,8 @@ def test_read_npz_never_unpickles(tmp_path):
         archive.writestr("format.npy", buffer.getvalue())
     with pytest.raises(LoadsError, match="allow_pickle=False"):
         read_npz(path, wanted=FORMAT, error=LoadsError)
+
+
+def test_a_folder_that_is_not_there_is_our_error(tmp_path):
+    with pytest.raises(LoadsError, match=r"l\.npz cannot be written: No such file"):
+        LoadMatrix(np.ones((1, 1, 1, 2), np.int64)).save(tmp_path / "nowhere" / "l.npz")

@@ -364,3 +364,28 @@ def test_derived_figures_count_what_they_say():
     assert model.row_bytes == 2 * 16
     assert make_model(expert_bias=True).expert_params == 3 * 16 * 8 + 2 * 8 + 16
     assert make_model(weight_bytes=1).expert_bytes == 3 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        pytest.param({"experts": "x"}, "experts must be a whole number, got 'x'", id="experts"),
+        pytest.param({"layer_numbers": 5}, "layer_numbers must be a list, got 5", id="layer-numbers"),
+        pytest.param({"layer_numbers": ["1"]}, "layer_numbers must be a whole number", id="layer-number"),
+    ],
+)
+def test_an_override_of_a_wrong_kind_is_refused(figures, words):
+    with pytest.raises(TopologyError, match=words):
+        ModelShape.preset("olmoe", **figures)
+
+
+def test_a_dense_layer_that_is_no_number_is_refused():
+    config = {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": ["1"]}
+    with pytest.raises(TopologyError, match="an entry of mlp_only_layers must be a whole number, got '1'"):
+        ModelShape.from_config(config)
+
+
+def test_a_config_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(TopologyError, match="not a readable JSON file"):
+        ModelShape.from_config(tmp_path)

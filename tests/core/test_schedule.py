@@ -130,3 +130,18 @@ def test_schedules_are_equal_by_content():
     pieces = [(0, 0, 4, 0, 0)]
     assert Schedule.of(pieces, ranks=1) == Schedule.of(pieces, ranks=1)
     assert Schedule.of(pieces, ranks=1) != Schedule.of(pieces, ranks=1, stage="recompute")
+
+
+def test_a_piece_that_is_no_list_is_named():
+    with pytest.raises(ScheduleError, match="piece 1 is 7; a piece has the fields"):
+        Schedule.of([(0, 0, 9, 0, 0), 7], ranks=2)
+
+
+def test_a_micro_step_no_trainer_has_is_refused_before_room_is_made_for_it():
+    with pytest.raises(ScheduleError, match="micro_steps is 1000000000000001; their product must be at most 16777216"):
+        Schedule.of([(0, 0, 9, 10**15, 0)], ranks=2)
+
+
+def test_a_bool_is_no_sample_number():
+    with pytest.raises(ScheduleError, match="a bool in it"):
+        Schedule.of([(True, 0, 9, 0, 0)], ranks=2)
