@@ -77,7 +77,7 @@ class NoReplicas:
         """
         if len(plan.replica_table):
             raise InfeasiblePlanError(
-                f"the plan has {len(plan.replica_table)} replicas, but no engine moves them; plan with slots=0 or use one"
+                f"the plan has {len(plan.replica_table)} replicas and no engine moves them; use one, or slots=0"
             )
         self._empty = ExpertWeights(*(None if tensor is None else tensor.detach()[:0] for tensor in like))
 
