@@ -1,0 +1,90 @@
+"""Quality on real routing traces: skew limits, the node bound, and seconds against every rival.
+
+The traces have 8 micro-steps of 1,024 tokens per domain; the limits are for about 24,000 tokens a micro-step. So loads
+are multiplied by 24 where a limit is held: the same pattern, with the row rounding of that size. Layers wider than the
+models' are composed of several real ones ("stacked", see `benchmarks.traces`). Row rounding itself is held on the
+traces as they are. What is not reached stands here as an expected failure, with its figure.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.traces import joined, read_traces, scaled, stacked
+from equipoise.planner import plan
+from equipoise.planner.bounds import node_bound_ML, node_bound_rows_ML
+from tests.planner.cases import cluster_of
+
+TRACES = Path(__file__).parents[2].parent / "shared" / "data"
+pytestmark = pytest.mark.data
+
+ONE_DOMAIN = {
+    # (ranks, experts of the stacked layer or None for the model's own): limit with 2 slots, with 1 slot.
+    (8, None): (1.0005, 1.001),
+    (16, None): (1.0015, 1.002),
+    (32, 256): (1.004, 1.005),
+    (64, 256): (1.013, 1.014),
+}
+FOUR_DOMAINS = {(8, None): 1.001, (16, None): 1.004, (16, 256): 1.004, (32, 256): 1.013, (64, 256): 1.030}
+NARROW = pytest.mark.xfail(reason="64 experts on 2 nodes: the homes found have a node bound of 1.005, limit 1.004")
+FOUR_CASES = [pytest.param(*case, marks=[NARROW] if case == (16, None) else []) for case in FOUR_DOMAINS]
+
+
+@pytest.fixture(scope="module")
+def traces():
+    if not TRACES.is_dir():
+        pytest.skip("the real routing traces are not beside the project (../shared/data)")
+    return read_traces(TRACES)
+
+
+def windows(traces, ranks, experts):
+    """(trace, its first 16 micro-steps at most) with at least 4 home experts per rank."""
+    wide = [stacked(trace, experts) if experts else trace for trace in traces]
+    return [(t, t.loads(ranks, micro_steps=16)) for t in wide if t.model.experts >= 4 * ranks]
+
+
+def mean_skew(made):
+    return float((made.rank_load_MLR.max(axis=-1) / made.rank_load_MLR.mean(axis=-1)).mean())
+
+
+@pytest.mark.parametrize("slots", [2, 1], ids="{} slots".format)
+@pytest.mark.parametrize("ranks, experts", ONE_DOMAIN, ids=str)
+def test_one_domain_is_level(traces, ranks, experts, slots):
+    found = [
+        mean_skew(plan(scaled(loads, 24), cluster=cluster_of(ranks), model=t.model, slots=slots, objective="skew"))
+        for t, loads in windows(traces, ranks, experts)
+    ]
+    assert np.mean(found) <= ONE_DOMAIN[ranks, experts][2 - slots]
+
+
+@pytest.mark.parametrize("ranks, experts", FOUR_CASES, ids=str)
+def test_four_unmixed_domains_are_level(traces, ranks, experts):
+    parts = windows(traces[:4], ranks, experts)
+    loads = scaled(joined([part for _, part in parts]), 24)
+    made = plan(loads, cluster=cluster_of(ranks), model=parts[0][0].model, slots=2, objective="skew")
+    assert mean_skew(made) <= FOUR_DOMAINS[ranks, experts]
+    assert mean_skew(made) <= node_bound_ML(loads, made.home_LE, made.cluster).mean() * 1.001
+
+
+@pytest.mark.parametrize("ranks", [8, 16], ids="EP{}".format)
+def test_two_slots_reach_the_node_bound_in_whole_rows(traces, ranks):
+    for trace, loads in windows(traces, ranks, None):
+        made = plan(loads, cluster=cluster_of(ranks), model=trace.model, slots=2, objective="skew")
+        rows_ML = node_bound_rows_ML(loads, made.home_LE, made.cluster)
+        reached = made.rank_load_MLR.max(axis=-1).sum()
+        assert rows_ML.sum() <= reached <= rows_ML.sum() * 1.001, trace.name
+
+
+@pytest.mark.parametrize("ranks", [8, 16], ids="EP{}".format)
+@pytest.mark.parametrize("factor", [1, 8, 64], ids="{}k tokens".format)
+def test_no_policy_is_faster_in_predicted_seconds(traces, ranks, factor):
+    for trace, loads in windows(traces[:4], ranks, None):
+        some = scaled(type(loads)(loads.load_MLRE[:, ::6]), factor)
+        model = type(trace.model).preset(trace.model.name, layers=some.num_layers)
+        given_to = {"cluster": cluster_of(ranks), "model": model, "slots": 1}
+        ours = plan(some, **given_to).seconds.total
+        rivals = {
+            p: plan(some, policy=p, **given_to).seconds.total for p in ("static", "eplb-oracle", "lplb", "reactive")
+        }
+        assert ours <= min(rivals.values()), (trace.name, ours, rivals)
