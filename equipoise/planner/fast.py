@@ -92,32 +92,33 @@ def plan_layer(
 
 @njit(cache=True)
 def candidates(load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem) -> np.ndarray:
-    """[C, E] homes worth pricing: levelled inside nodes; across them; both; both with co-active experts together.
-
-    For skew alone, levelling both is all that counts.
-    """
+    """[C, E] homes worth pricing. See `reference.candidates`."""
     ranks, experts = load_MRE.shape[1:]
     owner_E = np.arange(experts) // (experts // ranks)
-    one_node = problem.node_R.max() == 0
+    node_R = problem.node_R
     if (warm_home_E != owner_E).sum() > problem.budget:
         warm_home_E = owner_E
+    stays = bool((node_R[warm_home_E] == node_R[owner_E]).all())
     load_EM, share_EM, weight_M = _inputs(load_MRE, problem)
     homes_CE = np.zeros((4, experts), dtype=np.int64)
-    if one_node or not problem.by_skew:
-        start_E = _kept_inside(warm_home_E, owner_E, problem.node_R)
-        homes_CE[0] = level_ranks(load_EM, share_EM, weight_M, start_E, problem)
-    if one_node:
+    count = 0
+    if node_R.max() == 0 or (stays and not problem.by_skew):
+        homes_CE[0] = level_ranks(load_EM, share_EM, weight_M, warm_home_E, problem)
+        count = 1
+    if node_R.max() == 0:
         return homes_CE[:1]
     none_EE = np.zeros((experts, experts), dtype=np.int64)
-    homes_CE[1] = level_nodes(load_EM, share_EM, weight_M, warm_home_E, none_EE, problem)
-    homes_CE[2] = level_ranks(load_EM, share_EM, weight_M, homes_CE[1], problem)
-    if problem.by_skew:
-        return homes_CE[2:3]
-    if len(pair_EE) == 0:
-        return homes_CE[:3]
-    together_E = level_nodes(load_EM, share_EM, weight_M, warm_home_E, affinity(share_EM, pair_EE), problem)
-    homes_CE[3] = level_ranks(load_EM, share_EM, weight_M, together_E, problem)
-    return homes_CE
+    nodes_E = level_nodes(load_EM, share_EM, weight_M, warm_home_E, none_EE, problem)
+    if count == 1:
+        homes_CE[1] = nodes_E
+        count = 2
+    homes_CE[count] = level_ranks(load_EM, share_EM, weight_M, nodes_E, problem)
+    count += 1
+    if len(pair_EE) > 0 and not problem.by_skew:
+        together_E = level_nodes(load_EM, share_EM, weight_M, warm_home_E, affinity(share_EM, pair_EE), problem)
+        homes_CE[count] = level_ranks(load_EM, share_EM, weight_M, together_E, problem)
+        count += 1
+    return homes_CE[:count]
 
 
 @njit(cache=True)
@@ -220,15 +221,6 @@ def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node
             home_E[e] = r
             free_R[r] -= 1
     return home_E
-
-
-@njit(cache=True)
-def _kept_inside(start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
-    """The warm homes if all of them stay in their owners' nodes, else the owners."""
-    for e in range(len(start_E)):
-        if node_R[start_E[e]] != node_R[owner_E[e]]:
-            return owner_E
-    return start_E
 
 
 @njit(cache=True)

@@ -215,6 +215,7 @@ def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
     )
     slope_ps, min_rows = _row_prices(task, cost)
     patience = max(200, min(4000, 5 * 2**27 // task.model.experts**3)) * task.options.effort
+    hurry = 8 if warm else 1
     return LayerProblem(
         node_R=node_R,
         fill_node_R=np.zeros_like(node_R) if crosses else node_R,
@@ -223,8 +224,8 @@ def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
         by_skew=int(by_skew),
         gated=int(task.options.gate and not by_skew),
         budget=budget,
-        patience=patience // 8 if warm else patience,
-        max_checks=20_000 * task.options.effort,
+        patience=patience // hurry,
+        max_checks=20_000 * task.options.effort // hurry,
         cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
         cost_across=0 if by_skew else across_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
         edge_inside_ns=inside_ns,
