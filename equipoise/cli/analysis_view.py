@@ -1,6 +1,6 @@
-"""Draw an analysis on a terminal of 80 columns or more: skew, seconds lost, memory.
+"""Draw an analysis on a terminal of 80 columns or more: the answer first, then seconds, skew, memory.
 
-Knows figures of `Analysis` and rich. Computes none of them.
+Knows figures of `Analysis` and rich. Computes none of them. Seconds are drawn by `seconds_view.py`.
 """
 
 import math
@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.loads.analysis import Analysis, StageAnalysis
+from equipoise.cli.seconds_view import answer, seconds_notes, seconds_table, seconds_unit
 from equipoise.loads.forecast import GIB, MemoryForecast
-from equipoise.loads.lost import EFFICIENCY, LostTime
 from equipoise.loads.skew import Distribution
+from equipoise.sim.analysis import Analysis, StageAnalysis
 
 BLOCKS = [chr(0x2581 + i) for i in range(8)]
 """Bars of eight heights."""
@@ -23,18 +23,19 @@ BLOCKS = [chr(0x2581 + i) for i in range(8)]
 def show(analysis: Analysis, console: Console, *, source: str) -> None:
     """Print the whole analysis of what `source` names."""
     console.print(_headline(analysis, source))
-    for words, stage in _distinct_stages(analysis):
+    console.print(answer(analysis))
+    console.print(_heading("Time in expert layers per step", f"{seconds_unit(analysis)}, all predicted"))
+    console.print(seconds_table(analysis))
+    console.print(seconds_notes(analysis))
+    for words, stage, planned in _distinct_stages(analysis):
         console.print(_heading(f"Skew, {words}", "busiest rank / mean rank, in rows; 1.00 is level"))
-        console.print(_widths_table(stage, analysis.cluster.ep))
+        console.print(_widths_table(stage, analysis.cluster.ep, planned))
         means = [layer.mean for layer in stage.skew.dispatched.layers()]
         console.print(_heading(f"Skew by layer, {words}", f"at EP {stage.skew.ranks}, over micro-steps"))
         console.print(Text("  " + sparkline(means, low=1.0, high=max(means))))
         console.print(_layers_table(stage, analysis.layer_numbers, columns=max(1, (console.width - 2) // 19)))
-    console.print(_heading("Expert compute per step", "a model, not a measurement"))
-    console.print(_lost_table(analysis))
-    console.print(_lost_words(analysis))
     console.print(_heading("Memory for received rows", "counted rows, bytes by formula"))
-    console.print(_memory_words(analysis.memory))
+    console.print(_memory_words(analysis.memory, analysis.memory_group))
 
 
 def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
@@ -60,15 +61,20 @@ def _heading(title: str, words: str) -> Text:
     return Text.assemble("\n", (title, "bold"), "  ", (words, "dim"))
 
 
-def _distinct_stages(analysis: Analysis) -> list[tuple[str, StageAnalysis]]:
+Planned = list[tuple[str, Distribution]]
+"""Skew with a plan, by the words it is drawn with."""
+
+
+def _distinct_stages(analysis: Analysis) -> list[tuple[str, StageAnalysis, Planned]]:
     """Stages to draw: one where both have the same micro-steps, so that nothing is shown twice."""
     stages = list(analysis.stages.items())
+    planned = {name: () if analysis.trial is None else (analysis.trial.skew_after(name),) for name, _ in stages}
     if len(stages) == 2 and stages[0][1].skew.dispatched == stages[1][1].skew.dispatched:
-        return [("both stages alike", stages[1][1])]
-    return [(str(name), stage) for name, stage in stages]
+        return [("both stages alike", stages[1][1], [(f"planned, {n}", d) for n, ds in planned.items() for d in ds])]
+    return [(str(name), stage, [("planned", d) for d in planned[name]]) for name, stage in stages]
 
 
-def _widths_table(stage: StageAnalysis, ep: int) -> Table:
+def _widths_table(stage: StageAnalysis, ep: int, planned: Planned) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("  EP width", "mean", "p50", "p95", "max"):
         table.add_column(name, justify="right")
@@ -81,6 +87,8 @@ def _widths_table(stage: StageAnalysis, ep: int) -> Table:
         if has_padding and width == ep:
             cells.append(f"{stage.skew.without_padding.mean:.2f}")
         table.add_row(*cells, style="bold" if width == ep else "")
+        for words, distribution in planned if width == ep else ():
+            table.add_row(f"  {words}", *_figures(distribution), style="green")
     return table
 
 
@@ -109,36 +117,12 @@ def _layers_table(stage: StageAnalysis, numbers: Sequence[int], *, columns: int)
     return table
 
 
-def _lost_table(analysis: Analysis) -> Table:
-    unit, scale = ("s", 1.0) if analysis.lost.seconds >= 1 else ("ms", 1e3)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("  stage")
-    for name in (f"now, {unit}", f"if balanced, {unit}", f"lost, {unit}", "lost"):
-        table.add_column(name, justify="right")
-    for name, stage in analysis.stages.items():
-        table.add_row(f"  {name}", *_lost_cells(stage.lost, scale))
-    if len(analysis.stages) > 1:
-        table.add_row("  step", *_lost_cells(analysis.lost, scale), style="bold")
-    return table
-
-
-def _lost_cells(lost: LostTime, scale: float) -> list[str]:
-    seconds = (lost.seconds, lost.ceiling_seconds, lost.lost_seconds)
-    return [*(f"{x * scale:.2f}" for x in seconds), f"{lost.lost_share:.0%}"]
-
-
-def _lost_words(analysis: Analysis) -> Text:
-    peak = analysis.cluster.flops / 1e12
-    words = f"  Expert GEMMs alone, at {EFFICIENCY:.0%} of {peak:,.0f} TFLOP/s; no dispatch, no attention.\n"
-    return Text(words + "  Lost is what perfect balance could give back at most.", style="dim")
-
-
-def _memory_words(memory: MemoryForecast) -> Text:
+def _memory_words(memory: MemoryForecast, group: int) -> Text:
     place, rows = memory.place, memory.rows_R
     text = Text()
     text.append(f"  peak     {memory.peak_rows:,} rows, {memory.peak_bytes / GIB:.2f} GiB\n")
     text.append(f"  where    {place.stage} window {place.window}, micro-step {place.micro_step}, ")
-    text.append(f"layer {place.layer}, rank {place.rank}\n")
+    text.append(f"layer {place.layer}, rank {place.rank}{f', EP group {group}' if group else ''}\n")
     text.append(f"  by rank  {min(rows):,} to {max(rows):,} rows at worst  {sparkline(rows, low=0, high=max(rows))}\n")
     text.append("  verdict  ")
     if memory.limit_bytes is None:

@@ -1,9 +1,9 @@
-"""Say how uneven a step is, what that costs, and whether a rank runs out of memory. No GPU and no torch needed.
+"""Say how many seconds uneven experts cost, what a plan would give back, and whether a rank runs out of memory.
 
     equipoise analyze --demo
     equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8 --schedule tokens:16384 --memory-gib 20
 
-Exit code 1 if the step will not fit into `--memory-gib`.
+Everything is predicted; no GPU and no torch needed. Exit code 1 if the step will not fit into `--memory-gib`.
 """
 
 import json
@@ -22,12 +22,12 @@ from equipoise.cli.options import (
     ShortFlag,
     find_model,
 )
-from equipoise.cli.output import print_json, screen
+from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
     from equipoise.cli.step_loads import Packing
     from equipoise.core import LoadMatrix, ModelShape
-    from equipoise.loads import Analysis
+    from equipoise.sim import Analysis
 
 DEMO_MODEL = "qwen3-30b-a3b"
 
@@ -47,6 +47,11 @@ def analyze(
     cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1,
     sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1,
     recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Replica slots per rank of the plan that is tried: 1 if left out, 0 for placement alone."),
+    ] = None,
+    plan: Annotated[bool, typer.Option(help="Whether to try a plan.")] = True,
     memory_gib: Annotated[
         float | None, typer.Option(help="GiB a rank has left for received rows, after weights and optimizer.")
     ] = None,
@@ -60,26 +65,41 @@ def analyze(
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show skew, seconds lost and memory of a step."""
+    """Show seconds lost, what a plan would give back, skew and memory of a step."""
     from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster
-    from equipoise.loads import analyze_loads
+    from equipoise.sim import analyze_loads
 
+    tried = _tried_slots(slots, plan=plan)
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, cp=cp, sp=sp, recompute=recompute)
     hardware = Cluster.preset(cluster, ep=ep)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     shape, windows = _load(dump, reading, packing, demo=demo)
     hardware.home_slots(shape)
-    analysis = analyze_loads(
-        windows,
-        model=shape,
-        cluster=hardware,
-        memory_gib=memory_gib,
-        activations="kept" if keep_activations else "recomputed",
-    )
+    with progress("planning layers (the first run compiles for a while)" if plan else "pricing") as show:
+        analysis = analyze_loads(
+            windows,
+            model=shape,
+            cluster=hardware,
+            slots=tried,
+            memory_gib=memory_gib,
+            activations="kept" if keep_activations else "recomputed",
+            progress=show,
+        )
     _publish(analysis, source="a generated step" if dump is None else dump.name, out=out, as_json=as_json)
     if analysis.memory.fits is False:
         raise typer.Exit(1)
+
+
+def _tried_slots(slots: int | None, *, plan: bool) -> int | None:
+    """Replica slots of the plan to try, None for no plan; options that contradict each other are refused."""
+    from equipoise.core import InfeasiblePlanError
+
+    if not plan and slots is not None:
+        raise InfeasiblePlanError(f"--no-plan makes --slots {slots} void; leave one of them out")
+    if slots is not None and slots < 0:
+        raise InfeasiblePlanError(f"--slots is {slots}; it must be 0 (placement alone) or more")
+    return (1 if slots is None else slots) if plan else None
 
 
 def _publish(analysis: "Analysis", *, source: str, out: Path | None, as_json: bool) -> None:

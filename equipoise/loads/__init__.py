@@ -7,21 +7,17 @@
     matrix.py         a schedule's loads: `load_MLRE`
     filling.py        experts for rows that have no route: last tokens, padding
     skew.py           the one definition of imbalance
-    lost.py           seconds lost to it, by a simple model
     forecast.py       memory for received rows, and whether it fits
-    analysis.py       all of that for one step
     generator.py      workloads with measured properties
 
 To add a way to pack, write a function in `packing.py` that returns a `Schedule`; nothing else needs to know.
-Importing this room imports neither numba nor torch.
+Seconds are not known here: `sim` puts loads and prices together. Importing this room imports neither numba nor torch.
 """
 
-from equipoise.loads.analysis import Analysis, analyze_loads
 from equipoise.loads.count import RangeCount, count_range, count_routes
 from equipoise.loads.counts_file import load_counts, save_counts
 from equipoise.loads.forecast import MemoryForecast, forecast_memory
 from equipoise.loads.generator import Workload, generate_counts, generate_routes, generate_samples
-from equipoise.loads.lost import LostTime, estimate_lost
 from equipoise.loads.matrix import count_loads, count_step
 from equipoise.loads.packing import (
     TokenPolicy,
@@ -54,12 +50,8 @@ __all__ = [
     "skew_ML",
     "rank_loads",
     "SkewSummary",
-    "LostTime",
-    "estimate_lost",
     "MemoryForecast",
     "forecast_memory",
-    "Analysis",
-    "analyze_loads",
     "Workload",
     "generate_counts",
     "generate_routes",

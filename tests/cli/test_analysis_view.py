@@ -8,7 +8,7 @@ from rich.console import Console
 
 from equipoise.cli.analysis_view import BLOCKS, show, sparkline
 from equipoise.core import Cluster, LoadMatrix, ModelShape
-from equipoise.loads import analyze_loads
+from equipoise.sim import analyze_loads
 
 MODEL = ModelShape.preset("olmoe", layers=2)
 CLUSTER = Cluster.preset("h100", ep=8)

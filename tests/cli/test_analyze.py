@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from equipoise.core import LoadMatrix, ModelShape, Routes, SampleRoutes, Schedule
+from equipoise.core import Cluster, LoadMatrix, ModelShape, Routes, SampleRoutes, Schedule
 from equipoise.loads import (
     count_loads,
     count_routes,
@@ -18,6 +18,7 @@ from equipoise.loads import (
     step_schedules,
     write_schedules,
 )
+from equipoise.planner import plan_step
 from equipoise.routes import write_routes
 
 MODEL = ModelShape.preset("olmoe")
@@ -109,6 +110,35 @@ def test_recorded_last_tokens_are_forwarded_from_histograms(equipoise, tmp_path)
     assert outcome.document["rows"] == 6 * MODEL.top_k * MODEL.layers
 
 
+@pytest.mark.parametrize("slots", [0, 2])
+def test_the_plan_is_the_planners_with_as_many_slots_as_asked_for(equipoise, routes, store, slots):
+    outcome = equipoise("analyze", store, "--ep", "4", "--cluster", "h200", "--slots", slots, "--json")
+    windows = count_step(routes, step_schedules(tokens_of(routes), ranks=4, samples_per_micro_step=1))
+    plans = plan_step(windows, cluster=Cluster.preset("h200", ep=4), model=MODEL, slots=slots)
+    document = outcome.document
+    assert document["plan"]["slots"] == slots
+    assert document["plan"]["buffer_bytes"] == slots * 2 * MODEL.expert_bytes
+    assert document["seconds"]["now"]["total"] == pytest.approx(sum(p.static_seconds for p in plans))
+    assert document["seconds"]["planned"]["total"] == pytest.approx(sum(p.seconds.total for p in plans))
+    assert document["profile"] == {"device": "NVIDIA H200", "kind": "measured"}
+
+
+def test_the_plan_can_be_left_out(equipoise, store):
+    document = equipoise("analyze", store, "--no-plan", "--json").document
+    assert (document["plan"], document["no_plan"], document["seconds"]["saved"]) == (None, "not asked for", None)
+    assert "none tried: not asked for" in equipoise("analyze", store, "--no-plan").out
+
+
+def test_loads_of_other_source_ranks_keep_their_skew_and_say_why_there_is_no_plan(equipoise, tmp_path):
+    loads = LoadMatrix(np.random.default_rng(0).integers(0, 90, (2, 16, 4, 64)))
+    loads.save(tmp_path / "loads.npz")
+    outcome = equipoise("analyze", tmp_path / "loads.npz", "--model", "olmoe")
+    assert outcome.code == 0
+    assert "none tried: the loads have 4 source ranks" in outcome.out
+    assert "not priced: source ranks are not the ranks of the EP group" in outcome.out
+    assert f"{skew(loads, ep=8).mean:.2f}" in outcome.out
+
+
 @pytest.mark.parametrize(("limit", "code", "words"), [("0.000001", 1, "does not fit"), ("100", 0, "fits into 100 GiB")])
 def test_the_memory_verdict_is_the_exit_code(equipoise, store, limit, code, words):
     outcome = equipoise("analyze", store, "--memory-gib", limit)
@@ -137,6 +167,8 @@ def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tm
         pytest.param(["--ep", "0"], "ep is 0", id="no ep"),
         pytest.param(["--cluster", "abacus"], "no cluster preset 'abacus'", id="cluster"),
         pytest.param(["--memory-gib", "-1"], "memory limit is -1", id="memory"),
+        pytest.param(["--slots", "-1"], "--slots is -1; it must be 0", id="slots"),
+        pytest.param(["--slots", "0", "--no-plan"], "--no-plan makes --slots 0 void", id="slots of no plan"),
         pytest.param(["--mini-batches", "99"], "mini_batches is 99", id="mini-batches"),
         pytest.param(["--model", "mixtral-8x7b"], "holds routes of 'olmoe'", id="another model"),
     ],
@@ -160,7 +192,15 @@ def test_the_demo_ends_with_a_table_that_fits_the_terminal(equipoise, monkeypatc
     monkeypatch.setenv("COLUMNS", str(columns))
     outcome = equipoise("analyze", "--demo")
     assert outcome.code == 0
-    for words in ("qwen3-30b-a3b on h100, EP 8", "Skew by layer", "if balanced", "verdict", "not a measurement"):
+    for words in (
+        "qwen3-30b-a3b on h100, EP 8",
+        "Skew by layer",
+        "balanced",
+        "planned",
+        "verdict",
+        "all predicted",
+        "derived from",
+    ):
         assert words in outcome.out
     assert max(len(line) for line in outcome.out.splitlines()) <= columns
     assert [line.split()[0] for line in outcome.out.splitlines() if line.strip()[:2] in ("16", "32", "64")] == [
