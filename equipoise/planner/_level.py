@@ -61,7 +61,11 @@ def level(
             since += 1
         p, q, change = _best_swap(start_G, pull_GP, bend_PP, tabu_P, swap, order, edge)
         if p < 0:
-            break
+            if tabu_P.max() <= swap:
+                break
+            # All that could be swapped rests: wait.
+            swap += 1
+            continue
         a, b = group_of(start_G, p), group_of(start_G, q)
         e, f = order[p], order[q]
         for m in range(micro_steps):
@@ -77,10 +81,9 @@ def level(
         _swap_positions(order, tabu_P, dot_PP, bend_PP, pull_GP, p, q)
         swap += 1
         if change >= 0:
-            # An uphill swap is kept from being undone at once; the higher expert id waits two swaps longer.
+            # An uphill swap is kept from being undone at once.
             low, high = (q, p) if e < f else (p, q)
-            tabu_P[low] = swap + tenure
-            tabu_P[high] = swap + tenure + 2
+            tabu_P[low], tabu_P[high] = rests(swap, tenure)
     result = np.empty(experts, dtype=np.int64)
     for g in range(groups):
         for p in range(start_G[g], start_G[g + 1]):
@@ -97,6 +100,13 @@ def level(
         rows_GM[polished[e]] += load_EM[e]
         cost += cost_EG[e, polished[e]]
     return polished if cost + busiest(rows_GM, weight_G, common, weight_M) < best else result
+
+
+@njit(cache=True)
+def rests(swap: int, tenure: int) -> tuple[int, int]:
+    """Until which swap the lower and the higher expert of a pair rest. See `reference.rests`."""
+    least = swap + 1 + tenure // 2
+    return least + swap * 40503 % 65537 % (2 * tenure), least + swap * 30011 % 65537 % (2 * tenure + 3)
 
 
 @njit(cache=True)

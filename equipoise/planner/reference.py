@@ -71,7 +71,8 @@ def owners(experts: int, ranks: int) -> np.ndarray:
 def candidates(load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem) -> np.ndarray:
     """[C, E] homes worth pricing: levelled inside nodes; across them; both; both with co-active experts together.
 
-    For skew alone, levelling both is all that counts.
+    The first two save displacements. They are left out for skew, where displacements are free, and where the search
+    starts from homes that already cross nodes: what paid in the window before is not put in question again.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R = owners(experts, ranks), problem.node_R
@@ -79,18 +80,17 @@ def candidates(load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarra
         warm_home_E = owner_E
     stays = bool((node_R[warm_home_E] == node_R[owner_E]).all())
     inputs = load_EM, share_EM, weight_M = search_inputs(load_MRE, problem)
-    inside_E = level_ranks(*inputs, warm_home_E if stays else owner_E, problem)
     if node_R.max() == 0:
-        return np.stack([inside_E])
+        return np.stack([level_ranks(*inputs, warm_home_E, problem)])
     none_EE = np.zeros((experts, experts), dtype=np.int64)
     nodes_E = level_nodes(*inputs, warm_home_E, none_EE, problem)
-    both_E = level_ranks(*inputs, nodes_E, problem)
-    if problem.by_skew:
-        return np.stack([both_E])
-    if len(pair_EE) == 0:
-        return np.stack([inside_E, nodes_E, both_E])
-    together_E = level_nodes(load_EM, share_EM, weight_M, warm_home_E, affinity(share_EM, pair_EE), problem)
-    return np.stack([inside_E, nodes_E, both_E, level_ranks(*inputs, together_E, problem)])
+    found = [level_ranks(*inputs, nodes_E, problem)]
+    if stays and not problem.by_skew:
+        found = [level_ranks(*inputs, warm_home_E, problem), nodes_E, *found]
+    if len(pair_EE) > 0 and not problem.by_skew:
+        together_E = level_nodes(load_EM, share_EM, weight_M, warm_home_E, affinity(share_EM, pair_EE), problem)
+        found.append(level_ranks(*inputs, together_E, problem))
+    return np.stack(found)
 
 
 def search_inputs(load_MRE: np.ndarray, problem: LayerProblem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,16 +216,28 @@ def level(
         else:
             since += 1
         found = best_swap(dot_EE, group_E, ranks_G, tabu_E <= swap)
-        if found is None:
+        if found is None and tabu_E.max() <= swap:
             break
+        swap += 1
+        if found is None:
+            # All that could be swapped rests: wait.
+            continue
         e, f, change = found
         group_E[e], group_E[f] = group_E[f], group_E[e]
-        swap += 1
         if change >= 0:
-            # Kept from being undone at once; the higher expert id waits two swaps longer.
-            tabu_E[e], tabu_E[f] = swap + tenure, swap + tenure + 2
+            tabu_E[e], tabu_E[f] = rests(swap, tenure)
     polished_E = polish(load_EM, best_E, ranks_G, weight_M, cost_EG, owner_E, budget, max_checks)
     return polished_E if busiest(polished_E, load_EM, ranks_G, weight_M, cost_EG) < best else best_E
+
+
+def rests(swap: int, tenure: int) -> tuple[int, int]:
+    """Until which swap the lower and the higher expert of an uphill swap rest, so that it is not undone at once.
+
+    From half the tenure to two and a half, in a fixed order without pattern: rests of one length, or of two that beat
+    together, let the search run in circles.
+    """
+    least = swap + 1 + tenure // 2
+    return least + swap * 40503 % 65537 % (2 * tenure), least + swap * 30011 % 65537 % (2 * tenure + 3)
 
 
 def busiest(

@@ -1,0 +1,130 @@
+"""`fill` and `settle`: rows are kept, slots and nodes hold, and the split is the best for its replicas."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from equipoise.cost.reference import quotas
+from equipoise.planner import _fill, fill_reference
+from equipoise.planner.reference import homes_by_rank
+from tests.planner import problems
+
+few = settings(max_examples=100, deadline=None)
+
+
+@st.composite
+def entries(draw):
+    """(load_E, home_E, node_R, min_rows, slots) of one (micro-step, layer)."""
+    node_R = np.array(problems.LAYOUTS[draw(st.sampled_from(sorted(problems.LAYOUTS)))])
+    experts = len(node_R) * draw(st.integers(1, 4))
+    load_E = draw(problems.loads(1, 1, experts))[0, 0]
+    home_E = draw(problems.homes(experts, len(node_R)))
+    return load_E, home_E, node_R, draw(st.sampled_from([1, 1, 40])), draw(st.sampled_from([0, 1, 2, experts + 2]))
+
+
+def filled(fill, load_E, home_E, node_R, min_rows=1, slots=1):
+    """(busiest, rep_expert_RS, rep_rows_RS) after filling."""
+    expert_RS, rows_RS = np.full((len(node_R), slots), 77), np.full((len(node_R), slots), 77)
+    homes_RH = homes_by_rank(home_E, len(node_R))
+    return fill(load_E, home_E, homes_RH, node_R, min_rows, expert_RS, rows_RS), expert_RS, rows_RS
+
+
+@given(entries())
+@few
+def test_compiled_fill_equals_the_plain_one(entry):
+    ours, theirs = filled(_fill.fill, *entry), filled(fill_reference.fill, *entry)
+    assert ours[0] == theirs[0]
+    assert np.array_equal(ours[1], theirs[1])
+    assert np.array_equal(ours[2], theirs[2])
+
+
+@given(entries())
+@few
+def test_rows_are_kept_and_no_rank_gets_above_the_busiest_it_was(entry):
+    load_E, home_E, node_R, _, _ = entry
+    busiest, expert_RS, rows_RS = filled(_fill.fill, *entry)
+    quota_ER = quotas(load_E, home_E, expert_RS, rows_RS)
+    assert quota_ER.min() >= 0
+    assert np.array_equal(quota_ER.sum(axis=1), load_E)
+    load_R = quota_ER.sum(axis=0)
+    closed_R = np.array([load_E[home_E == r].sum() for r in range(len(node_R))])
+    assert busiest == load_R.max() <= closed_R.max()
+    assert busiest >= _fill.node_bound(closed_R, node_R) == fill_reference.node_bound(closed_R, node_R)
+
+
+@given(entries())
+@few
+def test_replicas_stay_in_the_node_off_their_home_and_are_never_doubled_or_idle(entry):
+    _, home_E, node_R, _, _ = entry
+    _, expert_RS, rows_RS = filled(_fill.fill, *entry)
+    assert np.array_equal(expert_RS >= 0, rows_RS > 0)
+    for rank, held in enumerate(expert_RS):
+        experts = held[held >= 0]
+        assert len(set(experts.tolist())) == len(experts)
+        assert (home_E[experts] != rank).all()
+        assert (node_R[home_E[experts]] == node_R[rank]).all()
+
+
+@given(entries())
+@few
+def test_the_split_is_the_best_for_its_replicas_to_the_row(entry):
+    load_E, home_E, node_R, min_rows, slots = entry
+    if load_E.sum() > 2**30:
+        load_E = load_E >> 20
+    busiest, expert_RS, _ = filled(_fill.fill, load_E, home_E, node_R, min_rows, slots)
+    holders = [(e, int(home_E[e])) for e in range(len(load_E))]
+    holders += [(int(expert_RS[r, j]), int(r)) for r, j in np.argwhere(expert_RS >= 0)]
+    assert busiest == optimum(load_E, holders, len(node_R))
+
+
+def optimum(load_E, holders, ranks):
+    """The least busiest rank over all splits on these holders: the LP's value, rounded up."""
+    count = len(holders)
+    above = np.zeros((ranks, count + 1))
+    above[:, count] = -1
+    equal = np.zeros((len(load_E), count + 1))
+    for i, (expert, rank) in enumerate(holders):
+        above[rank, i] = 1
+        equal[expert, i] = 1
+    aim = np.append(np.zeros(count), 1)
+    found = linprog(aim, A_ub=above, b_ub=np.zeros(ranks), A_eq=equal, b_eq=load_E, method="highs")
+    return int(np.ceil(round(found.fun, 6)))
+
+
+def test_the_emptiest_rank_is_filled_exactly_from_one_expert_of_the_fullest():
+    load_E, home_E, node_R = np.array([70, 30, 10, 10]), np.array([0, 0, 1, 1]), np.array([0, 0])
+    busiest, expert_RS, rows_RS = filled(_fill.fill, load_E, home_E, node_R)
+    assert (busiest, expert_RS.tolist(), rows_RS.tolist()) == (60, [[-1], [0]], [[0], [40]])
+
+
+def test_a_replica_below_the_least_rows_is_not_made():
+    load_E, home_E, node_R = np.array([52, 50]), np.array([0, 1]), np.array([0, 0])
+    assert filled(_fill.fill, load_E, home_E, node_R, 1)[0] == 51
+    assert filled(_fill.fill, load_E, home_E, node_R, 2)[0] == 52
+
+
+def test_the_bound_is_the_mean_of_the_fullest_node():
+    assert _fill.node_bound(np.array([10, 11, 2, 2]), np.array([0, 0, 1, 1])) == 11
+    assert _fill.node_bound(np.array([10, 2, 11, 2]), np.array([0, 1, 0, 1])) == 11
+    assert _fill.node_bound(np.array([4, 9, 9]), np.array([0, 1, 1])) == 9
+
+
+def test_settle_moves_rows_along_a_chain_of_holders():
+    # Rank 0 shares expert 0 with rank 1, rank 1 shares expert 1 with rank 2: rank 2 can only be reached through rank 1.
+    load_E, home_E, node_R = np.array([90, 60, 30]), np.array([0, 1, 2]), np.array([0, 0, 0])
+    expert_RS, rows_RS = np.array([[-1], [0], [1]]), np.array([[0], [0], [0]])
+    load_R, quota_E = load_E.copy(), load_E.copy()
+    _fill.settle(load_R, quota_E, home_E, node_R, expert_RS, rows_RS, 60)
+    assert load_R.tolist() == [60, 60, 60]
+    assert rows_RS.tolist() == [[0], [30], [30]]
+
+
+@pytest.mark.parametrize("slots", [0, 1, 5], ids="{} slots".format)
+def test_no_load_needs_no_replica(slots):
+    busiest, expert_RS, _ = filled(
+        _fill.fill, np.zeros(4, np.int64), np.array([0, 0, 1, 1]), np.array([0, 0]), 1, slots
+    )
+    assert busiest == 0
+    assert (expert_RS == -1).all()
