@@ -1,7 +1,6 @@
 """`Source`: a dump on its way in. A file, a folder, or an object already in memory; and values on their way to arrays.
 
-It opens files by suffix and never unpickles what could run code: `.json`, `.jsonl`, `.npy`, `.npz`, `.txt`, and `.pt`
-by torch's weights-only reader, which here knows plain numpy arrays too.
+It opens files by suffix, without ever unpickling: `.json`, `.jsonl`, `.npy`, `.npz`, `.txt`, `.pt` (`_torch_file.py`).
 Readers ask it for records; whatever is wrong with the container becomes a `RoutesError` that names the file and place.
 
 Knows containers and array types. Does not know what routes look like in them.
@@ -29,6 +28,7 @@ import numpy as np
 
 from equipoise.core import RoutesError
 from equipoise.core.value import holds_bool
+from equipoise.routes._torch_file import load_torch
 
 SUFFIXES = (".json", ".jsonl", ".npy", ".npz", ".pt", ".txt")
 _WHOLE_FILE = (".json", ".npy", ".npz", ".pt")
@@ -223,9 +223,7 @@ def _load(path: Path, suffix: str) -> Any:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         if suffix == ".npz":
             return _load_npz(path)
-        return _load_torch(path)
-    except RoutesError:
-        raise
+        return load_torch(path)
     except _DAMAGE as error:
         raise RoutesError(f"{path} cannot be read as {suffix}: {str(error) or type(error).__name__}") from error
 
@@ -235,32 +233,13 @@ def _load_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            raise RoutesError(f"{path} holds several JSON values; one per line makes a .jsonl: rename it") from error
+            raise RoutesError("it holds several JSON values; one per line makes a .jsonl: rename it") from error
         raise
 
 
 def _load_npz(path: Path) -> dict[str, np.ndarray]:
     # np.load tells formats apart by their first bytes, so a .npy renamed to .npz would come back as an array.
     if not zipfile.is_zipfile(path):
-        raise RoutesError(f"{path} cannot be read as .npz: it is not a zip archive")
+        raise RoutesError("it is not a zip archive")
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
-
-
-def _load_torch(path: Path) -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise RoutesError(
-            f"{path} needs torch to be read; pip install 'equipoise[torch]', or save it as .npz"
-        ) from error
-    with torch.serialization.safe_globals(_numpy_globals()):
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _numpy_globals() -> list[Any]:
-    """What pickled numpy arrays and numbers name, none of which runs code."""
-    makers = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
-    # numpy 2 moved `core` to `_core`; a file may come from either.
-    named = [(make, f"numpy.{room}.multiarray.{name}") for name, make in makers.items() for room in ("_core", "core")]
-    return [*named, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]

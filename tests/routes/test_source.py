@@ -238,25 +238,3 @@ def test_lines_in_a_json_file_are_told_their_suffix(tmp_path):
 def test_a_bool_among_integers_is_refused(value):
     with pytest.raises(RoutesError, match="true or false in it"):
         integer_array("tokens", value, ndim=np.asarray(value).ndim)
-
-
-def test_numpy_arrays_and_numbers_in_a_torch_file_are_read(tmp_path):
-    kept = {"a": np.arange(6, dtype=np.int32).reshape(1, 2, 3), "b": np.float64(1.5), "c": np.zeros(2, np.uint16)}
-    torch.save(kept, tmp_path / "a.pt")
-    found = Source.of(tmp_path / "a.pt").opened().content
-    assert found["a"].dtype == np.int32 and found["a"].tolist() == [[[0, 1, 2], [3, 4, 5]]]
-    assert found["b"] == 1.5 and found["c"].dtype == np.uint16
-
-
-def test_numpy_1_names_in_a_torch_file_are_read(tmp_path):
-    torch.save({"a": np.arange(3)}, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as new, zipfile.ZipFile(tmp_path / "old.pt", "w") as old:
-        for member in new.namelist():
-            old.writestr(member, new.read(member).replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
-    assert Source.of(tmp_path / "old.pt").opened().content["a"].tolist() == [0, 1, 2]
-
-
-def test_an_object_array_in_a_torch_file_runs_nothing(tmp_path):
-    torch.save({"a": np.array([Bomb()], dtype=object)}, tmp_path / "a.pt")
-    with pytest.raises(RoutesError, match=r"cannot be read as .pt"):
-        Source.of(tmp_path / "a.pt").opened()
