@@ -25,6 +25,7 @@ Invariants (asserted by the tests):
 1. A row belongs to the token that the attention mask puts it at, whatever the padding.
 2. An id outside the attention mask is an error: mask and routes are then shifted against each other.
 3. write, read, equal for samples of T or T-1 rows, with masks and tokens.
+4. A batch without `attention_mask` and without NeMo-RL's `input_lengths` can be either's: it is claimed, never guessed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,8 +65,11 @@ def _is_nested(value: Any) -> bool:
 
 def _matches_padded(source: Source) -> bool:
     fields = _fields(source.first())
-    value = fields.get(_KEY)
-    return not _is_nested(value) and _ndim(value) == 4 and _ndim(fields.get("attention_mask")) == 2
+    value, mask = fields.get(_KEY), fields.get("attention_mask")
+    if _is_nested(value) or _ndim(value) != 4:
+        return False
+    # Without a mask it can still be a padded batch that lost it, unless NeMo-RL's lengths say what it is.
+    return _ndim(mask) == 2 or (mask is None and fields.get("input_lengths") is None)
 
 
 def _matches_jagged(source: Source) -> bool:

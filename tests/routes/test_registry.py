@@ -249,3 +249,13 @@ def test_a_folder_that_is_not_there_is_our_error(tmp_path, form, suffix):
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(RoutesError, match="preset name or a path, got a dict"):
         read_routes([], model={"num_experts": 8}, format="vllm")
+
+
+def test_a_batch_without_mask_and_lengths_can_be_two_forms():
+    batch = {"routed_experts": np.zeros((1, 4, 4, 3), dtype=np.int16)}
+    with pytest.raises(RoutesError, match=r"can be several forms.*\n  verl .*\n  nemo-rl-batch"):
+        read_routes(batch, model=MODEL)
+    with pytest.raises(RoutesError, match="no 'attention_mask'"):
+        read_routes(batch, model=MODEL, format="verl")
+    with pytest.raises(RoutesError, match="no input_lengths"):
+        read_routes(batch, model=MODEL, format="nemo-rl-batch")
