@@ -6,9 +6,9 @@
 One core: `workers=1`, no threads. Skew is the mean over micro-steps and layers of busiest over mean rank, in rows.
 
 Method:
-1. Skew: `objective="skew"` on every trace with at least 4 home experts per rank; one domain (8 to 16 micro-steps) and 32
-   micro-steps of four unmixed domains. Loads are multiplied by 24 (about 24,000 tokens a micro-step, as in the limits;
-   the traces have 1,024), so that whole rows do not hide the plan.
+1. Skew: `objective="skew"` with at least 4 home experts per rank; one domain (8 to 16 micro-steps) and 32 micro-steps
+   of four unmixed domains. Loads are multiplied by 24 (about 24,000 tokens a micro-step, as in the limits; the traces
+   have 1,024), so that whole rows do not hide the plan.
 2. Seconds: `objective="seconds"`, all policies with the same slots, at several token counts per micro-step (multiplied
    loads). Predicted by the cost model: composed of measured kernels and a modelled all-to-all, no cluster was run.
    `eplb-history` knows the first half of the window.
@@ -49,8 +49,8 @@ def main() -> int:
     more_rows, more_limits = measure_seconds(traces, quick=quick)
     speed_rows, speed_limits = planner_speed.measure(quick=quick)
     note = (
-        "skew in rows; predicted_ms from the cost model (H200 nodes of 8), no cluster was run; loads multiplied to reach "
-        "the tokens given; 'stacked' layers are composed of several real layers; one core"
+        "skew in rows; predicted_ms from the cost model (H200 nodes of 8), no cluster was run; loads are multiplied to "
+        "reach the tokens given; 'stacked' layers are composed of several real layers; one core"
     )
     limits = [*limits, *more_limits, *speed_limits]
     return publish("planner", [*rows, *more_rows, *speed_rows], limits=limits, note=note)

@@ -47,7 +47,10 @@ def measure(*, quick: bool) -> tuple[list[Row], list[Limit]]:
     limits: list[Limit] = []
     for part in (micro_plans, windows, scaling, growth, warm_start):
         for made in part(quick):
-            (limits if isinstance(made, Limit) else rows).append(made)
+            if isinstance(made, Limit):
+                limits.append(made)
+            else:
+                rows.append(made)
     return rows, limits
 
 
@@ -60,8 +63,11 @@ def loads_of(micro_steps: int, layers: int, experts: int, ranks: int, **figures:
 def fastest(loads: LoadMatrix, *, runs: int = 3, **arguments: Any) -> tuple[Plan, float]:
     """Plan once to compile, then several times; the plan and the least seconds."""
     plan(loads.micro_steps(0, 1), **arguments)
-    made = [timed(loads, **arguments) for _ in range(runs)]
-    return made[0][0], min(seconds for _, seconds in made)
+    made, least = timed(loads, **arguments)
+    for _ in range(runs - 1):
+        made, seconds = timed(loads, **arguments)
+        least = min(least, seconds)
+    return made, least
 
 
 def micro_plans(quick: bool) -> Iterator[Row | Limit]:
