@@ -29,7 +29,7 @@ import numpy as np
 
 from equipoise.core import Cluster, ModelShape, Stage
 from equipoise.core.value import Value
-from equipoise.cost.profile import ComputeTable, Profile
+from equipoise.cost.profile import ComputeTable, Profile, monotone
 
 GRADIENT_BYTES = 4
 """Bytes of one returned or collected gradient entry: fp32, so that partial sums are not rounded twice."""
@@ -109,7 +109,8 @@ class CostModel(Value):
         for slots in range(max_slots + 1):
             grid[slots, 1:] = _between(table.slots_S, scaled, slots)
         # No row, no time; the first breakpoint's time holds for fewer rows, since weights are read all the same.
-        return grid
+        # Lines that are prolonged beyond the measured slots can cross, so the whole grid is made monotone again.
+        return monotone(grid)
 
     @property
     def rows_X(self) -> np.ndarray:

@@ -1,0 +1,133 @@
+"""The compiled prices equal the plain ones to the nanosecond, on any holders."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core import Cluster, ModelShape
+from equipoise.core.split import split_rows
+from equipoise.cost import CostModel, kernels, reference
+from equipoise.cost.kernels import ACROSS, COLUMNS, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
+from tests.planner import problems
+
+few = settings(max_examples=80, deadline=None)
+
+
+@st.composite
+def priced(draw):
+    """Arguments of `price` without the line: any homes, replicas on any rank, any shares of their rows."""
+    node_R = np.array(problems.LAYOUTS[draw(st.sampled_from(sorted(problems.LAYOUTS)))])
+    ranks = len(node_R)
+    experts = ranks * draw(st.integers(1, 3))
+    load_RE = draw(problems.loads(1, ranks, experts))[0]
+    home_E = draw(problems.homes(experts, ranks))
+    slots = draw(st.integers(0, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 9999)))
+    expert_RS, rows_RS = np.full((ranks, slots), -1), np.zeros((ranks, slots), dtype=np.int64)
+    left_E = load_RE.sum(axis=0)
+    for r in range(ranks):
+        strangers = rng.permutation(np.flatnonzero(home_E != r))[:slots]
+        for j, e in enumerate(strangers[: rng.integers(0, slots + 1)]):
+            expert_RS[r, j], rows_RS[r, j] = e, rng.integers(0, left_E[e] + 1)
+            left_E[e] -= rows_RS[r, j]
+    expert_RS[rows_RS == 0] = -1
+    keep_N = rng.integers(1, 1001, size=node_R.max() + 1)
+    tables = problems.tables_of(ranks, experts, draw(st.sampled_from(["update", "recompute"])), min(2, experts))
+    tables = tables._replace(depth=draw(st.integers(1, 2)), host_ns=draw(st.sampled_from([1000, tables.host_ns])))
+    return load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, draw(st.booleans())
+
+
+@given(priced())
+@settings(max_examples=150, deadline=None)
+def test_a_price_line_equals_the_plain_one(arguments):
+    ours, theirs = np.full(COLUMNS, -5), np.full(COLUMNS, -7)
+    total = kernels.price(*arguments, ours)
+    assert total == reference.price(*arguments, theirs)
+    assert ours.tolist() == theirs.tolist()
+    assert total == ours[:4].sum()
+
+
+@given(priced())
+@few
+def test_without_replicas_nothing_is_charged_for_pulls_or_returns(arguments):
+    load_RE, home_E, node_R, expert_RS, rows_RS, *rest = arguments
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    kernels.price(load_RE, home_E, node_R, np.full_like(expert_RS, -1), np.zeros_like(rows_RS), *rest, line)
+    assert line[[PULL, RETURN, HOST_PULLS, PEER_PULLS]].tolist() == [0, 0, 0, 0]
+
+
+@given(priced())
+@few
+def test_exchanged_rows_equal_those_of_the_split(arguments):
+    load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, persistent = arguments
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    kernels.price(load_RE, home_E, node_R, expert_RS, rows_RS, np.full_like(keep_N, 1000), tables, persistent, line)
+    quota_ER = reference.quotas(load_RE.sum(axis=0), home_E, expert_RS, rows_RS)
+    moved_RR = split_rows(load_RE, quota_ER, node_R=node_R).sum(axis=1)
+    same_RR = node_R[:, None] == node_R[None, :]
+    assert line[ACROSS] == moved_RR[~same_RR].sum()
+    assert line[INSIDE] == moved_RR[same_RR].sum() - np.trace(moved_RR)
+
+
+@given(st.integers(0, 2**40), st.integers(0, 20))
+@few
+def test_compute_equals_the_cost_model(rows, slots):
+    model = ModelShape.preset("qwen3-30b-a3b")
+    cost = CostModel.of(Cluster.preset("h200"), model)
+    assert kernels.compute_ns(cost.tables(20), rows, slots) == cost.compute_ns(rows, slots)
+
+
+@given(st.integers(0, 6), st.data())
+@few
+def test_paths_of_pulls(pulls, data):
+    far, window = data.draw(st.integers(0, pulls)), data.draw(st.integers(0, 2 * 10**6))
+    for stage in ("update", "recompute"):
+        tables = problems.tables_of(4, 8, stage)
+        ours = kernels.host_pulls(pulls, far, window, tables)
+        assert ours == reference.host_pulls(pulls, far, window, tables)
+        assert far <= ours <= pulls
+        ns = [reference.pull_ns(n, pulls - n, tables) for n in range(far, pulls + 1)]
+        if min(ns) > window:
+            assert reference.pull_ns(ours, pulls - ours, tables) == min(ns)
+        else:
+            assert reference.pull_ns(ours, pulls - ours, tables) <= window
+
+
+def test_the_busiest_link_sets_the_exchange():
+    tables = problems.tables_of(4, 4)
+    load_RE = np.zeros((4, 4), dtype=np.int64)
+    load_RE[0, 1], load_RE[2, 1] = 30, 50
+    arguments = np.arange(4), np.array([0, 0, 1, 1]), np.zeros((4, 0), np.int64), np.zeros((4, 0), np.int64)
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    kernels.price(load_RE, *arguments, np.array([1000, 1000]), tables, False, line)
+    assert line[[INSIDE, ACROSS]].tolist() == [30, 50]
+    busiest_ps = max(30 * tables.inside_ps, 50 * tables.across_ps)
+    assert line[EXCHANGE] == 4 * (tables.exchange_fixed_ns + busiest_ps // 1000)
+
+
+def tokens_into(node, ids_TK, node_E):
+    """Tokens that chose an expert of the node: what really crosses into it."""
+    return int((node_E[ids_TK] == node).any(axis=1).sum())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kept_rows_are_exact_for_top_2_tokens(seed):
+    rng = np.random.default_rng(seed)
+    ids_TK = np.stack([rng.permutation(8)[:2] for _ in range(500)])
+    node_E = rng.permutation(np.arange(8) % 2)
+    pair_EE = np.zeros((8, 8), dtype=np.int64)
+    for a, b in ids_TK:
+        for e, f in ((a, a), (b, b), (a, b), (b, a)):
+            pair_EE[e, f] += 1
+    kept_N = kernels.kept_permille(node_E, 2, pair_EE, 2)
+    assert kept_N.tolist() == reference.kept_permille(node_E, 2, pair_EE, 2).tolist()
+    for node in range(2):
+        rows = int((node_E[ids_TK] == node).sum())
+        assert abs(rows * kept_N[node] / 1000 - tokens_into(node, ids_TK, node_E)) <= rows / 1000
+
+
+def test_without_pairs_every_row_crosses():
+    none_EE, all_EE = np.zeros((0, 0), dtype=np.int64), np.ones((2, 2), dtype=np.int64)
+    assert kernels.kept_permille(np.array([0, 1]), 2, none_EE, 8).tolist() == [1000, 1000]
+    assert kernels.kept_permille(np.array([0, 0]), 1, all_EE, 1).tolist() == [1000]

@@ -1,0 +1,96 @@
+"""Hardware profiles: every figure has a source, tables never fall, damaged files are refused."""
+
+import json
+from importlib import resources
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from equipoise.core import TopologyError
+from equipoise.core import cluster as clusters
+from equipoise.cost import Profile, profile_names
+from equipoise.cost.profile import SECTIONS, monotone
+
+FOLDER = resources.files("equipoise.cost") / "profiles"
+
+
+def content(name):
+    """The JSON content of a profile that comes with the package."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def test_every_cluster_preset_has_a_profile():
+    assert set(profile_names()) == set(clusters.preset_names()) == {"a100", "h100", "h200"}
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_section_names_its_source_and_how_it_was_made(name):
+    data = content(name)
+    for section in (*data["compute"], *(data[key] for key in SECTIONS)):
+        assert len(section["source"]) > 20
+    assert data["kind"] in ("measured", "derived")
+    assert data["made_by"]
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_tables_never_fall_with_rows_or_slots(name):
+    for table in Profile.read(name).tables:
+        for ns_SX in (table.forward_ns_SX, table.update_ns_SX):
+            assert (np.diff(ns_SX, axis=0) >= 0).all()
+            assert (np.diff(ns_SX, axis=1) >= 0).all()
+            assert (ns_SX[:, -1] > ns_SX[:, 0]).all()
+        assert (table.update_ns_SX >= table.forward_ns_SX).all()
+
+
+@given(arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 6)), elements=st.integers(0, 100)))
+@settings(deadline=None)
+def test_monotone_is_the_smallest_table_above_that_never_falls(ns_SX):
+    made = monotone(ns_SX)
+    assert (made >= ns_SX).all()
+    for s in range(ns_SX.shape[0]):
+        for x in range(ns_SX.shape[1]):
+            assert made[s, x] == ns_SX[: s + 1, : x + 1].max()
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, "compute"])
+def test_a_section_without_a_source_is_refused(section):
+    data = content("h200")
+    part = data[section][0] if section == "compute" else data[section]
+    part["source"] = ""
+    with pytest.raises(TopologyError, match="no source"):
+        Profile.from_json(json.dumps(data), name="mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "equipoise-profile-9"}, "format is 'equipoise-profile-9'"),
+        ({"pull": {"source": "s"}}, "not a equipoise-profile-1 file"),
+        ({"compute": [{"source": "s", "slots": [1, 1], "rows": [1]}]}, "must ascend"),
+        (
+            {"compute": [{"source": "s", "slots": [1], "rows": [1, 2], "forward_ns": [[1]], "update_ns": [[1]]}]},
+            "has shape",
+        ),
+    ],
+    ids=["format", "missing figures", "slots twice", "table too small"],
+)
+def test_damaged_content_is_refused_in_words(change, words):
+    with pytest.raises(TopologyError, match=words):
+        Profile.from_json(json.dumps({**content("h200"), **change}), name="mine")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "not json"])
+def test_what_is_no_profile_is_refused(text):
+    with pytest.raises(TopologyError, match="profile mine"):
+        Profile.from_json(text, name="mine")
+
+
+def test_a_profile_can_be_read_from_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content("h100")))
+    assert Profile.read(path) == Profile.read("h100")
+    with pytest.raises(TopologyError, match="no hardware profile 'b900'; known: a100, h100, h200"):
+        Profile.read("b900")
