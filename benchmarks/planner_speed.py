@@ -13,7 +13,6 @@ Method:
 """
 
 import multiprocessing
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -133,8 +132,13 @@ def _plan_file(path: Path, model: ModelShape, ranks: int) -> Row:
     """Plan the loads of a file, in a process of its own."""
     loads = LoadMatrix.load(path)
     made, plan_s = fastest(loads, cluster=cluster_of(ranks), model=model, slots=2)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    return row_of("window", "generated", made, plan_s, tokens=TOKENS * ranks, peak_mb=peak_mb)
+    return row_of("window", "generated", made, plan_s, tokens=TOKENS * ranks, peak_mb=_peak_mb())
+
+
+def _peak_mb() -> int:
+    """Peak memory of this process; getrusage would count what its parent had before the start."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 
 
 def scaling(quick: bool) -> Iterator[Row | Limit]:
