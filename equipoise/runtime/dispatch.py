@@ -1,0 +1,176 @@
+"""`Dispatch`: the way of every row of one rank in one (micro-step, layer), there and back, as index tables.
+
+Knows slots and counts. Does not know hidden states or experts' weights; the only communication is one exchange of
+counts, and none where the plan knows every route.
+
+Steps:
+1. `sort_rows`: the source orders its rows by physical slot, so by (rank, local slot), then as given.
+2. Each rank learns how many rows every source has for each of its slots: `exchange_counts`, or the plan's own split.
+3. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
+   inside a slot sources ascend, and each source's rows keep their token order.
+
+Invariants (asserted by the tests):
+1. Every row is sent once and received once; place and index tables are one-to-one.
+2. An expert's rows stand in the same order whichever slot holds them, so its products do not depend on where it sits.
+3. Groups start at multiples of `pad`; rows of padding are zero and reach no token.
+4. With planned routes, the prepared dispatch equals the exchanged one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equipoise.core.plan import Plan
+from equipoise.runtime.assign import SourceSplit, assign_slots, physical_slots, slots_per_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSide:
+    """What a source knows alone: the order of its rows and how many go to each slot."""
+
+    token_N: Tensor
+    """[N] token of each row, in sending order."""
+    index_TK: Tensor
+    """[T, K] place of each row in sending order."""
+    count_RS: Tensor
+    """[R, S] rows for each local slot of each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Where each local slot's rows stand in the slot-major buffer, home slots first."""
+
+    home_end_S: Tensor
+    """[home slots] int32, where each home slot's rows end."""
+    replica_end_S: Tensor
+    """[replica slots] int32, where each replica slot's rows end, counted from the end of the home rows."""
+    num_home_rows: int
+    num_replica_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the buffer, padding included."""
+        return self.num_home_rows + self.num_replica_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """The way of every row of this rank, there and back."""
+
+    token_N: Tensor
+    """[N] token of each row, in sending order."""
+    index_TK: Tensor
+    """[T, K] place of each row in sending order."""
+    send_R: list[int]
+    """Rows sent to each rank."""
+    receive_R: list[int]
+    """Rows received from each rank."""
+    place_N: Tensor
+    """[received rows] place of each received row in the slot-major buffer."""
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedDispatch:
+    """A dispatch made ahead of the layer, and the ids it was made for."""
+
+    dispatch: Dispatch
+    ids_TK: Tensor
+
+    def count_mismatches(self, ids_TK: Tensor) -> Tensor:
+        """Count, on the device and without waiting, the rows whose expert is not the prepared one."""
+        return (ids_TK != self.ids_TK).sum()
+
+
+def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
+    """Order this source's rows by physical slot.
+
+    Args:
+        slots_TK: [T, K] physical slots
+        width: slots of one rank
+    """
+    slots_N = slots_TK.reshape(-1)
+    order_N = torch.argsort(slots_N, stable=True)
+    index_N = torch.empty_like(order_N)
+    index_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    count_RS = torch.bincount(slots_N, minlength=num_ranks * width).view(num_ranks, width)
+    return SendSide(token_N=order_N // slots_TK.shape[1], index_TK=index_N.view(slots_TK.shape), count_RS=count_RS)
+
+
+def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Tell every rank of `group` how many rows it will get; all of them must call.
+
+    Returns: [R source, S] rows that each source sends to each of this rank's slots
+    """
+    receive_RS = torch.empty_like(count_RS)
+    dist.all_to_all_single(receive_RS, count_RS.contiguous(), group=group)
+    return receive_RS
+
+
+def planned_counts(plan: Plan, micro_step: int, layer: int, *, rank: int) -> Tensor:
+    """[R source, S] rows that each source sends to each slot of `rank` when all routes are the planned ones."""
+    width = slots_per_rank(plan)
+    slot_E = physical_slots(plan, micro_step, layer)[:, rank]
+    held = (slot_E >= 0).nonzero()[0]
+    receive_RS = torch.zeros((plan.cluster.ep, width), dtype=torch.int64)
+    split_RE = plan.split_RER(micro_step, layer)[:, held, rank]
+    receive_RS[:, torch.from_numpy(slot_E[held] - rank * width)] = torch.from_numpy(split_RE)
+    return receive_RS
+
+
+def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: int = 1) -> Dispatch:
+    """Put the tables together, without communication.
+
+    Args:
+        receive_RS: [R source, S] rows that arrive for each local slot
+        pad: groups are filled with zero rows to a multiple of this
+    """
+    device = send.token_N.device
+    receive_RS = receive_RS.cpu()
+    length_S = (receive_RS.sum(dim=0) + pad - 1) // pad * pad
+    end_S = length_S.cumsum(0)
+    # A source's rows for a slot follow those of the sources before it.
+    start_RS = (end_S - length_S) + receive_RS.cumsum(0) - receive_RS
+    return Dispatch(
+        token_N=send.token_N,
+        index_TK=send.index_TK,
+        send_R=send.count_RS.sum(dim=1).tolist(),
+        receive_R=receive_RS.sum(dim=1).tolist(),
+        place_N=_places(start_RS.reshape(-1), receive_RS.reshape(-1)).to(device),
+        groups=_groups(end_S, home_slots=home_slots, device=device),
+    )
+
+
+def prepare_dispatch(
+    ids_TK: Tensor, split: SourceSplit, receive_RS: Tensor, *, home_slots: int, pad: int = 1
+) -> PreparedDispatch:
+    """Make a whole dispatch ahead of its layer, without communication. Needs all routes of all sources to be planned.
+
+    Args:
+        ids_TK: [T, K] the ids this rank will replay
+        split: this rank's share of the plan there
+        receive_RS: what `planned_counts` says
+    """
+    num_ranks, width = receive_RS.shape
+    send = sort_rows(assign_slots(ids_TK, split), num_ranks=num_ranks, width=width)
+    dispatch = build_dispatch(send, receive_RS, home_slots=home_slots, pad=pad)
+    return PreparedDispatch(dispatch=dispatch, ids_TK=ids_TK)
+
+
+def _places(start_C: Tensor, length_C: Tensor) -> Tensor:
+    """Places of received rows: cell after cell as they arrive, each cell's rows from its start on."""
+    arrived_C = length_C.cumsum(0) - length_C
+    total = int(length_C.sum())
+    return torch.repeat_interleave(start_C - arrived_C, length_C, output_size=total) + torch.arange(total)
+
+
+def _groups(end_S: Tensor, *, home_slots: int, device: torch.device) -> Groups:
+    home_rows, all_rows = int(end_S[home_slots - 1]), int(end_S[-1])
+    return Groups(
+        home_end_S=end_S[:home_slots].to(device, torch.int32),
+        replica_end_S=(end_S[home_slots:] - home_rows).to(device, torch.int32),
+        num_home_rows=home_rows,
+        num_replica_rows=all_rows - home_rows,
+    )

@@ -1,0 +1,180 @@
+"""The experts' two products over home and replica slots, forward beside backward.
+
+Knows rows that stand slot by slot, weights and a bank. Does not know where rows come from.
+
+Home and replica weights are separate tensors, so each product is two grouped calls. Replica weights are no autograd
+input: forward and backward each ask the bank for their own visit, because a buffer may hold something else in between;
+the backward hands in their gradients. The op saves the same number of tensors on every rank, whatever its rows:
+a rank that saved less would leave recomputation with early stop at another place than the others, and hang them.
+
+`grouped_mm` wants strides of whole 16 bytes and contiguous operands; a call without rows or slots is left out.
+
+Invariants (asserted by the tests):
+1. Grouped products equal the plain loop, forward and every gradient, with empty groups and empty parts.
+2. Backward equals autograd through the dense reference, in float64 (`gradcheck`), biases and both activations.
+3. With `pad` rows per group as in the deterministic mode, a row's output bits do not depend on its group's other rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from equipoise.core.itinerary import Visit
+from equipoise.runtime.activation import Activation, activate, activate_backward
+from equipoise.runtime.bank import ExpertWeights, ReplicaBank
+from equipoise.runtime.dispatch import Groups
+
+Products = Literal["grouped", "loop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions:
+    """How an expert computes."""
+
+    activation: Activation = "swiglu"
+    products: Products = "grouped"
+    """`loop` is the reference: one product per slot, any dtype."""
+
+
+def expert_block(
+    rows_ND: Tensor, home: ExpertWeights, *, groups: Groups, bank: ReplicaBank, visit: Visit, options: BlockOptions
+) -> Tensor:
+    """Apply each slot's expert to the slot's rows.
+
+    Args:
+        rows_ND: [N, D] rows slot by slot, home slots first, as `groups` says
+        home: this rank's home weights, as they entered the layer
+        bank: brings the replica weights and takes their gradients
+        visit: the layer's turn in forward
+
+    Returns: [N, D]
+    """
+    return _ExpertBlock.apply(rows_ND, groups, bank, visit, options, *home)
+
+
+class _ExpertBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        groups: Groups,
+        bank: ReplicaBank,
+        visit: Visit,
+        options: BlockOptions,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        home, replica = ExpertWeights(*tensors), bank.weights(_visit_now(visit))
+        home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
+        out_home_ND, pre_home_NF = _apply(home_ND, home, groups.home_end_S, options)
+        out_replica_ND, pre_replica_NF = _apply(replica_ND, replica, _held_ends(groups, replica), options)
+        ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
+        ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
+        return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
+        groups, visit = ctx.groups, ctx.visit
+        replica = ctx.bank.weights(visit._replace(phase="backward"))
+        sizes = [groups.num_home_rows, groups.num_replica_rows]
+        home_ND, replica_ND = rows_ND.split(sizes)
+        grad_home_ND, grad_replica_ND = grad_ND.contiguous().split(sizes)
+        home_part = _Part(home_ND, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
+        replica_part = _Part(replica_ND, pre_replica_NF, replica, _held_ends(groups, replica))
+        has_training = any(ctx.needs_input_grad[5:])
+        # Replicas first: their gradients travel while the home part computes.
+        rows_replica_ND, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
+        if returned is not None:
+            ctx.bank.hand_in(visit.micro_step, visit.layer, returned)
+        rows_home_ND, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
+        grad_rows_ND = torch.cat([rows_home_ND, rows_replica_ND]) if groups.num_replica_rows else rows_home_ND
+        return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
+
+
+class _Part(NamedTuple):
+    """The home or the replica half of a block, as backward needs it."""
+
+    rows_ND: Tensor
+    pre_NF: Tensor
+    weights: ExpertWeights
+    end_S: Tensor
+
+
+def _visit_now(visit: Visit) -> Visit:
+    """A forward that runs inside a backward is activation recomputation, part of the layer's backward visit."""
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return visit._replace(phase="backward") if is_in_backward else visit
+
+
+def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
+    """Group ends of the replica slots in use; the rest of the slots are empty."""
+    assert replica.num_slots or not groups.num_replica_rows, "rows for replicas that the bank does not have"
+    return groups.replica_end_S[: replica.num_slots]
+
+
+def _apply(rows_ND: Tensor, weights: ExpertWeights, end_S: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
+    """Return the experts' output and the activation's input, which backward needs."""
+    pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
+    pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
+    act_NF = activate(pre_NF, options.activation)
+    out_ND = _product(act_NF, weights.down_SDF.transpose(1, 2), end_S, options)
+    return _add_bias(out_ND, weights.down_bias_SD, end_S), pre_NF
+
+
+def _apply_backward(
+    grad_ND: Tensor, part: _Part, options: BlockOptions, has_training: bool
+) -> tuple[Tensor, ExpertWeights | None]:
+    """Return the gradients of rows and, where experts train, of weights."""
+    rows_ND, pre_NF, weights, end_S = part
+    grad_act_NF = _product(grad_ND, weights.down_SDF, end_S, options)
+    grad_pre_NF = activate_backward(grad_act_NF, pre_NF, options.activation)
+    grad_rows_ND = _product(grad_pre_NF, weights.gate_up_SFD, end_S, options)
+    if not has_training:
+        return grad_rows_ND, None
+    act_NF = activate(pre_NF, options.activation)
+    gradients = ExpertWeights(
+        _sum_products(grad_pre_NF, rows_ND, end_S, options),
+        _sum_products(grad_ND, act_NF, end_S, options),
+        None if weights.gate_up_bias_SF is None else _sum_groups(grad_pre_NF, end_S, options),
+        None if weights.down_bias_SD is None else _sum_groups(grad_ND, end_S, options),
+    )
+    return grad_rows_ND, gradients
+
+
+def _product(rows_NX: Tensor, weights_SXY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[N, Y] each group's rows times its slot's matrix."""
+    if not rows_NX.shape[0]:
+        return rows_NX.new_empty((0, weights_SXY.shape[2]))
+    if options.products == "grouped":
+        return torch.nn.functional.grouped_mm(rows_NX, weights_SXY, offs=end_S)
+    return torch.cat([rows_NX[cut] @ weights_SXY[slot] for slot, cut in enumerate(_cuts(end_S))])
+
+
+def _sum_products(left_NX: Tensor, right_NY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[s, X, Y] sum over each group's rows of their outer products: a weight gradient per slot."""
+    if not left_NX.shape[0] or not end_S.numel():
+        return left_NX.new_zeros((end_S.numel(), left_NX.shape[1], right_NY.shape[1]))
+    if options.products == "grouped":
+        return torch.nn.functional.grouped_mm(left_NX.t(), right_NY, offs=end_S)
+    return torch.stack([left_NX[cut].T @ right_NY[cut] for cut in _cuts(end_S)])
+
+
+def _sum_groups(rows_NX: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[s, X] sum of each group's rows: the weight gradient of an input that is one, on the same kernel."""
+    # Eight columns make a stride of 16 bytes in bf16; one would do.
+    ones_NX = rows_NX.new_ones((rows_NX.shape[0], 8))
+    return _sum_products(ones_NX, rows_NX, end_S, options)[:, 0].contiguous()
+
+
+def _add_bias(rows_NX: Tensor, bias_SX: Tensor | None, end_S: Tensor) -> Tensor:
+    if bias_SX is None or not rows_NX.shape[0]:
+        return rows_NX
+    length_S = end_S.diff(prepend=end_S.new_zeros(1))
+    return rows_NX + torch.repeat_interleave(bias_SX, length_S, dim=0, output_size=rows_NX.shape[0])
+
+
+def _cuts(end_S: Tensor) -> list[slice]:
+    ends = end_S.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
