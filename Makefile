@@ -3,13 +3,14 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 
 .PHONY: demo test lint types contracts clean
 
 demo: $(STAMP)
 	$(VENV)/bin/equipoise analyze --demo
 
-test: $(STAMP) lint types contracts
+test: $(STAMP) $(KERNELS) lint types contracts
 	$(PYTHON) -m pytest --minimum-tests
 
 lint: $(STAMP)
@@ -27,6 +28,11 @@ contracts: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# numba keeps a compiled caller when only a callee in another file changed, so any change drops all compiled kernels.
+$(KERNELS): $(STAMP) $(wildcard equipoise/*/*.py)
+	find equipoise -name '*.nb[ic]' -delete
 	touch $@
 
 clean:
