@@ -1,0 +1,208 @@
+"""`NodeMemory`: the memory that the ranks of one node share for their experts, and where everything lies in it.
+
+Knows shapes, offsets and the parameters that were moved in. Does not know plans, nor when anything may be read: that is
+said by the words of the `watchdog` and kept by `edges`, `returns` and `engine`.
+
+One area per rank of the node, all alike, in rank order; each part begins at a multiple of 64 bytes:
+    words      int64, see `watchdog`, one tag per mailbox at the end
+    message    why this rank gave up
+    homes      per layer, the home weights [home_slots, ...] of every tensor
+    outbox     [home_slots, ...] experts on their way at a window's edge, one layer at a time
+    mailboxes  [mailboxes, ...] replica gradients on their way home
+
+Invariants (asserted by the tests):
+1. Parameters stay the same objects with the same values when they move in and when they move out again.
+2. What a rank writes to its homes, the ranks of its node read, and no other rank.
+3. A parameter that was moved behind the node's back is noticed by `check`, by name.
+4. `agree` gives every rank of the group the same answer, or all of them an error within the bound.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from equipoise.core.errors import TransferError
+from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.counters import Counters
+from equipoise.runtime.layout import Layout, TransferOptions, aligned, check_budget, check_tensor
+from equipoise.runtime.memory import share_memory
+from equipoise.runtime.watchdog import MESSAGE_BYTES, TAGS, Transfer, Watchdog
+
+
+class Registration(NamedTuple):
+    """A parameter moved into shared memory, and where it must still be when a stage starts."""
+
+    name: str
+    pointer: int
+    num_bytes: int
+    version: int
+    """Window from which on it is registered here."""
+
+
+class NodeMemory:
+    """One rank's view of its node's shared memory, with its own parameters in it."""
+
+    def __init__(
+        self,
+        homes: Sequence[ExpertWeights],
+        *,
+        group: Any,
+        node_R: Sequence[int],
+        options: TransferOptions,
+    ) -> None:
+        """Share memory with the node's ranks and move the parameters in. Every rank of `group` must call this.
+
+        Args:
+            homes: per layer, this rank's home parameters [home_slots, ...]
+            group: the EP group, able to move CPU tensors
+            node_R: node of each rank of the group
+            options: sizes and bounds
+        """
+        self.layout, self.options, self.group = Layout.of(homes, options), options, group
+        self.rank, self.node_R = dist.get_rank(group), tuple(node_R)
+        self.counters, self.homes = Counters(), tuple(homes)
+        check_budget(self.layout, options)
+        if len(self.node_R) != dist.get_world_size(group):
+            raise TransferError(f"node_R names {len(self.node_R)} ranks, the group has {dist.get_world_size(group)}")
+        self.peers = tuple(r for r, node in enumerate(self.node_R) if node == self.node_R[self.rank])
+        self._memory = share_memory(
+            len(self.peers) * self.layout.area_bytes,
+            group=group,
+            node_R=self.node_R,
+            timeout_s=options.timeout_s,
+            is_locked=options.is_locked,
+        )
+        self.words = {rank: self._words(rank) for rank in self.peers}
+        self.watchdog = Watchdog(
+            self.words, {rank: self._message(rank) for rank in self.peers}, rank=self.rank, timeout_s=options.timeout_s
+        )
+        self._registrations: tuple[Registration, ...] = ()
+        self.adopt(version=0)
+        self.agree([0], Transfer("fence", path="p2p"))
+        self.watchdog.watch_peers()
+
+    def home(self, rank: int, layer: int) -> ExpertWeights:
+        """[home_slots, ...] home weights of a rank of this node."""
+        offset = self._area(rank) + self.layout.control_bytes + layer * self.layout.home_bytes
+        return self._experts(offset, self.layout.home_slots, self.layout.dtype)
+
+    def outbox(self, rank: int, dtype: torch.dtype) -> ExpertWeights:
+        """[home_slots, ...] staging of a rank of this node, read as `dtype`."""
+        if dtype.itemsize > max(self.layout.dtype.itemsize, self.layout.grad_dtype.itemsize):
+            raise TransferError(f"the outbox has no room for {dtype}; give it as grad_dtype")
+        offset = self._area(rank) + self.layout.control_bytes + self.layout.layers * self.layout.home_bytes
+        return self._experts(offset, self.layout.home_slots, dtype)
+
+    def mailboxes(self, rank: int) -> ExpertWeights:
+        """[mailboxes, ...] replica gradients that a rank of this node returns."""
+        offset = self._area(rank) + self.layout.area_bytes - self.layout.mailbox_bytes
+        return self._experts(offset, self.layout.num_mailboxes, self.layout.grad_dtype)
+
+    def adopt(self, *, version: int) -> None:
+        """Move the parameters into shared memory, values and all; those already there stay as they are."""
+        registrations = []
+        for layer, weights in enumerate(self.homes):
+            views = self.home(self.rank, layer)
+            for field, tensor, view in zip(weights._fields, weights, views, strict=True):
+                if tensor is None:
+                    continue
+                name = f"layer index {layer} {field}"
+                check_tensor(layer, tensor, view)
+                if tensor.data_ptr() != view.data_ptr():
+                    view.copy_(tensor.detach())
+                    tensor.data = view
+                registrations.append(Registration(name, view.data_ptr(), view.nbytes, version))
+        self._registrations = tuple(registrations)
+
+    def check(self) -> None:
+        """Raise if a parameter is no longer where it was registered."""
+        tensors = [tensor for weights in self.homes for tensor in weights.tensors()]
+        for tensor, known in zip(tensors, self._registrations, strict=True):
+            if tensor.data_ptr() != known.pointer or tensor.nbytes != known.num_bytes:
+                raise TransferError(
+                    f"{known.name}: registered at {known.pointer:#x} with {known.num_bytes} bytes in window "
+                    f"{known.version}, now at {tensor.data_ptr():#x} with {tensor.nbytes}; "
+                    "call suspend() before parameters are moved or freed, and resume() after"
+                )
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]:
+        """What is registered, in layer and field order."""
+        return self._registrations
+
+    def fence(self, word: int, value: int, transfer: Transfer) -> None:
+        """Set one of this rank's words and wait until all ranks of the node have reached the same value."""
+        self.words[self.rank][word] = value
+        self.wait_peers(word, value, transfer)
+
+    def wait_peers(self, word: int, value: int, transfer: Transfer) -> None:
+        """Wait until a word of all ranks of the node has reached a value."""
+        for peer in self.peers:
+            is_there = partial(_has_reached, self.words[peer], word, value)
+            self.watchdog.wait(is_there, transfer._replace(peer=peer))
+
+    def agree(self, values: Sequence[int], transfer: Transfer) -> list[int]:
+        """Return the largest of each value over all ranks. Every rank of the group must call this.
+
+        Ends within the bound, or at once where a rank of this node gives up or a process is gone.
+        """
+        largest = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.watchdog.wait(work.is_completed, transfer)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            gone = [f"rank {r} is gone" for r in self.watchdog.gone_peers()]
+            reason = ", ".join(gone) or f"a rank of another node is gone or unreachable ({error})"
+            raise self.watchdog.abort(f"{transfer} could not be agreed on: {reason}") from error
+        return [int(value) for value in largest]
+
+    def agree_equal(self, facts: Mapping[str, int], transfer: Transfer) -> None:
+        """Raise on all ranks if one of them has a different fact. Every rank of the group must call this."""
+        # The largest of a number and of its negative are its extremes over the ranks.
+        largest = self.agree([*facts.values(), *(-value for value in facts.values())], transfer)
+        for name, high, low in zip(facts, largest[: len(facts)], largest[len(facts) :], strict=True):
+            if high != -low:
+                reason = f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan"
+                raise self.watchdog.abort(reason)
+
+    def close(self) -> None:
+        """Move the parameters out into memory of their own and let go of the node's. Closing twice is allowed."""
+        for weights in self.homes if self._registrations else ():
+            for tensor in weights.tensors():
+                tensor.data = tensor.detach().clone()
+        self._registrations = ()
+        self.words = {}
+        self.watchdog.close()
+        self._memory.close()
+
+    def _area(self, rank: int) -> int:
+        return self.peers.index(rank) * self.layout.area_bytes
+
+    def _words(self, rank: int) -> np.ndarray:
+        count = TAGS + self.layout.num_mailboxes
+        return self._memory.view(self._area(rank), (count,), torch.int64).numpy()
+
+    def _message(self, rank: int) -> np.ndarray:
+        offset = self._area(rank) + self.layout.control_bytes - MESSAGE_BYTES
+        return self._memory.view(offset, (MESSAGE_BYTES,), torch.uint8).numpy()
+
+    def _experts(self, offset: int, num_slots: int, dtype: torch.dtype) -> ExpertWeights:
+        """[num_slots, ...] tensors one behind the other from `offset` on."""
+        tensors: list[torch.Tensor | None] = []
+        for shape in self.layout.shapes:
+            if shape is None:
+                tensors.append(None)
+                continue
+            tensors.append(self._memory.view(offset, (num_slots, *shape), dtype))
+            offset += aligned(num_slots * prod(shape) * dtype.itemsize)
+        return ExpertWeights(*tensors)
+
+
+def _has_reached(words: np.ndarray, word: int, value: int) -> bool:
+    return bool(words[word] >= value)

@@ -1,0 +1,81 @@
+"""Paths that bring one expert's weights from its home to a replica slot of this rank.
+
+A path is chosen by the plan for each pull (`core.itinerary.Path`); what stands behind the name depends on the machine.
+On a CPU both names stand for shared memory.
+
+    ShmPath   home weights of the node's ranks, mapped
+
+To add one: implement `Path`, and give it to the engine under the plan's name for it. A path copies and nothing else:
+when it may copy is decided by the engine's versions, who waits by its watchdog.
+"""
+
+from typing import NamedTuple, Protocol
+
+from equipoise.core import itinerary
+from equipoise.core.itinerary import PHASES, Phase
+from equipoise.core.plan import Plan
+from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.node import NodeMemory
+from equipoise.runtime.relocate import copy_expert
+
+
+class Need(NamedTuple):
+    """A replica that this rank holds at a visit, and where its weights come from."""
+
+    layer: int
+    expert: int
+    source: int
+    """Home rank."""
+    source_slot: int
+    path: itinerary.Path
+
+
+class Path(Protocol):
+    """One way for weights to come to this rank."""
+
+    @property
+    def name(self) -> str:
+        """What counters and errors call it."""
+        ...
+
+    def reaches(self, source: int) -> bool:
+        """Whether this rank can pull from `source`."""
+        ...
+
+    def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
+        """Copy the needed weights into a slot of a buffer, finish, and return the bytes copied."""
+        ...
+
+
+class ShmPath:
+    """Copies from the mapped home weights of a rank of the same node."""
+
+    name = "shm"
+
+    def __init__(self, node: NodeMemory) -> None:
+        self._node = node
+
+    def reaches(self, source: int) -> bool:
+        """Whether `source` is in this rank's node."""
+        return source in self._node.peers
+
+    def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
+        """Copy one expert."""
+        return copy_expert(buffer, slot, self._node.home(need.source, need.layer), need.source_slot)
+
+
+def needs_of(plan: Plan, micro_step: int, layer: int, *, rank: int, phase: Phase = "forward") -> tuple[Need, ...]:
+    """Replicas of `rank` in one micro-step of one layer, in slot order, whether or not they are still resident."""
+    table, at = plan.replica_table, micro_step * plan.home_LE.shape[0] + layer
+    entries = range(int(table.start_ML[at]), int(table.start_ML[at + 1]))
+    return tuple(
+        Need(
+            layer,
+            int(table.expert_P[p]),
+            int(plan.home_LE[layer, table.expert_P[p]]),
+            int(plan.home_slot_LE[layer, table.expert_P[p]]),
+            itinerary.PATHS[int(table.path_P2[p, PHASES.index(phase)])],
+        )
+        for p in entries
+        if table.rank_P[p] == rank
+    )

@@ -1,0 +1,137 @@
+"""`Puller`: a thread that fills replica buffers ahead of the visits that use them.
+
+Knows the walk, the buffers and the paths. Does not know windows' edges or gradients.
+
+One thread per rank, one fill at a time, one lock around the walk's state. Weights are one-sided within a version: a
+pull waits until its source says that it holds that version, and nobody overwrites weights before all have paused.
+
+Invariants (asserted by the tests):
+1. Replicas are bit-equal to their home's weights of the current version, whatever the delays on either side.
+2. After `pause` no pull runs, and none starts before `resume`.
+3. A pull that fails or hangs raises in the rank that waits for it, by name, within the bound.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+
+from equipoise.core.errors import TransferError
+from equipoise.core.itinerary import Visit
+from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.itinerary_walk import Fill, Walk
+from equipoise.runtime.layout import allocate_experts
+from equipoise.runtime.node import NodeMemory
+from equipoise.runtime.paths import Need, Path
+from equipoise.runtime.watchdog import VERSION, Transfer
+
+_JOIN_S = 1.0
+"""How long closing waits for a pull that hangs before it leaves the (daemon) thread behind."""
+
+
+class Puller:
+    """Replica buffers and the thread that fills them."""
+
+    def __init__(self, node: NodeMemory, paths: Mapping[str, Path]) -> None:
+        """Allocate the buffers and start the thread, paused.
+
+        Args:
+            paths: by the plan's name for them
+        """
+        layout = node.layout
+        self._node, self._paths = node, dict(paths)
+        self._buffers = [allocate_experts(layout, layout.slots, layout.dtype) for _ in range(layout.depth + 1)]
+        self._changed = threading.Condition()
+        self._walk: Walk | None = None
+        self._version = 0
+        self._is_paused, self._is_closed = True, False
+        self._failure: TransferError | None = None
+        self._thread = threading.Thread(target=self._run, name="equipoise-puller", daemon=True)
+        self._thread.start()
+
+    def resume(self, walk: Walk, *, version: int) -> None:
+        """Fill along `walk` from now on, with weights of `version`."""
+        with self._changed:
+            self._walk, self._version, self._is_paused = walk, version, False
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Stop filling, and wait until a fill that has begun is over."""
+        with self._changed:
+            self._is_paused = True
+            self._wait(lambda: self._walk is None or self._walk.filling is None, Transfer("pull"))
+
+    def weights(self, visit: Visit) -> ExpertWeights:
+        """Return this rank's replica weights at `visit`; waits until they are there."""
+        with self._changed:
+            if self._walk is None or self._is_paused:
+                raise TransferError(f"{visit} asks for replicas, but no window is open or the engine is suspended")
+            walk = self._walk
+            fill, is_on_demand = walk.announce(visit)
+            self._changed.notify_all()
+            if fill.needs:
+                waited = self._wait(lambda: walk.holds(fill), self._transfer(fill.needs[0]))
+                self._node.counters.wait(self._paths[fill.needs[0].path].name, waited)
+                self._node.counters.on_demand += is_on_demand
+            buffer = self._buffers[fill.buffer]
+        return ExpertWeights(*(None if t is None else t[: len(fill.needs)] for t in buffer))
+
+    def close(self) -> None:
+        """End the thread and let go of the buffers. Closing twice is allowed."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_JOIN_S)
+        self._buffers, self._walk, self._paths = [], None, {}
+
+    def _wait(self, is_ready: Callable[[], bool], transfer: Transfer) -> float:
+        """Wait with the lock given up in between, until ready or failed."""
+        waited = self._node.watchdog.wait(
+            lambda: self._failure is not None or is_ready(),
+            transfer,
+            pause=self._changed.wait,
+        )
+        if self._failure is not None:
+            raise self._failure
+        return waited
+
+    def _run(self) -> None:
+        try:
+            while (fill := self._take()) is not None:
+                for slot, need in enumerate(fill.needs):
+                    self._pull(need, self._buffers[fill.buffer], slot)
+                with self._changed:
+                    if self._walk is not None:
+                        self._walk.end()
+                    self._changed.notify_all()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _take(self) -> Fill | None:
+        """Wait for the next fill and begin it; None once closed."""
+        with self._changed:
+            while not self._is_closed:
+                fill = None if self._walk is None or self._is_paused else self._walk.next_fill()
+                if fill is not None and self._walk is not None:
+                    self._walk.begin(fill)
+                    return fill
+                self._changed.wait()
+        return None
+
+    def _pull(self, need: Need, buffer: ExpertWeights, slot: int) -> None:
+        path, transfer = self._paths[need.path], self._transfer(need)
+        words = self._node.words[need.source]
+        self._node.watchdog.wait(lambda: self._is_closed or bool(words[VERSION] >= self._version), transfer)
+        with torch.profiler.record_function("equipoise.pull"):
+            copied = path.pull(need, buffer, slot)
+        self._node.counters.arrive(path.name, copied)
+        self._node.counters.pulls += 1
+
+    def _transfer(self, need: Need) -> Transfer:
+        return Transfer("pull", need.layer, need.expert, self._paths[need.path].name, need.source)
+
+    def _fail(self, error: RuntimeError) -> None:
+        failure = error if isinstance(error, TransferError) else self._node.watchdog.abort(f"pull failed: {error}")
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
