@@ -12,7 +12,7 @@ Steps, per layer:
 Charged: copies as in `pricing`, and 0.1 ms of planning per (micro-step, layer), as LPLB reports.
 
 Invariants (asserted by the tests):
-1. Every rank has as many edges in as out, none to itself, so that no rank gives more than its share.
+1. With nodes of equal size every rank has as many edges in as out, none to itself.
 2. An expert has at most one replica; rounding loses no row and is off the optimum by at most its replicas' halves.
 """
 

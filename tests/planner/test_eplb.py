@@ -108,6 +108,23 @@ def test_shares_differ_by_at_most_a_row_per_copy_and_add_up(seed):
     assert (quota_MER[:, copies_ER == 0] == 0).all()
 
 
+def test_the_plan_shares_rows_as_the_placement_says():
+    loads = skewed_loads(8, ranks=4, experts=16)
+    made = plan(loads, cluster=cluster_of(4, per_node=2), model=model_of(loads), slots=2, policy="eplb-oracle")
+    total_MLE = loads.total_MLE()
+    for layer in range(2):
+        copies_ER = place(total_MLE[:, layer].sum(axis=0), ranks=4, slots=2)
+        quota_MER = share_evenly(total_MLE[:, layer], copies_ER)
+        for m in range(3):
+            assert (made.quota_ER(m, layer) == quota_MER[m]).all()
+        # Home is the owner's copy where it has one, else the lowest rank's.
+        owner_E = np.arange(16) // 4
+        expected = [
+            owner if row[owner] else int(np.flatnonzero(row)[0]) for owner, row in zip(owner_E, copies_ER, strict=True)
+        ]
+        assert made.home_LE[layer].tolist() == expected
+
+
 def test_history_is_asked_for_by_name():
     loads = skewed_loads(0)
     with pytest.raises(InfeasiblePlanError, match=r"eplb-history.*pass history="):
