@@ -34,11 +34,12 @@ Invariants (asserted by the tests):
 
 import io
 import json
+import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import numpy as np
 
@@ -62,8 +63,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time stamp of every member, so that the same plan gives the same bytes."""
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan."""
+def save_plan(plan: Plan, path: str | Path | IO[bytes]) -> None:
+    """Write a plan to a path or an open binary file."""
     arrays: dict[str, Any] = {"format": np.array(FORMAT), "facts": np.array(json.dumps(_facts(plan), sort_keys=True))}
     arrays["stage"] = np.array(plan.loads.stage)
     sources = [(plan.loads, ("load_MLRE", *_LOADS_OPTIONAL)), (plan, _ENTRIES), (plan.replica_table, _TABLE)]
@@ -130,7 +131,7 @@ def _read_facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise InfeasiblePlanError(f"{name} is {value!r}; it must be a number from 0")
     return float(value)
 

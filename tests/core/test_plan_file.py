@@ -1,0 +1,181 @@
+"""Plans on disk: what is saved comes back, and whatever is wrong with a file is one kind of error."""
+
+import functools
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core import InfeasiblePlanError, LoadMatrix, Plan
+from equipoise.core.plan_file import FORMAT, load_plan, save_plan
+from tests.core.plans import itinerary_of, parts, plan_of, table_of
+
+VISITS = [(m, phase, layer) for m in range(2) for phase in range(2) for layer in range(2)]
+LOAD = parts()["loads"].load_MLRE
+FULL = LoadMatrix(
+    LOAD,
+    stage="recompute",
+    padding_MLRE=LOAD // 3,
+    coverage_MLR=np.linspace(0, 1, 16).reshape(2, 2, 4),
+    layer_numbers_L=np.array([3, 7]),
+)
+PLANS = {
+    "plain": plan_of(),
+    "itinerary": plan_of(itinerary=itinerary_of(*VISITS, depth=3)),
+    "every optional part": plan_of(loads=FULL, estimated_share=0.25, objective="skew"),
+    "no replica": plan_of(replica_table=table_of(), slots=0),
+    "persistent, across nodes": plan_of(persistent=True, cross_node=True, policy="eplb-oracle"),
+}
+
+
+@functools.cache
+def bytes_of(name):
+    """The file of a plan, in memory."""
+    buffer = io.BytesIO()
+    save_plan(PLANS[name], buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loaded_plan_equals_the_saved_one(name, tmp_path):
+    plan = PLANS[name]
+    plan.save(tmp_path / "plan.npz")
+    loaded = Plan.load(tmp_path / "plan.npz")
+    assert loaded == plan
+    assert loaded.digest() == plan.digest()
+    assert (loaded.seconds, loaded.bytes, loaded.cluster, loaded.model) == (
+        *(plan.seconds, plan.bytes, plan.cluster, plan.model),
+    )
+    assert np.array_equal(loaded.rank_load_MLR, plan.rank_load_MLR)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_plan_gives_the_same_bytes_before_and_after_loading(name, tmp_path):
+    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
+    PLANS[name].save(first)
+    Plan.load(first).save(second)
+    assert first.read_bytes() == second.read_bytes() == bytes_of(name)
+
+
+def damaged(path, content):
+    """Write `content`; loading it must give the error of plans, or exactly the plan."""
+    path.write_bytes(content)
+    try:
+        return load_plan(path)
+    except InfeasiblePlanError as error:
+        assert str(path) in str(error)
+        return None
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=80, deadline=None)
+def test_a_truncated_file_is_refused(tmp_path_factory, at):
+    content = bytes_of("itinerary")
+    path = tmp_path_factory.getbasetemp() / "truncated.npz"
+    assert damaged(path, content[: at % len(content)]) is None
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7))
+@settings(max_examples=80, deadline=None)
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path_factory, at, bit):
+    content = bytearray(bytes_of("itinerary"))
+    content[at % len(content)] ^= 1 << bit
+    path = tmp_path_factory.getbasetemp() / "flipped.npz"
+    assert damaged(path, bytes(content)) in (None, PLANS["itinerary"])
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_arbitrary_bytes_are_refused(tmp_path_factory, content):
+    assert damaged(tmp_path_factory.getbasetemp() / "bytes.npz", content) is None
+
+
+def arrays_of(name):
+    """Every array of a plan's file."""
+    with np.load(io.BytesIO(bytes_of(name)), allow_pickle=False) as file:
+        return {member: file[member] for member in file.files}
+
+
+def written(path, arrays):
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+    return path
+
+
+WRONG = [None, -1, 2**63 - 1, 1.5, True, "word", [], {}]
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_fact_replaced_by_something_else_is_refused_or_a_plan(tmp_path_factory, data):
+    arrays = arrays_of("itinerary")
+    facts = json.loads(str(arrays["facts"]))
+    inner = data.draw(st.sampled_from([None, "seconds", "bytes", "cluster", "model"]))
+    target = facts if inner is None else facts[inner]
+    target[data.draw(st.sampled_from(sorted(target)))] = data.draw(st.sampled_from(WRONG))
+    arrays["facts"] = np.array(json.dumps(facts))
+    path = written(tmp_path_factory.getbasetemp() / "facts.npz", arrays)
+    found = damaged(path, path.read_bytes())
+    assert found is None or isinstance(found, Plan)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_array_replaced_by_something_else_is_refused_or_a_plan(tmp_path_factory, data):
+    arrays = arrays_of("itinerary")
+    name = data.draw(st.sampled_from(sorted(arrays)))
+    other = [np.zeros(0, np.int64), np.zeros((2, 2)), np.array("word"), np.array(2**63, np.uint64)]
+    if arrays[name].dtype.kind in "iub":
+        other += [arrays[name] * 0, arrays[name].astype(np.int64) - 1]
+    arrays[name] = other[data.draw(st.integers(0, len(other) - 1))]
+    path = written(tmp_path_factory.getbasetemp() / "arrays.npz", arrays)
+    found = damaged(path, path.read_bytes())
+    assert found is None or isinstance(found, Plan)
+
+
+@pytest.mark.parametrize("name", ["home_LE", "ns_ML", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"])
+def test_a_missing_array_is_named(name, tmp_path):
+    arrays = arrays_of("itinerary")
+    del arrays[name]
+    with pytest.raises(InfeasiblePlanError, match="format is 'nothing'" if name == "format" else name):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+def test_an_unknown_array_and_another_format_are_refused(tmp_path):
+    arrays = arrays_of("plain")
+    with pytest.raises(InfeasiblePlanError, match="array 'extra' is unknown"):
+        load_plan(written(tmp_path / "plan.npz", {**arrays, "extra": np.zeros(1)}))
+    with pytest.raises(InfeasiblePlanError, match=f"'equipoise-plan-2', expected '{FORMAT}'"):
+        load_plan(written(tmp_path / "plan.npz", {**arrays, "format": np.array("equipoise-plan-2")}))
+
+
+def test_content_that_breaks_a_promise_is_refused_as_the_plan_itself_would_be(tmp_path):
+    arrays = arrays_of("plain")
+    arrays["rows_P"] = arrays["rows_P"].astype(np.int64) + 10**6
+    with pytest.raises(InfeasiblePlanError, match="replicas of expert 0 take more rows than it has"):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+def test_pickled_content_is_refused(tmp_path):
+    arrays = arrays_of("plain")
+    arrays["ns_ML"] = np.array([[print, print], [print, print]], dtype=object)
+    with pytest.raises(InfeasiblePlanError, match="allow_pickle=False"):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InfeasiblePlanError, match=r"no file at .*absent\.npz"):
+        load_plan(tmp_path / "absent.npz")
+
+
+def test_every_member_is_an_array_and_documented():
+    documented = load_plan.__globals__["__doc__"]
+    with zipfile.ZipFile(io.BytesIO(bytes_of("every optional part"))) as file:
+        for member in file.namelist():
+            assert member.removesuffix(".npy") in documented
+    facts = json.loads(str(arrays_of("plain")["facts"]))
+    assert all(f"        {name} " in documented for name in facts)
