@@ -1,0 +1,76 @@
+"""Schedule a dump and count the loads of every window: what the planner takes.
+
+equipoise loads routes.eqr --ep 32 --schedule tokens:16384 -o loads.npz
+equipoise loads counts.npz --ep 8 --mini-batches 2 --no-recompute -o loads.npz
+
+One file per window. Where a step has several, their place and stage go into the names: loads-0-recompute.npz,
+loads-1-update.npz.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.options import (
+    DEFAULT_SCHEDULE,
+    FormatOption,
+    JsonFlag,
+    LastRowOption,
+    ModelOption,
+    Reading,
+    ShortFlag,
+    refuse_existing,
+)
+from equipoise.cli.output import print_json, screen
+
+if TYPE_CHECKING:
+    from equipoise.core import LoadMatrix
+
+
+def loads(
+    dump: Annotated[Path, typer.Argument(help="Rollouts in any form, or a counts .npz file.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The loads to write, for example loads.npz.")],
+    model: ModelOption = None,
+    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
+    schedule: Annotated[
+        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
+    ] = DEFAULT_SCHEDULE,
+    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
+    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
+    form: FormatOption = None,
+    last_row: LastRowOption = "recorded",
+    allow_short: ShortFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Count the loads of a step, window by window."""
+    from equipoise.cli.step_loads import Packing, load_step
+
+    packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
+    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    refuse_existing(out)
+    shape, windows = load_step(dump, reading, packing)
+    paths = [_window_path(out, i, window) if len(windows) > 1 else out for i, window in enumerate(windows)]
+    for path in paths:
+        refuse_existing(path)
+    written = []
+    for path, window in zip(paths, windows, strict=True):
+        window.save(path)
+        written.append({"out": str(path), "stage": window.stage, **_figures(window)})
+        words = "{out}: {stage}, {micro_steps:,} micro-steps, {layers} layers, {ranks} ranks, {rows:,} rows"
+        screen(as_json=as_json).print(words.format(**written[-1]), soft_wrap=True)
+    if as_json:
+        print_json({"model": shape.name, "windows": written})
+
+
+def _window_path(out: Path, place: int, window: "LoadMatrix") -> Path:
+    return out.with_name(f"{out.stem}-{place}-{window.stage}{out.suffix}")
+
+
+def _figures(window: "LoadMatrix") -> dict[str, int]:
+    return {
+        "micro_steps": window.num_micro_steps,
+        "layers": window.num_layers,
+        "ranks": window.num_ranks,
+        "rows": int(window.load_MLRE.sum()),
+    }

@@ -1,0 +1,81 @@
+"""Plan one window from its loads, and say what the plan saves and what it costs. Everything is predicted.
+
+equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --nodes 4 --ranks-per-node 8 --slots 1 -o plan.npz
+equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --explain 3,17
+equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
+
+Loads are made by `equipoise loads`. A plan that saves nothing is a normal answer, said in words, with exit code 0.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from equipoise.cli.options import JsonFlag, find_model, refuse_existing
+from equipoise.cli.output import print_json, screen
+
+
+def plan(
+    loads: Annotated[Path, typer.Argument(help="Loads of one window, made by `equipoise loads`.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
+    cluster: Annotated[str, typer.Option(help="Device preset: h100, h200 or a100.")] = "h100",
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes of the EP group; by default as many as its ranks need.")
+    ] = None,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
+    slots: Annotated[int, typer.Option(help="Replica slots per rank; 0 for placement alone.")] = 1,
+    objective: Annotated[
+        Literal["seconds", "skew"], typer.Option(help="What is minimised: seconds with every cost, or rows alone.")
+    ] = "seconds",
+    policy: Annotated[
+        str, typer.Option(help="equipoise, or a baseline: static, eplb-oracle, lplb, reactive, balanced ...")
+    ] = "equipoise",
+    history: Annotated[
+        Path | None, typer.Option(help="Loads of the window before, for the policy eplb-history.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The plan to write, for example plan.npz.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="M,L", help="Show one decision: micro-step and layer index, such as 3,17.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Plan one window."""
+    from equipoise.cli.plan_view import document, show
+    from equipoise.core import Cluster, LoadMatrix
+    from equipoise.planner import plan as plan_window
+
+    if out is not None:
+        refuse_existing(out)
+    window = LoadMatrix.load(loads)
+    entry = None if explain is None else _entry(explain)
+    made = plan_window(
+        window,
+        cluster=Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks),
+        model=find_model(model),
+        slots=slots,
+        policy=policy,
+        objective=objective,
+        history=None if history is None else LoadMatrix.load(history),
+    )
+    console = screen(as_json=as_json)
+    explanation = None if entry is None else made.explain(*entry)
+    if explanation is None:
+        show(made, console, source=loads.name)
+    else:
+        console.print(str(explanation), soft_wrap=True)
+    if out is not None:
+        made.save(out)
+        console.print(f"Written: {out}", soft_wrap=True)
+    if as_json:
+        print_json(document(made, explanation, out))
+
+
+def _entry(words: str) -> tuple[int, int]:
+    """Micro-step and layer index from `M,L`."""
+    from equipoise.core import InfeasiblePlanError
+
+    parts = words.split(",")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise InfeasiblePlanError(f"--explain is {words!r}; write the micro-step and the layer index, such as 3,17")
+    return int(parts[0]), int(parts[1])

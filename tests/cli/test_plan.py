@@ -1,0 +1,135 @@
+"""`loads` and `plan`: from a dump to loads, from loads to a plan that can be read back and explained."""
+
+import numpy as np
+import pytest
+
+import equipoise as eq
+from equipoise.core.explain import explain
+from equipoise.loads import generate_routes
+from equipoise.routes import write_routes
+
+MODEL = eq.ModelShape.preset("olmoe", layers=2)
+
+
+@pytest.fixture
+def loads_file(tmp_path):
+    """Loads of one window of OLMoE, 8 ranks, skewed."""
+    rng = np.random.default_rng(3)
+    heat_E = rng.integers(1, 10, size=64) ** 2
+    load = rng.integers(50, 150, size=(3, 16, 8, 64)) * heat_E
+    path = tmp_path / "loads.npz"
+    eq.LoadMatrix(load).save(path)
+    return path
+
+
+ARGUMENTS = ["--model", "olmoe", "--cluster", "h200", "--nodes", "2", "--ranks-per-node", "4"]
+
+
+def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_path):
+    outcome = equipoise("plan", loads_file, *ARGUMENTS, "--slots", "2", "-o", tmp_path / "plan.npz", "--json")
+    assert outcome.code == 0
+    assert len(outcome.out.splitlines()) == 1
+    cluster = eq.Cluster.preset("h200", nodes=2, ranks_per_node=4)
+    wanted = eq.plan(eq.LoadMatrix.load(loads_file), cluster=cluster, model=eq.ModelShape.preset("olmoe"), slots=2)
+    assert eq.Plan.load(tmp_path / "plan.npz") == wanted
+    found = outcome.document
+    assert found["digest"] == wanted.digest()
+    assert found["saved_seconds"] == wanted.saved_seconds > 0
+    assert found["seconds"]["total"] == wanted.seconds.total
+    assert found["bytes"]["total"] == wanted.bytes.total
+    assert found["skew_before"] > found["skew_after"] >= 1
+    assert found["slot_bytes_per_rank"] == 2 * 2 * wanted.model.expert_bytes
+
+
+def test_the_summary_names_what_is_saved_moved_and_kept(equipoise, loads_file, tmp_path):
+    outcome = equipoise("plan", loads_file, *ARGUMENTS, "-o", tmp_path / "plan.npz")
+    assert outcome.code == 0
+    for words in ("at the owners", "planned", "saved", "experts displaced", "MiB per rank (replica slots: 1)"):
+        assert words in outcome.out
+    for words in ("compute, busiest rank", "all-to-all", "rows, across nodes", f"Written: {tmp_path / 'plan.npz'}"):
+        assert words in outcome.out
+    assert "not worth it here" not in outcome.out
+
+
+def test_a_plan_that_saves_nothing_says_so_and_is_no_failure(equipoise, tmp_path):
+    path = tmp_path / "even.npz"
+    eq.LoadMatrix(np.full((2, 16, 8, 64), 100)).save(path)
+    outcome = equipoise("plan", path, *ARGUMENTS)
+    assert outcome.code == 0
+    assert "0.000 ms: not worth it here" in outcome.out
+    assert "0 of 1,024 experts displaced" in outcome.out
+
+
+def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file):
+    outcome = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15")
+    cluster = eq.Cluster.preset("h200", nodes=2, ranks_per_node=4)
+    model = eq.ModelShape.preset("olmoe")
+    wanted = eq.plan(eq.LoadMatrix.load(loads_file), cluster=cluster, model=model, objective="skew")
+    assert outcome.code == 0
+    assert outcome.out.rstrip("\n") == str(explain(wanted, 1, 15))
+    assert f"What binds: {wanted.explain(1, 15).binds}" in outcome.out
+    listed = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15", "--json").document
+    assert listed["explanation"]["binds"] == wanted.explain(1, 15).binds
+    assert listed["explanation"]["rows_planned"] == wanted.rank_load_MLR[1, 15].tolist()
+
+
+@pytest.mark.parametrize("policy", ["static", "eplb-oracle", "reactive", "balanced"])
+def test_baselines_can_be_planned(equipoise, loads_file, policy):
+    document = equipoise("plan", loads_file, *ARGUMENTS, "--policy", policy, "--json").document
+    assert document["policy"] == policy
+    if policy == "static":
+        assert document["saved_seconds"] == 0
+        assert document["skew_after"] == document["skew_before"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--explain", "3"], "--explain is '3'; write the micro-step and the layer index"),
+        (["--explain", "9,0"], "micro-steps 0..2"),
+        (["--policy", "juggle"], "no policy 'juggle'; known: equipoise, static"),
+        (["--nodes", "1", "--ranks-per-node", "4"], "ep is 8; 1 nodes of 4 ranks have only 4"),
+        (["--slots", "-1"], "slots is -1"),
+        (["--cluster", "abacus"], "no cluster preset 'abacus'"),
+        (["--model", "qwen3-30b-a3b"], "loads have 16 layers of 64 experts, 'qwen3-30b-a3b' has 48 of 128"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_code_2(equipoise, loads_file, arguments, words):
+    outcome = equipoise("plan", loads_file, *ARGUMENTS, *arguments)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_file, tmp_path):
+    taken = tmp_path / "plan.npz"
+    taken.write_text("precious")
+    assert "already exists" in equipoise("plan", loads_file, *ARGUMENTS, "-o", taken).err
+    assert taken.read_text() == "precious"
+    outcome = equipoise("plan", taken, *ARGUMENTS)
+    assert (outcome.code, "cannot be read as a equipoise-loads-1 file" in outcome.err) == (2, True)
+
+
+def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
+    dump = tmp_path / "routes.eqr"
+    write_routes(generate_routes(MODEL, samples=16, mean_tokens=40, seed=1), dump, format="equipoise")
+    outcome = equipoise("loads", dump, "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz", "--json")
+    assert outcome.code == 0
+    paths = [window["out"] for window in outcome.document["windows"]]
+    assert paths == [str(tmp_path / f"loads-{name}.npz") for name in ("0-recompute", "1-update", "2-update")]
+    windows = [eq.LoadMatrix.load(path) for path in paths]
+    assert [window.stage for window in windows] == ["recompute", "update", "update"]
+    assert windows[0].load_MLRE.sum() == windows[1].load_MLRE.sum() + windows[2].load_MLRE.sum() > 0
+    assert [w["rows"] for w in outcome.document["windows"]] == [int(w.load_MLRE.sum()) for w in windows]
+    again = equipoise("loads", dump, "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz")
+    assert (again.code, "already exists" in again.err) == (2, True)
+
+
+def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):
+    dump = tmp_path / "routes.eqr"
+    write_routes(generate_routes(MODEL, samples=8, mean_tokens=40, seed=1), dump, format="equipoise")
+    outcome = equipoise("loads", dump, "--ep", "4", "--no-recompute", "-o", tmp_path / "loads.npz")
+    assert outcome.code == 0
+    assert "update, 2 micro-steps, 2 layers, 4 ranks" in outcome.out
+    assert eq.LoadMatrix.load(tmp_path / "loads.npz").num_ranks == 4
