@@ -26,12 +26,16 @@ class TestStaleRows:
         diagnosis = diagnose(recordings, model=MODEL)
         assert diagnosis.fired == ("stale-rows",)
         assert diagnosis["stale-rows"].count == BLOCK
-        assert "'s1', tokens 32 to 63: the rows of sample 's0'" in diagnosis["stale-rows"].first_place
+        assert "'s1', tokens 8 to 15: the rows of sample 's0'" in diagnosis["stale-rows"].first_place
 
     def test_common_beginning_with_other_tokens(self):
         diagnosis = diagnose(self.steal(good(), start=0, stop=70), model=MODEL)
         assert diagnosis.fired == ("stale-rows",)
-        assert diagnosis["stale-rows"].count == 2 * BLOCK
+        assert diagnosis["stale-rows"].count == 70 // BLOCK * BLOCK == 64
+
+    @pytest.mark.parametrize("start", range(8, 16))
+    def test_fifteen_rows_are_found_wherever_they_stand(self, start):
+        assert fired(self.steal(good(), start=start, stop=start + 15)) == ("stale-rows",)
 
     @pytest.mark.parametrize("tokens", ["known", "unknown"])
     def test_samples_of_one_prompt_are_not_stale(self, tokens):
