@@ -1,6 +1,7 @@
 """A trainer's own micro-batches on disk."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,3 +81,11 @@ def test_any_value_gives_a_schedule_or_our_error(tmp_path_factory, key, value):
         assert "window 0" in str(error)
     else:
         assert schedule.stage == "update"
+
+
+def test_the_schedule_on_the_page_of_formats_can_be_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+    (tmp_path / "s.json").write_text(page.split("```json\n")[1].split("```")[0], encoding="utf-8")
+    recompute, update = read_schedules(tmp_path / "s.json")
+    assert (recompute.stage, update.micro_steps) == ("recompute", 2)
+    assert recompute.padding_MR.tolist() == [[1, 212]]
