@@ -1,6 +1,7 @@
 """The registry: forms are found by content or by name, never by guess, and all of them round-trip."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -219,9 +220,20 @@ def test_the_room_imports_neither_torch_nor_numba():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_the_page_of_formats_names_every_form_and_every_suffix():
+def page_rows(part):
+    """Rows of the tables in one part of the page of formats, by the first name in each."""
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
-    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    (text,) = [text for text in page.split("\n## ") if text.startswith(part)]
+    return {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+
+
+def test_the_page_of_formats_names_every_file_of_ours():
+    code = "".join(path.read_text() for path in Path(registry.__file__).parents[1].rglob("*.py"))
+    assert set(page_rows("Our other files")) == set(re.findall(r'"(equipoise-[a-z]+-\d+)"', code))
+
+
+def test_the_page_of_formats_names_every_form_and_every_suffix():
+    rows = page_rows("# Formats of recorded routes")
     assert list(rows) == format_names()
     for form in FORMATS:
         assert all(f"`{suffix}`" in rows[form.name] for suffix in form.suffixes)
