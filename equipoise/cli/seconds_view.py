@@ -27,10 +27,11 @@ def answer(analysis: Analysis) -> Table:
         grid.add_row("  plan", Text(f"none tried: {analysis.no_trial}", style="yellow"))
         return grid
     saved = f"saves {_time(seconds.saved_seconds)}, {seconds.share(seconds.saved_seconds):.1%}"
-    grid.add_row("  plan", Text.assemble((saved, "bold green"), f", with {_slots(trial)}"))
-    grid.add_row("  skew", f"mean {_skews(analysis)}")
+    verdict = (saved, "bold green")
     if not analysis.worth_it:
-        grid.add_row("", Text(f"not worth it here: a plan saves less than {WORTH:.0%}", style="bold yellow"))
+        verdict = (f"not worth it here: {saved}, less than {WORTH:.0%}", "bold yellow")
+    grid.add_row("  plan", Text.assemble(verdict, f", with {_slots(trial)}"))
+    grid.add_row("  skew", f"mean {_skews(analysis)}")
     return grid
 
 

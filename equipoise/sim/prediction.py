@@ -16,7 +16,7 @@ Invariants (asserted by the tests):
 4. Where sources are not the ranks of the EP group, compute is still priced and the all-to-all is not: None, never 0.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -104,7 +104,7 @@ def slowest(groups: Iterable[Seconds]) -> Seconds:
     return max(groups, key=lambda seconds: seconds.total)
 
 
-def predict(groups: Iterable[LoadMatrix], *, cluster: Cluster, model: ModelShape) -> Prediction:
+def predict(groups: Sequence[LoadMatrix], *, cluster: Cluster, model: ModelShape) -> Prediction:
     """Predict one window.
 
     Args:
@@ -112,11 +112,10 @@ def predict(groups: Iterable[LoadMatrix], *, cluster: Cluster, model: ModelShape
         cluster: the EP group and its links
         model: the expert's shape
     """
-    now, balanced, has_all_to_all = [], [], True
+    has_all_to_all = all(loads.num_ranks == cluster.ep for loads in groups)
+    now, balanced = [], []
     for loads in groups:
         cost = CostModel.of(cluster, model, stage=loads.stage)
-        if loads.num_ranks != cluster.ep:
-            has_all_to_all = False
         load_MLRE = loads.load_MLRE if has_all_to_all else _gather_sources(loads.load_MLRE, cluster.ep)
         now_ML2, level_ML2 = _price(load_MLRE, cost), _price(deal_out(load_MLRE), cost)
         now.append(_seconds(now_ML2, has_all_to_all))
