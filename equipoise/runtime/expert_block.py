@@ -67,8 +67,8 @@ class _ExpertBlock(torch.autograd.Function):
     ) -> Tensor:
         home, replica = ExpertWeights(*tensors), bank.weights(_visit_now(visit))
         home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
-        out_home_ND, pre_home_NF = _apply(home_ND, home, groups.home_end_S, options)
-        out_replica_ND, pre_replica_NF = _apply(replica_ND, replica, _held_ends(groups, replica), options)
+        out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
+        out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, _held_ends(groups, replica), options)
         ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
         ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
         return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
@@ -114,8 +114,16 @@ def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
     return groups.replica_end_S[: replica.num_slots]
 
 
-def _apply(rows_ND: Tensor, weights: ExpertWeights, end_S: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
-    """Return the experts' output and the activation's input, which backward needs."""
+def apply_experts(
+    rows_ND: Tensor, weights: ExpertWeights, end_S: Tensor, options: BlockOptions
+) -> tuple[Tensor, Tensor]:
+    """Apply each slot's expert to its rows, outside autograd.
+
+    Args:
+        end_S: [s] int32, where each slot's rows end
+
+    Returns: the output [N, D], and the activation's input [N, 2F], which backward needs
+    """
     pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
     pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
     act_NF = activate(pre_NF, options.activation)

@@ -31,6 +31,7 @@ from equipoise.runtime.dispatch import Dispatch, PreparedDispatch, build_dispatc
 from equipoise.runtime.exchange import exchange_rows
 from equipoise.runtime.expert_block import BlockOptions, Products, expert_block
 from equipoise.runtime.home import enter_home
+from equipoise.runtime.row_bits import check_row_bits
 from equipoise.runtime.spread import spread_rows
 from equipoise.runtime.window import Window
 
@@ -46,13 +47,18 @@ class LayerOptions:
     combine_order: CombineOrder = "top_k"
     """`top_k`: transformers and this package; `expert`: Megatron."""
     is_deterministic: bool = False
-    """Pad groups so that an output's bits do not depend on replicas."""
+    """Pad groups so that an output's bits do not depend on replicas; refused where that does not suffice."""
     products: Products = "grouped"
 
     @property
     def pad(self) -> int:
         """Groups are filled to a multiple of this many rows."""
         return DETERMINISTIC_PAD if self.is_deterministic else 1
+
+    @property
+    def block(self) -> BlockOptions:
+        """The part that concerns the experts' products."""
+        return BlockOptions(activation=self.activation, products=self.products)
 
 
 class BalancedExperts(nn.Module):
@@ -76,6 +82,8 @@ class BalancedExperts(nn.Module):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         self.register_buffer("mismatches", torch.zeros((), dtype=torch.int64), persistent=False)
         _check_strides(home, layer=layer, products=self.options.products)
+        if self.options.is_deterministic and not home.gate_up_SFD.is_meta:
+            check_row_bits(home, pad=self.options.pad, options=self.options.block)
 
     @property
     def home(self) -> ExpertWeights:
@@ -125,9 +133,8 @@ class BalancedExperts(nn.Module):
         received_ND = exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
         buffer_ND = received_ND.new_zeros((way.groups.num_rows, received_ND.shape[1]))
         buffer_ND = buffer_ND.index_copy(0, way.place_N, received_ND)
-        options = BlockOptions(activation=self.options.activation, products=self.options.products)
         out_ND = expert_block(
-            buffer_ND, home, groups=way.groups, bank=window.bank, visit=visit, options=options
+            buffer_ND, home, groups=way.groups, bank=window.bank, visit=visit, options=self.options.block
         ).index_select(0, way.place_N)
         returned_ND = exchange_rows(out_ND, send_R=way.receive_R, receive_R=way.send_R, group=self.group)
         return combine_rows(returned_ND, gates_TK, index_TK=way.index_TK)

@@ -96,7 +96,7 @@ def _random_replicas(rng, total_E, home_E, *, cluster, slots):
     for rank in np.repeat(rng.permutation(cluster.ep), slots):
         inside = [e for e in range(len(left_E)) if cluster.node_R[home_E[e]] == cluster.node_R[rank]]
         choices = [e for e in inside if home_E[e] != rank and left_E[e] > 0 and (e, rank) not in held]
-        if not choices or rng.random() < 0.1:
+        if not choices or rng.random() < 0.3:
             continue
         expert = int(rng.choice(choices))
         rows = int(rng.integers(1, left_E[expert] + 1))

@@ -9,10 +9,8 @@ import itertools
 import pytest
 import torch
 
-from equipoise.core.errors import RoutesError
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.experts import LayerOptions
-from tests.runtime import stack
 from tests.runtime.cases import cluster_of, model_of, random_plan, random_routing, static_plan
 from tests.runtime.stack import MODES, Run, logical_grads, run_dense, run_forward_only, run_stack
 
@@ -213,31 +211,3 @@ def test_biases_and_the_gpt_oss_activation(pool, order):
     outcomes = pool.run(run_stack, 4, plan, routing, run)
     same_bits(outcomes, pool.run(run_stack, 4, static_plan(routing), routing, run))
     near_reference(outcomes, plan, routing, run)
-
-
-def run_wrong_routes(group, plan, routing):
-    """Replay ids that differ from the prepared ones in two places on rank 0."""
-    layers = stack.build_layers(group, plan, Run())
-    window = stack.Window(plan, rank=group.rank(), bank=stack.NoReplicas(plan, layers[0].home))
-    layers[0].begin(window)
-    ids_TK = torch.from_numpy(routing.ids[0][0][group.rank()])
-    prepared = layers[0].prepare(ids_TK, 0)
-    if group.rank() == 0:
-        ids_TK = ids_TK.clone()
-        ids_TK[:2, 0] = (ids_TK[:2, 0] + 1) % routing.experts
-    hidden_TD, gates, _ = stack.token_inputs(routing, 0, group.rank(), run=Run())
-    layers[0](hidden_TD, ids_TK, gates[0], Visit(0, "forward", 0), prepared=prepared)
-    layers[0].check_matched()
-
-
-@pytest.mark.dist(2)
-def test_routes_other_than_prepared_are_counted_and_stop_the_optimizer():
-    import torch.distributed as dist
-
-    routing = random_routing(14, ranks=1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RoutesError, match="layer index 0: 2 rows were routed otherwise than prepared"):
-            run_wrong_routes(dist.group.WORLD, static_plan(routing), routing)
-    finally:
-        dist.destroy_process_group()
