@@ -11,8 +11,8 @@ Invariants (asserted by the tests):
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
 
 COMPUTE, EXCHANGE, PULL, RETURN = range(4)
@@ -24,7 +24,7 @@ SENT_INSIDE, RECEIVED_INSIDE, SENT_ACROSS, RECEIVED_ACROSS = range(4)
 """Columns of a link table, rows each."""
 
 
-@njit(cache=True)
+@compiled
 def compute_ns(tables: Tables, rows: int, slots: int) -> int:
     """Nanoseconds of `rows` rows in `slots` non-empty slots."""
     if rows <= 0:
@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
     """[R, 4] rows sent inside, received inside, sent across, received across nodes."""
 
 
-@njit(cache=True)
+@compiled
 def traffic(load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_mask_NE: np.ndarray) -> Traffic:
     """Add up rows by link; `node_mask_NE` is -1 where an expert's home is in the node, else 0 (see `home_nodes`)."""
     ranks, experts = load_RE.shape
@@ -79,7 +79,7 @@ def traffic(load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_ma
     return Traffic(total_E, node_NE, row_R, link_R4)
 
 
-@njit(cache=True)
+@compiled
 def home_nodes(home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     """[N, E] -1 (all bits) where the expert's home is in the node, else 0."""
     mask_NE = np.zeros((node_R.max() + 1, len(home_E)), dtype=np.int64)
@@ -88,7 +88,7 @@ def home_nodes(home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     return mask_NE
 
 
-@njit(cache=True)
+@compiled
 def price(
     load_RE: np.ndarray,
     home_E: np.ndarray,
@@ -121,7 +121,7 @@ class Holders(NamedTuple):
     rep_rows_RS: np.ndarray
 
 
-@njit(cache=True)
+@compiled
 def price_holders(
     load_RE: np.ndarray,
     base: Traffic,
@@ -159,7 +159,7 @@ def price_holders(
     return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
 
 
-@njit(cache=True)
+@compiled
 def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
     """[N] thousandths of a node's rows that cross into it where engines send a token once per node.
 
@@ -183,7 +183,7 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
     return kept_N
 
 
-@njit(cache=True)
+@compiled
 def _exchange(
     link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, tables: Tables, line: np.ndarray
 ) -> None:
@@ -204,7 +204,7 @@ def _exchange(
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
 
 
-@njit(cache=True)
+@compiled
 def _reroute(
     link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int, home_rows: int
 ) -> None:
@@ -243,7 +243,7 @@ def _reroute(
         link_R4[r, RECEIVED_ACROSS] += room_R[r]
 
 
-@njit(cache=True)
+@compiled
 def _move(
     link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray, node: int, moved: int
 ) -> None:
@@ -262,7 +262,7 @@ def _move(
         link_R4[r, RECEIVED_INSIDE] += rows
 
 
-@njit(cache=True)
+@compiled
 def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, int]:
     """What a pull can hide behind, forward and backward: attention of the fullest source, and mean expert compute."""
     ranks = len(row_R)
@@ -275,7 +275,7 @@ def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, in
     return tables.depth * forward, tables.depth * backward
 
 
-@njit(cache=True)
+@compiled
 def _transfers(
     home_E: np.ndarray,
     node_R: np.ndarray,
@@ -323,7 +323,7 @@ def _transfers(
         line[RETURN] = late + most_out * tables.add_ns
 
 
-@njit(cache=True)
+@compiled
 def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:
     """Nanoseconds until all pulls of one rank are there; the two paths run side by side."""
     host = by_host * tables.host_ns + (tables.host_fixed_ns if by_host else 0)
@@ -331,7 +331,7 @@ def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:
     return max(host, peer)
 
 
-@njit(cache=True)
+@compiled
 def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
     """How many of a rank's pulls take the host path; experts of another node (`far`) always do.
 
@@ -348,7 +348,7 @@ def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
     return best
 
 
-@njit(cache=True)
+@compiled
 def choose_paths(
     load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, rep_expert_RS: np.ndarray, tables: Tables
 ) -> np.ndarray:

@@ -6,10 +6,11 @@ Integers only; ties by index. Knows rows. Does not know seconds.
 """
 
 import numpy as np
-from numba import njit
+
+from equipoise.core.compiled import compiled
 
 
-@njit(cache=True)
+@compiled
 def fill(
     load_E: np.ndarray,
     home_E: np.ndarray,
@@ -43,7 +44,7 @@ def fill(
     return top
 
 
-@njit(cache=True)
+@compiled
 def _drop_idle(rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> None:
     """Free the slots of replicas that settling left without a row: nothing is pulled for them."""
     for r in range(len(rep_expert_RS)):
@@ -52,7 +53,7 @@ def _drop_idle(rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> None:
                 rep_expert_RS[r, j] = -1
 
 
-@njit(cache=True)
+@compiled
 def node_bound(load_R: np.ndarray, node_R: np.ndarray) -> int:
     """The least rows of the busiest rank that replicas inside nodes can reach: the fullest node's mean, rounded up."""
     bound = np.int64(0)
@@ -66,7 +67,7 @@ def node_bound(load_R: np.ndarray, node_R: np.ndarray) -> int:
     return bound
 
 
-@njit(cache=True)
+@compiled
 def _fill_node(
     load_R: np.ndarray,
     quota_E: np.ndarray,
@@ -109,7 +110,7 @@ def _fill_node(
         used_R[receiver] += 1
 
 
-@njit(cache=True)
+@compiled
 def _pick(quota_E: np.ndarray, homes_H: np.ndarray, want: int, held_S: np.ndarray) -> int:
     """The donor's smallest home expert with at least `want` rows left, else its largest; never one already held."""
     enough, largest = -1, -1
@@ -123,12 +124,12 @@ def _pick(quota_E: np.ndarray, homes_H: np.ndarray, want: int, held_S: np.ndarra
     return enough if enough >= 0 else largest
 
 
-@njit(cache=True)
+@compiled
 def _contains(held_S: np.ndarray, expert: int) -> bool:
     return bool((held_S == expert).any())
 
 
-@njit(cache=True)
+@compiled
 def settle(
     load_R: np.ndarray,
     quota_E: np.ndarray,
@@ -188,7 +189,7 @@ def settle(
         load_R[goal] += rows
 
 
-@njit(cache=True)
+@compiled
 def _held(
     rank: int, e: int, quota_E: np.ndarray, home_E: np.ndarray, rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray
 ) -> int:
@@ -201,7 +202,7 @@ def _held(
     return -1
 
 
-@njit(cache=True)
+@compiled
 def _shift(
     rank: int,
     e: int,
@@ -219,7 +220,7 @@ def _shift(
             rep_rows_RS[rank, j] += rows
 
 
-@njit(cache=True)
+@compiled
 def _shared(
     a: int, b: int, quota_E: np.ndarray, home_E: np.ndarray, rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray
 ) -> int:

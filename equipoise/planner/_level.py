@@ -7,12 +7,13 @@ Integers only; ties by expert id. Knows rows. Does not know seconds, ranks' slot
 """
 
 import numpy as np
-from numba import njit
+
+from equipoise.core.compiled import compiled
 
 BIG = np.int64(2**62)
 
 
-@njit(cache=True)
+@compiled
 def level(
     load_EM: np.ndarray,
     share_EM: np.ndarray,
@@ -102,14 +103,14 @@ def level(
     return polished if cost + busiest(rows_GM, weight_G, common, weight_M) < best else result
 
 
-@njit(cache=True)
+@compiled
 def rests(swap: int, tenure: int) -> tuple[int, int]:
     """Until which swap the lower and the higher expert of a pair rest. See `reference.rests`."""
     least = swap + 1 + tenure // 2
     return least + swap * 40503 % 65537 % (2 * tenure), least + swap * 30011 % 65537 % (2 * tenure + 3)
 
 
-@njit(cache=True)
+@compiled
 def _more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
     """How many more experts are away from their owner's group once e moves from a to b and f from b to a."""
     change = np.int64(0)
@@ -118,7 +119,7 @@ def _more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
     return change
 
 
-@njit(cache=True)
+@compiled
 def common_multiple(ranks_G: np.ndarray) -> int:
     """The least number that every group's ranks divide: groups of unlike sizes are compared in such parts of a row."""
     common = ranks_G.max()
@@ -132,7 +133,7 @@ def common_multiple(ranks_G: np.ndarray) -> int:
     return common
 
 
-@njit(cache=True)
+@compiled
 def busiest(rows_GM: np.ndarray, weight_G: np.ndarray, common: int, weight_M: np.ndarray) -> int:
     """Weighted sum over micro-steps of the fullest group's rows per rank, rounded up.
 
@@ -147,7 +148,7 @@ def busiest(rows_GM: np.ndarray, weight_G: np.ndarray, common: int, weight_M: np
     return total
 
 
-@njit(cache=True)
+@compiled
 def _tables(
     share_EM: np.ndarray, affinity_EE: np.ndarray, order: np.ndarray, start_G: np.ndarray, weight_G: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -175,7 +176,7 @@ def _tables(
     return dot_PP, bend_PP, pull_GP
 
 
-@njit(cache=True)
+@compiled
 def _best_swap(
     start_G: np.ndarray,
     pull_GP: np.ndarray,
@@ -212,7 +213,7 @@ def _best_swap(
     return p0, q0, least
 
 
-@njit(cache=True)
+@compiled
 def polish(
     work_EM: np.ndarray,
     group_E: np.ndarray,
@@ -257,7 +258,7 @@ def polish(
                 quiet = 0 if improved else quiet + 1
 
 
-@njit(cache=True)
+@compiled
 def _after_swap(
     work_EM: np.ndarray,
     work_GM: np.ndarray,
@@ -281,7 +282,7 @@ def _after_swap(
     return value
 
 
-@njit(cache=True)
+@compiled
 def _fullest_but(work_GM: np.ndarray, a: int, b: int, rest_M: np.ndarray) -> int:
     """Fill `rest_M` with the fullest group but a and b; return the sum over micro-steps of the fullest of all."""
     total = np.int64(0)
@@ -294,7 +295,7 @@ def _fullest_but(work_GM: np.ndarray, a: int, b: int, rest_M: np.ndarray) -> int
     return total
 
 
-@njit(cache=True)
+@compiled
 def _before(e: int, f: int, e0: int, f0: int) -> bool:
     """Whether the pair {e, f} comes before {e0, f0}, the smaller id first."""
     low, high = min(e, f), max(e, f)
@@ -302,7 +303,7 @@ def _before(e: int, f: int, e0: int, f0: int) -> bool:
     return low < low0 or (low == low0 and high < high0)
 
 
-@njit(cache=True)
+@compiled
 def group_of(start_G: np.ndarray, position: int) -> int:
     """The group whose positions hold `position`."""
     g = 0
@@ -311,7 +312,7 @@ def group_of(start_G: np.ndarray, position: int) -> int:
     return g
 
 
-@njit(cache=True)
+@compiled
 def _swap_positions(
     order: np.ndarray,
     tabu_P: np.ndarray,

@@ -11,8 +11,8 @@ Integers only, no clock, no randomness. The loops over micro-steps are linear in
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from equipoise.core.compiled import compiled
 from equipoise.cost.kernels import COLUMNS, Holders, home_nodes, kept_permille, price_holders, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner._fill import fill
@@ -60,7 +60,7 @@ class LayerPlan(NamedTuple):
     """[M, COLUMNS] contiguous homes without replicas."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def plan_layer(
     load_MRE: np.ndarray,
     warm_home_E: np.ndarray,
@@ -90,7 +90,7 @@ def plan_layer(
     return LayerPlan(best.home_E, best.rep_expert_MRS, best.rep_rows_MRS, best.line_MC, best.closed_MC, static_MC)
 
 
-@njit(cache=True)
+@compiled
 def candidates(load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem) -> np.ndarray:
     """[C, E] homes worth pricing. See `reference.candidates`."""
     ranks, experts = load_MRE.shape[1:]
@@ -121,7 +121,7 @@ def candidates(load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarra
     return homes_CE[:count]
 
 
-@njit(cache=True)
+@compiled
 def affinity(share_EM: np.ndarray, pair_EE: np.ndarray) -> np.ndarray:
     """[E, E] what co-activation is worth beside level loads: a mean pair counts as 1/64 of a mean product, negative."""
     experts = len(share_EM)
@@ -140,7 +140,7 @@ def affinity(share_EM: np.ndarray, pair_EE: np.ndarray) -> np.ndarray:
     return worth_EE
 
 
-@njit(cache=True)
+@compiled
 def _inputs(load_MRE: np.ndarray, problem: LayerProblem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows per expert and micro-step, their shares for the sum of squares, and each micro-step's weight."""
     micro_steps, ranks, experts = load_MRE.shape
@@ -163,7 +163,7 @@ def _inputs(load_MRE: np.ndarray, problem: LayerProblem) -> tuple[np.ndarray, np
     return load_EM, share_EM, weight_M
 
 
-@njit(cache=True)
+@compiled
 def level_nodes(
     load_EM: np.ndarray,
     share_EM: np.ndarray,
@@ -201,7 +201,7 @@ def level_nodes(
     return settle_in(node_E, start_E, owner_E, node_R)
 
 
-@njit(cache=True)
+@compiled
 def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     """Give every expert a rank of its node: its owner's, else where it was, else the first rank with a free slot."""
     experts, ranks = len(node_E), len(node_R)
@@ -223,7 +223,7 @@ def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node
     return home_E
 
 
-@njit(cache=True)
+@compiled
 def level_ranks(
     load_EM: np.ndarray, share_EM: np.ndarray, weight_M: np.ndarray, start_E: np.ndarray, problem: LayerProblem
 ) -> np.ndarray:
@@ -269,7 +269,7 @@ def level_ranks(
     return home_E
 
 
-@njit(cache=True)
+@compiled
 def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:
     """[R, H] the experts whose home each rank is, ascending."""
     experts = len(home_E)
@@ -281,7 +281,7 @@ def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:
     return homes_RH
 
 
-@njit(cache=True)
+@compiled
 def evaluate(
     load_MRE: np.ndarray, home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
@@ -315,7 +315,7 @@ def evaluate(
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
 
 
-@njit(cache=True)
+@compiled
 def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
     """What is minimised: nanoseconds of all micro-steps and both edges, or weighted rows of the busiest rank."""
     total = np.int64(0)
@@ -329,7 +329,7 @@ def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem
     return total
 
 
-@njit(cache=True)
+@compiled
 def _busiest_rank(load_RE: np.ndarray, home_E: np.ndarray, rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> int:
     """The busiest rank's rows over the mean, in 2^-40."""
     ranks, experts = load_RE.shape
@@ -347,7 +347,7 @@ def _busiest_rank(load_RE: np.ndarray, home_E: np.ndarray, rep_expert_RS: np.nda
     return rows_R.max() * (2**40 // max(np.int64(1), total // ranks))
 
 
-@njit(cache=True)
+@compiled
 def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
     """Publish and collect of one layer by its busiest link, both edges together."""
     ranks = len(problem.node_R)

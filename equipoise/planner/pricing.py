@@ -17,9 +17,9 @@ Invariants (asserted by the tests):
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
 from equipoise.core import Cluster
+from equipoise.core.compiled import compiled
 from equipoise.core.plan import Bytes, Seconds
 from equipoise.cost.kernels import COLUMNS, price
 from equipoise.cost.model import Tables
@@ -57,7 +57,7 @@ def price_window(
     return np.stack(lines, axis=1)
 
 
-@njit(cache=True)
+@compiled
 def _price_layer(
     load_MRE: np.ndarray,
     home_E: np.ndarray,
