@@ -1,0 +1,51 @@
+"""`PlanOptions`: values that make no sense are refused, byte budgets become slots."""
+
+import dataclasses
+
+import pytest
+
+from equipoise.core import InfeasiblePlanError, ModelShape
+from equipoise.planner import PlanOptions
+
+MODEL = ModelShape.preset("qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"effort": 0}, "PlanOptions.effort is 0; it must be at least 1"),
+        ({"workers": 0}, "PlanOptions.workers is 0"),
+        ({"workers": 1.5}, "PlanOptions.workers must be a whole number"),
+        ({"depth": 0}, "PlanOptions.depth is 0"),
+        ({"max_displaced": -1}, "PlanOptions.max_displaced is -1"),
+        ({"memory_bytes": -1}, "PlanOptions.memory_bytes is -1"),
+        ({"memory_bytes": True}, "PlanOptions.memory_bytes must be a whole number"),
+        ({"order": "zigzag"}, "PlanOptions.order is 'zigzag'; it must be plain, recompute or 1f1b"),
+        ({"pipeline_stage": 2, "pipeline_stages": 2}, "PlanOptions.pipeline_stage is 2; there are 2 stages from 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_values_that_make_no_sense_are_refused_by_name(values, words):
+    with pytest.raises(InfeasiblePlanError, match=words):
+        PlanOptions(**values)
+
+
+def test_unknown_names_are_errors_and_nothing_can_be_changed():
+    with pytest.raises(TypeError, match="swiftness"):
+        PlanOptions(swiftness=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PlanOptions().effort = 2
+
+
+@pytest.mark.parametrize(("depth", "slots"), [(1, 3), (2, 2), (5, 1), (6, 0)])
+def test_a_byte_budget_holds_every_buffer(depth, slots):
+    options = PlanOptions(memory_bytes=6 * MODEL.expert_bytes, depth=depth)
+    assert options.slots_within(MODEL, None) == slots
+    assert slots * (depth + 1) * MODEL.expert_bytes <= 6 * MODEL.expert_bytes
+
+
+def test_slots_are_one_unless_said_and_never_said_twice():
+    assert PlanOptions().slots_within(MODEL, None) == 1
+    assert PlanOptions().slots_within(MODEL, 4) == 4
+    with pytest.raises(InfeasiblePlanError, match=r"not both \(slots=0, memory_bytes=5\)"):
+        PlanOptions(memory_bytes=5).slots_within(MODEL, 0)
