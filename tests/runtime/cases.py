@@ -10,7 +10,7 @@ import numpy as np
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Bytes, Plan, ReplicaTable, Seconds
 
-HIDDEN, WIDTH, TOP_K = 32, 24, 2
+HIDDEN, WIDTH, TOP_K = 32, 24, 3
 
 
 @dataclass(frozen=True)
