@@ -2,12 +2,13 @@
 
     plan.py       plan, plan_step: the story of the room
     options.py    PlanOptions: the deeper knobs
-    reference.py  the specification: short, plain, never optimised
+    reference.py  the specification: short, plain, never optimised; fill_reference.py is its second part
     fast.py       one layer's plan, compiled, the same bit for bit; _level.py and _fill.py are its two parts
     assemble.py   decisions to a checked Plan: slots, paths, edges, seconds, bytes
     itinerary.py  visits in execution order and their buffers
     estimate.py   loads that are partly unknown
-    policies.py   the baselines: static, eplb-history, eplb-oracle, lplb, reactive, balanced
+    policies.py   the baselines: static, eplb-history, eplb-oracle, lplb, reactive, balanced (eplb.py, lplb.py,
+                  pricing.py are their parts)
     bounds.py     what no plan can beat
 
 To add a policy: write a function from `Task` to `Draft` and name it in `POLICIES`.

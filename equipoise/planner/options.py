@@ -29,7 +29,7 @@ class PlanOptions:
     effort: int = 1
     """Search effort: 2 looks about twice as long for better homes."""
     workers: int = 1
-    """Processes that share out the layers; the plan does not depend on it."""
+    """Threads that share out the layers; the plan does not depend on it."""
     depth: int = 1
     """Visits ahead that pulls may start; depth + 1 buffers are needed."""
     order: Order = "plain"
