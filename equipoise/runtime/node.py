@@ -151,15 +151,14 @@ class NodeMemory:
 
         Ends within the bound, or at once where a rank of this node gives up or a process is gone.
         """
+        self.watchdog.check(transfer)
         largest = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         self.watchdog.wait(work.is_completed, transfer)
         try:
             work.wait()
         except RuntimeError as error:
-            gone = [f"rank {r} is gone" for r in self.watchdog.gone_peers()]
-            reason = ", ".join(gone) or f"a rank of another node is gone or unreachable ({error})"
-            raise self.watchdog.abort(f"{transfer} could not be agreed on: {reason}") from error
+            raise self.watchdog.lost(transfer, error) from error
         return [int(value) for value in largest]
 
     def agree_equal(self, facts: Mapping[str, int], transfer: Transfer) -> None:

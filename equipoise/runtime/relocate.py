@@ -114,8 +114,7 @@ class Relocator:
             try:
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
             except RuntimeError as error:
-                reason = f"{transfer} did not finish within {self._node.options.timeout_s:g} s"
-                raise self._node.watchdog.abort(f"{reason}, or its rank is gone: {error}") from error
+                raise self._node.watchdog.lost(transfer, error) from error
 
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""

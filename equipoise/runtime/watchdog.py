@@ -33,6 +33,8 @@ PID, START, VERSION, RETIRED, WRITTEN, ABORTED, TAGS = range(7)
 MESSAGE_BYTES = 1024
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 """Pauses between two looks: short at first, so that a hand-over costs little, then long enough to leave the core."""
+_EXIT_S = 0.3
+"""A connection breaks a moment before its process is seen to have ended."""
 _LIFE_EVERY_S = 0.05
 """Looking whether a process lives reads a file, so it is done less often."""
 
@@ -126,14 +128,24 @@ class Watchdog:
             self._words[self.rank][ABORTED] = 1
         return TransferError(text)
 
-    def gone_peers(self) -> list[int]:
-        """Ranks of this node whose process has ended."""
-        return [rank for rank, who in self._watched.items() if is_gone(*who)]
+    def lost(self, transfer: Transfer, error: RuntimeError) -> TransferError:
+        """Return the error for a connection that broke or timed out, with the cause where this node knows it."""
+        end = time.monotonic() + _EXIT_S
+        try:
+            while time.monotonic() < end:
+                self.check(transfer)
+                self._check_peers(transfer)
+                time.sleep(_LONGEST_S)
+        except TransferError as known:
+            return known
+        return self.abort(
+            f"{transfer} did not finish within {self.timeout_s:g} s, or a rank of another node is gone: {error}"
+        )
 
     def _check_peers(self, transfer: Transfer) -> None:
-        gone = self.gone_peers()
-        if gone:
-            raise self.abort(f"{transfer} cannot finish: rank {gone[0]} (process {self._watched[gone[0]][0]}) is gone")
+        for rank, who in self._watched.items():
+            if is_gone(*who):
+                raise self.abort(f"{transfer} cannot finish: rank {rank} (process {who[0]}) is gone")
 
     def close(self) -> None:
         """Let go of the shared words."""

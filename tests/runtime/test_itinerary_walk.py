@@ -114,7 +114,7 @@ def test_nothing_is_filled_before_its_time(plan, seed):
 
 
 def test_weights_that_may_have_changed_are_pulled_again():
-    plan = random_plan((0, 0), seed=2, slots=2, layers=1, micro_steps=1)
+    plan = random_plan((0, 0), seed=2, slots=1, fewest=1, layers=1, micro_steps=1)
     walk = Walk(plan, rank=0)
     assert plan.itinerary.resident_V[1], "the backward visit should find its forward visit's replicas"
     fill = walk.next_fill()

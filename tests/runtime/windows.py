@@ -24,9 +24,9 @@ LAYOUTS = {
 
 
 def random_plan(
-    node_R, *, seed, layers=3, micro_steps=2, home_slots=2, slots=0, stage="update", depth=1, order="plain"
+    node_R, *, seed, layers=3, micro_steps=2, home_slots=2, slots=0, fewest=0, stage="update", depth=1, order="plain"
 ):
-    """A plan with random homes and, inside nodes, random replicas."""
+    """A plan with random homes and, inside nodes, `fewest` to `slots` random replicas on each rank."""
     from equipoise.planner.itinerary import build_itinerary
     from equipoise.planner.options import PlanOptions
 
@@ -35,7 +35,7 @@ def random_plan(
     place_LE = np.stack([rng.permutation(experts) for _ in range(layers)])
     home_LE = place_LE // home_slots
     load = rng.integers(10, 50, size=(micro_steps, layers, ranks, experts))
-    table = random_replicas(rng, home_LE, node_R, micro_steps=micro_steps, slots=slots)
+    table = random_replicas(rng, home_LE, node_R, micro_steps=micro_steps, counts=range(fewest, slots + 1))
     needs_ML = (np.diff(table.start_ML) > 0).reshape(micro_steps, layers)
     options = PlanOptions(depth=depth, order=order, pipeline_stages=2 if order == "1f1b" else 1)
     zeros_ML = np.zeros((micro_steps, layers), dtype=np.int64)
@@ -60,15 +60,15 @@ def random_plan(
     )
 
 
-def random_replicas(rng, home_LE, node_R, *, micro_steps, slots):
-    """A replica table with 0..slots replicas on every rank, of experts whose home is elsewhere in its node."""
+def random_replicas(rng, home_LE, node_R, *, micro_steps, counts):
+    """A replica table with one of `counts` replicas on every rank, of experts whose home is elsewhere in its node."""
     layers, node_R = len(home_LE), np.array(node_R)
     start, experts, ranks = [0], [], []
     for entry in range(micro_steps * layers):
         home_E = home_LE[entry % layers]
         for rank in rng.permutation(len(node_R)):
             near = np.flatnonzero((node_R[home_E] == node_R[rank]) & (home_E != rank))
-            chosen = rng.permutation(near)[: rng.integers(0, slots + 1)]
+            chosen = rng.permutation(near)[: rng.choice(counts)]
             experts += chosen.tolist()
             ranks += [int(rank)] * len(chosen)
         start.append(len(experts))

@@ -1,0 +1,145 @@
+"""Faults: whatever does not finish, and whoever is killed, ends every rank by name, in time, leaving nothing."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from equipoise.core import TransferError
+from equipoise.runtime.paths import ShmPath
+from equipoise.runtime.relocate import Relocator
+from tests.runtime.own_ranks import KILLED, run_ranks
+from tests.runtime.play import Rank
+from tests.runtime.windows import assert_same_bits, experts_at, random_plan, take
+
+BOUND_S = 1.0
+
+
+class StuckPath(ShmPath):
+    """A path that never finishes."""
+
+    name = "shm"
+
+    def __init__(self):
+        self.is_over = False
+
+    def reaches(self, source):
+        return True
+
+    def pull(self, need, buffer, slot):
+        while not self.is_over:
+            time.sleep(0.01)
+        return 0
+
+
+def stuck(group, plan, what):
+    """One rank does not do its part; every rank tells what it saw and when."""
+    path = StuckPath()
+    is_bad = group.rank() == 1
+    engine = {"paths": {"peer": path, "host": path}} if is_bad and what == "pull" else {}
+    rank = Rank(group, plan, timeout_s=BOUND_S, **engine)
+    begin = time.monotonic()
+    try:
+        if is_bad and what == "publish":
+            time.sleep(1.5)
+            begin = time.monotonic()
+        rank.engine.open_window(plan)
+        for at in range(len(plan.itinerary)):
+            visit = plan.itinerary.visit(at)
+            rank.check_weights(plan, visit)
+            if visit.phase == "backward":
+                if is_bad and what == "return":
+                    time.sleep(1.5)
+                    begin = time.monotonic()
+                rank.return_gradients(plan, visit)
+        if is_bad and what == "collect":
+            time.sleep(1.5)
+            begin = time.monotonic()
+        rank.engine.close_window()
+    except TransferError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        path.is_over = True
+        rank.engine.close()
+    return "nothing was noticed", 0.0
+
+
+@pytest.mark.parametrize("what", ["pull", "return", "collect", "publish"])
+def test_what_never_finishes_ends_every_rank_within_the_bound(what):
+    plan = random_plan((0, 0, 0, 0), seed=3, slots=1, fewest=1, layers=2, micro_steps=1)
+    results = run_ranks(stuck, 4, plan, what)
+    for words, seconds in results:
+        assert "did not finish within 1 s" in words, words
+        assert seconds < 3, f"{seconds:.1f} s until: {words}"
+    if what == "pull":
+        visit = next(v for v in range(len(plan.itinerary)) if plan.pulls(v, 1))
+        pull, layer = plan.pulls(visit, 1)[0], int(plan.itinerary.layer_V[visit])
+        name = f"rank 1: pull of expert {pull.expert} in layer index {layer} with rank {pull.source} over shm"
+        assert all(name in words for words, _ in results), results
+    if what == "return":
+        assert any("return of expert" in words and "with rank 1 over shm" in words for words, _ in results), results
+
+
+class KillingRelocator(Relocator):
+    """Ends its process once the second layer is staged, before anyone has agreed to write it."""
+
+    kind = ""
+
+    def relocate(self, kind, layer, moves, tensors):
+        self.is_last = kind == self.kind and layer == 1
+        super().relocate(kind, layer, moves, tensors)
+
+    def _agree(self, transfer, moves, tensors):
+        if self.is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._agree(transfer, moves, tensors)
+
+
+def killed(group, plan, where):
+    """Rank 1 is killed; the others tell what they saw, when, and what is left of their memory."""
+    rank = Rank(group, plan, timeout_s=8.0)
+    is_victim, begin, words = group.rank() == 1, time.monotonic(), ""
+    if is_victim and where in ("publish", "collect"):
+        rank.engine._edges._relocator.__class__ = KillingRelocator
+        KillingRelocator.kind = where
+    try:
+        rank.engine.open_window(plan)
+        for at in range(len(plan.itinerary)):
+            visit = plan.itinerary.visit(at)
+            if is_victim and visit.phase == where:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rank.check_weights(plan, visit)
+            if visit.phase == "backward":
+                rank.return_gradients(plan, visit)
+        rank.engine.close_window()
+    except TransferError as error:
+        words = str(error)
+    seconds = time.monotonic() - begin
+    if where == "publish":
+        check_whole_layers(rank, plan)
+    rank.engine.close()
+    with open("/proc/self/maps") as maps:  # noqa: PTH123  # a file that is read once
+        left = sum("memfd:equipoise" in line for line in maps)
+    return words, seconds, left
+
+
+def check_whole_layers(rank, plan):
+    """The layer before the fault is published, the others are untouched."""
+    owned = range(rank.rank * plan.home_slots, (rank.rank + 1) * plan.home_slots)
+    for layer in range(rank.layers):
+        experts = experts_at(plan, layer, rank.rank) if layer == 0 else owned
+        assert_same_bits(rank.homes[layer], take(rank.everything[layer], experts), f"layer {layer} after the fault")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "publish", "collect"])
+@pytest.mark.parametrize("node_R", [(0, 0, 0), (0, 0, 1, 1)], ids=["one node", "two nodes"])
+def test_a_killed_rank_ends_the_others_by_name(where, node_R):
+    plan = random_plan(node_R, seed=6, slots=1, fewest=1, micro_steps=1)
+    results = run_ranks(killed, len(node_R), plan, where)
+    assert results.pop(1) == KILLED
+    for words, seconds, left in results:
+        assert "gone" in words, f"{words!r} after {seconds:.1f} s"
+        assert seconds < 8, f"{seconds:.1f} s until: {words}"
+        assert left == 0, "mappings are left"
+    assert "rank 1" in results[0][0] and "is gone" in results[0][0]
