@@ -88,7 +88,7 @@ def run_stack(group, plan, routing, run):
         experts.begin(window)
     outcome = Outcome([], [], [], [], [], bank.log)
     for micro_step in range(len(routing.ids)):
-        _micro_step(layers, attention, routing, micro_step, run, outcome)
+        run_micro_step(layers, attention, routing, micro_step, run, outcome)
     outcome.attention_grads = [weight.grad for weight in attention]
     outcome.expert_grads = [[p.grad for p in experts.home.tensors()] for experts in layers]
     for experts in layers:
@@ -96,7 +96,8 @@ def run_stack(group, plan, routing, run):
     return outcome
 
 
-def _micro_step(layers, attention, routing, micro_step, run, outcome):
+def run_micro_step(layers, attention, routing, micro_step, run, outcome):
+    """Forward and backward of one micro-step, appended to `outcome`."""
     rank = layers[0].group.rank()
     hidden_TD, gates, direction_TD = token_inputs(routing, micro_step, rank, run=run)
     hidden_TD.requires_grad_()
