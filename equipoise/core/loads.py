@@ -16,6 +16,7 @@ Invariants (asserted by the tests):
 """
 
 import struct
+import tokenize
 import zipfile
 import zlib
 from dataclasses import KW_ONLY, dataclass
@@ -30,8 +31,8 @@ from equipoise.core.value import Value, frozen_array, int64_array
 Stage = Literal["recompute", "update"]
 FORMAT = "equipoise-loads-1"
 
-NPZ_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error)
-"""What else a damaged `.npz` can raise: its directory, its compressed data, its extra fields."""
+NPZ_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, SyntaxError, MemoryError)
+"""What else a damaged `.npz` can raise: its directory, its compressed data, its extra fields, an array's header."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InfeasiblePlanError, LoadMatrix, Plan
@@ -80,6 +80,7 @@ def test_a_truncated_file_is_refused(tmp_path_factory, at):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 7))
+@example(302, 3)
 @settings(max_examples=80, deadline=None)
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path_factory, at, bit):
     content = bytearray(bytes_of("itinerary"))
