@@ -82,12 +82,15 @@ def _skew_rows(table: str, trace: Trace, loads: LoadMatrix, *, slots: Iterable[i
 
 
 def _skew_limits(rows: Sequence[Row]) -> Iterator[Limit]:
+    """One limit per line, width and kind of trace: composed layers must not hide what real ones miss."""
     for table, at_most in LIMITS.items():
         for ranks, limit in at_most.items():
             ours = [r for r in rows if (r["table"], r["EP"], r["policy"]) == (table, ranks, "equipoise")]
-            if ours:
-                name = f"skew, {table}, EP{ranks}, mean of {len(ours)} traces"
-                yield Limit(name=name, value=mean(r["skew"] for r in ours), at_most=limit)
+            for kind in ("real", "stacked"):
+                found = [r["skew"] for r in ours if ("stacked" in r["trace"]) == (kind == "stacked")]
+                if found:
+                    name = f"skew, {table}, EP{ranks}, mean of {len(found)} {kind} traces"
+                    yield Limit(name=name, value=mean(found), at_most=limit)
 
 
 def _bound_limit(rows: Sequence[Row]) -> Limit:
