@@ -8,7 +8,8 @@ Steps of `share_memory`, called by every rank of the group at the same time:
 3. The others fetch the descriptor over a Unix socket in the abstract namespace, map it, and close it.
 
 Invariants (asserted by the tests):
-1. After step 3 no descriptor, no file and no name is left: the mapping is all there is, and it ends with the process.
+1. After step 3 no file, socket or name is left: only the mapping and the descriptor that Python keeps with it, and both
+   end with the process.
 2. A size that does not fit memory, or the locked-memory limit where it is to be locked, is refused before allocation.
 3. A mapping lives exactly as long as something refers to it: `close` drops this object's reference, a tensor made by
    `view` keeps its own, so that no tensor ever points to memory that is gone.

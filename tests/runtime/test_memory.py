@@ -1,0 +1,173 @@
+"""Shared memory: what is refused, what is shared, and that nothing is left after closing, failing or being killed."""
+
+import gc
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.core import TransferError
+from equipoise.runtime import memory
+from equipoise.runtime.memory import SharedMemory, available_bytes, check_room, reserve, share_memory
+from tests.runtime.own_ranks import KILLED, run_ranks
+
+BIG = 2**28
+"""256 MiB: far above what other processes of a test run share or free meanwhile."""
+
+
+def held():
+    """Mappings of ours, and open descriptors that are files of ours or sockets."""
+    gc.collect()
+    maps = sum("memfd:equipoise" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return maps, sum("memfd:" in link or "socket:" in link for link in links)
+
+
+def shared_bytes():
+    """All shared memory of the machine."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
+
+
+def test_a_view_outlives_close_and_nothing_outlives_the_view():
+    before = held()
+    descriptor = reserve(2**20)
+    shared = SharedMemory(descriptor, 2**20)
+    os.close(descriptor)
+    view = shared.view(4096, (4, 5), torch.float32)
+    view.fill_(3.0)
+    shared.close()
+    shared.close()
+    assert view.sum() == 60 and held() == (before[0] + 1, before[1] + 1)
+    del view
+    assert held() == before
+    with pytest.raises(TransferError, match="is closed; open it again"):
+        shared.view(0, (1,), torch.int64)
+
+
+def test_two_mappings_see_the_same_bytes():
+    descriptor = reserve(4096)
+    one, two = SharedMemory(descriptor, 4096), SharedMemory(descriptor, 4096)
+    os.close(descriptor)
+    one.view(64, (3,), torch.int64).copy_(torch.tensor([5, 6, 7]))
+    assert two.view(64, (3,), torch.int64).tolist() == [5, 6, 7]
+    assert two.view(0, (0, 4), torch.float32).shape == (0, 4)
+
+
+def test_more_than_there_is_is_refused_before_allocation():
+    before = held()
+    with pytest.raises(TransferError, match=r"are needed on this node, [\d,]+ are available; raise the container"):
+        reserve(2**60)
+    assert held() == before
+
+
+def test_a_reservation_that_fails_is_named_and_closed(monkeypatch):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    before = held()
+    monkeypatch.setattr(memory.os, "posix_fallocate", no_space)
+    with pytest.raises(TransferError, match=r"4,096 bytes could not be reserved \(No space left"):
+        reserve(4096)
+    assert held() == before
+
+
+def test_the_locked_memory_limit_is_checked(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    monkeypatch.setattr(memory, "_may_lock_anything", lambda: False)
+    check_room(65536, available=2**30, is_locked=True)
+    check_room(65537, available=2**30, is_locked=False)
+    with pytest.raises(TransferError, match=r"65,537 bytes must be locked.*is 65,536; raise it with `ulimit -l"):
+        check_room(65537, available=2**30, is_locked=True)
+
+
+def test_a_control_group_limits_what_is_available(monkeypatch):
+    texts = {"/sys/fs/cgroup/memory.max": "1000\n", "/sys/fs/cgroup/memory.current": "400\n"}
+    real = Path.read_text
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) in texts)
+    monkeypatch.setattr(Path, "read_text", lambda path: texts.get(str(path)) or real(path))
+    assert available_bytes() == 600
+    texts["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert available_bytes() > 2**20
+
+
+def share_by_node(group, node_R, num_bytes, is_locked=False):
+    """Each rank writes its number; every rank tells what it sees, and what is left at the end."""
+    import torch.distributed as dist
+
+    before = held()
+    try:
+        shared = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=20, is_locked=is_locked)
+    except TransferError as error:
+        return str(error), held() == before
+    words = shared.view(0, (len(node_R),), torch.int64)
+    words[group.rank()] = group.rank() + 1
+    dist.barrier(group)
+    seen = words.tolist()
+    assert held() == (before[0] + 1, before[1] + 1), "more is open than the mapping and its descriptor"
+    del words
+    shared.close()
+    return seen, held() == before
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("node_R", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)], ids=str)
+def test_ranks_share_with_their_node_only(pool, node_R):
+    for rank, (seen, is_clean) in enumerate(pool.run(share_by_node, 4, node_R, 4096)):
+        assert seen == [r + 1 if node_R[r] == node_R[rank] else 0 for r in range(4)]
+        assert is_clean, "mappings or descriptors are left"
+
+
+@pytest.mark.dist(4)
+def test_locked_memory_is_shared_too(pool):
+    results = pool.run(share_by_node, 4, (0, 0, 0, 0), 4096, True)
+    assert all(seen == [1, 2, 3, 4] for seen, _ in results)
+
+
+@pytest.mark.dist(4)
+def test_a_node_that_cannot_fails_every_rank_alike(pool):
+    results = pool.run(share_by_node, 4, (0, 0, 1, 1), 2**60)
+    assert all("rank 0: shared memory: 1,152,921,504,606,846,976 bytes" in words for words, _ in results)
+    assert all(is_clean for _, is_clean in results), "mappings or descriptors are left after the error"
+
+
+def hold_and_die(group, survivor):
+    """All ranks hold a large piece; all but the survivor are killed; it tells how much is shared then and after."""
+    import torch.distributed as dist
+
+    shared = share_memory(BIG, group=group, node_R=(0, 0, 0), timeout_s=20)
+    dist.barrier(group)
+    with_all = shared_bytes()
+    if group.rank() != survivor:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    shared.close()
+    return with_all - shared_bytes(), held()[0]
+
+
+@pytest.mark.parametrize("survivor", [0, 2])
+def test_killed_holders_leave_nothing(survivor):
+    names = set(os.listdir("/dev/shm"))  # noqa: PTH208
+    results = run_ranks(hold_and_die, 3, survivor)
+    freed, mappings = results.pop(survivor)
+    assert results == [KILLED, KILLED]
+    assert freed > BIG // 2 and mappings == 0, f"{freed:,} bytes were freed of {BIG:,}"
+    assert set(os.listdir("/dev/shm")) <= names, "a name is left in /dev/shm"  # noqa: PTH208
+
+
+def all_die(group):
+    import torch.distributed as dist
+
+    share_memory(BIG, group=group, node_R=(0, 0), timeout_s=20)
+    dist.barrier(group)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_when_all_are_killed():
+    before = shared_bytes()
+    assert run_ranks(all_die, 2) == [KILLED, KILLED]
+    assert shared_bytes() < before + BIG // 2
