@@ -22,7 +22,8 @@ from equipoise.cost import CostModel
 from equipoise.cost.model import Tables
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
 from equipoise.planner.estimate import complete
-from equipoise.planner.fast import LayerPlan, LayerProblem, plan_layer
+from equipoise.planner.fast import plan_layer
+from equipoise.planner.layer import LayerPlan, LayerProblem
 from equipoise.planner.options import PlanOptions
 from equipoise.planner.policies import POLICIES, draft_baseline
 

@@ -29,7 +29,8 @@ from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, P
 from equipoise.cost.model import interpolate
 from equipoise.planner.assemble import NS, Draft, Task
 from equipoise.planner.eplb import draft_eplb
-from equipoise.planner.fast import LayerPlan, plan_layer
+from equipoise.planner.fast import plan_layer
+from equipoise.planner.layer import LayerPlan
 from equipoise.planner.lplb import draft_lplb
 from equipoise.planner.pricing import count_before, fill_slots, owner_homes, price_homes
 

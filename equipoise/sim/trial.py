@@ -24,7 +24,8 @@ from equipoise.core.plan import Plan, Seconds
 from equipoise.cost.model import Tables
 from equipoise.loads.skew import Distribution, rank_loads, skew_ML
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.fast import LayerPlan, LayerProblem, plan_layer
+from equipoise.planner.fast import plan_layer
+from equipoise.planner.layer import LayerPlan, LayerProblem
 from equipoise.planner.plan import LayerPlanner
 from equipoise.sim.prediction import slowest
 

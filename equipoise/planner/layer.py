@@ -1,0 +1,250 @@
+"""The plan of one layer: which homes are tried, and which of them wins.
+
+1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
+   and keeps the one with the least total, publish and collect included (`value_of`). Homes at their owners are always
+   tried first, so a plan never loses to doing nothing.
+2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
+   (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
+
+The two inner functions, `level` and `evaluate`, come in two forms that return the same to the bit: plain ones in
+`reference.py`, which specify them, and compiled ones in `fast.py`.
+
+Knows rows and prices. Does not know windows, slots in memory or itineraries.
+
+Invariants (asserted by the tests):
+1. No more than `budget` experts of a layer are displaced, and each rank keeps its number of homes.
+2. What is minimised is never above that of homes at their owners.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from equipoise.cost.model import Tables
+
+Level = Callable[..., np.ndarray]
+"""`reference.level` or its compiled twin."""
+
+
+class LayerProblem(NamedTuple):
+    """What every layer of a window shares."""
+
+    node_R: np.ndarray
+    fill_node_R: np.ndarray
+    """[R] the domain replicas may stay in: the node, or 0 for all where they may cross nodes."""
+    slots: int
+    min_rows: int
+    by_skew: int
+    """1: minimise the busiest rank's rows; 0: minimise nanoseconds."""
+    gated: int
+    """1: replicas only where they pay."""
+    budget: int
+    """Most experts of a layer that may be displaced."""
+    patience: int
+    """Swaps without improvement before `level` stops."""
+    max_checks: int
+    """Swaps `polish` may look at."""
+    cost_inside: int
+    """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
+    cost_across: int
+    edge_inside_ns: int
+    """Publish and collect of one expert over one link, both edges together."""
+    edge_across_ns: int
+
+
+class LayerPlan(NamedTuple):
+    """What one layer's planning decided."""
+
+    home_E: np.ndarray
+    rep_expert_MRS: np.ndarray
+    """[M, R, S] expert of each replica slot; -1: empty."""
+    rep_rows_MRS: np.ndarray
+    line_MC: np.ndarray
+    """[M, COLUMNS] price line of each micro-step, as chosen."""
+    closed_MC: np.ndarray
+    """[M, COLUMNS] the same homes without replicas."""
+    static_MC: np.ndarray
+    """[M, COLUMNS] contiguous homes without replicas."""
+
+
+class Inputs(NamedTuple):
+    """What the search looks at."""
+
+    load_EM: np.ndarray
+    """[E, M] rows."""
+    share_EM: np.ndarray
+    """[E, M] the same in 2^-20 of a whole, which keeps products small."""
+    weight_M: np.ndarray
+    """[M] weight of each micro-step."""
+
+
+class Kernels(NamedTuple):
+    """The two inner functions of a plan, compiled or plain."""
+
+    level: Level
+    evaluate: Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
+
+
+def plan_layer(
+    load_MRE: np.ndarray,
+    warm_home_E: np.ndarray,
+    pair_EE: np.ndarray,
+    problem: LayerProblem,
+    tables: Tables,
+    kernels: Kernels,
+) -> LayerPlan:
+    """Plan one layer of one window.
+
+    Args:
+        load_MRE: [M, R, E] rows
+        warm_home_E: [E] where the search starts: the previous window's homes, or the owners
+        pair_EE: [E, E] tokens that chose both experts, for the price of crossing nodes; empty where not counted
+        problem: what all layers share
+        tables: prices
+        kernels: the two inner functions, compiled or plain
+    """
+    ranks, experts = load_MRE.shape[1:]
+    owner_E = owners(experts, ranks)
+    best = kernels.evaluate(load_MRE, owner_E, pair_EE, problem, tables)
+    static_MC = best.closed_MC
+    if problem.budget > 0 and ranks > 1:
+        trials = [best]
+        for home_E in candidates(load_MRE, warm_home_E, pair_EE, problem, kernels.level):
+            trials.append(kernels.evaluate(load_MRE, home_E, pair_EE, problem, tables))
+        # Of equal ones the first.
+        best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
+    return best._replace(static_MC=static_MC)
+
+
+def owners(experts: int, ranks: int) -> np.ndarray:
+    """[E] owner of each expert: contiguous, as in static expert parallelism."""
+    owner_E: np.ndarray = np.arange(experts) // (experts // ranks)
+    return owner_E
+
+
+def candidates(
+    load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, level: Level
+) -> list[np.ndarray]:
+    """Homes worth pricing, [E] each: levelled inside nodes; across them; both; both with co-active experts together.
+
+    The first two save displacements. They are left out for skew, where displacements are free, and where the search
+    starts from homes that already cross nodes: what paid in the window before is not put in question again.
+    """
+    ranks, experts = load_MRE.shape[1:]
+    owner_E, node_R = owners(experts, ranks), problem.node_R
+    if (warm_home_E != owner_E).sum() > problem.budget:
+        warm_home_E = owner_E
+    stays = bool((node_R[warm_home_E] == node_R[owner_E]).all())
+    inputs = search_inputs(load_MRE, problem)
+    if node_R.max() == 0:
+        return [level_ranks(inputs, warm_home_E, problem, level)]
+    none_EE = np.zeros((experts, experts), dtype=np.int64)
+    nodes_E = level_nodes(inputs, warm_home_E, none_EE, problem, level)
+    found = [level_ranks(inputs, nodes_E, problem, level)]
+    if stays and not problem.by_skew:
+        found = [level_ranks(inputs, warm_home_E, problem, level), nodes_E, *found]
+    if len(pair_EE) > 0 and not problem.by_skew:
+        together_E = level_nodes(inputs, warm_home_E, affinity(inputs.share_EM, pair_EE), problem, level)
+        found.append(level_ranks(inputs, together_E, problem, level))
+    return found
+
+
+def search_inputs(load_MRE: np.ndarray, problem: LayerProblem) -> Inputs:
+    """Scale the loads for the search.
+
+    For skew every micro-step counts alike: its own total is the whole. For seconds a fuller micro-step counts more.
+    """
+    load_EM = np.ascontiguousarray(load_MRE.sum(axis=1).T)
+    total_M = load_EM.sum(axis=0)
+    if problem.by_skew:
+        whole_M = np.maximum(1, total_M)
+        weight_M = 2**40 // np.maximum(1, total_M // load_MRE.shape[1])
+    else:
+        whole_M = np.full_like(total_M, max(1, total_M.max()))
+        weight_M = np.full_like(total_M, 1024)
+    return Inputs(load_EM, (load_EM << 20) // whole_M, weight_M)
+
+
+def affinity(share_EM: np.ndarray, pair_EE: np.ndarray) -> np.ndarray:
+    """[E, E] what co-activation is worth beside level loads: a mean pair counts as 1/64 of a mean product, negative."""
+    experts = len(share_EM)
+    mean_product = max(1, int((share_EM.sum(axis=0) ** 2).sum()) // experts**2)
+    apart_EE = pair_EE * ~np.eye(experts, dtype=np.bool_)
+    mean_pair = max(1, int(apart_EE.sum()) // max(1, experts * (experts - 1)))
+    worth_EE: np.ndarray = -(apart_EE * 64 // mean_pair) * (mean_product // 4096)
+    return worth_EE
+
+
+def level_nodes(
+    inputs: Inputs, start_E: np.ndarray, affinity_EE: np.ndarray, problem: LayerProblem, level: Level
+) -> np.ndarray:
+    """[E] homes after levelling nodes: an expert in its owner's node is at its owner, others take the freed slots."""
+    node_R, experts = problem.node_R, len(start_E)
+    owner_E = owners(experts, len(node_R))
+    ranks_N = np.bincount(node_R)
+    cost_EN = np.where(np.arange(len(ranks_N)) == node_R[owner_E][:, None], 0, problem.cost_across)
+    limits = problem.budget, problem.patience, problem.max_checks
+    groups = node_R[start_E], ranks_N, inputs.weight_M, cost_EN, affinity_EE, node_R[owner_E]
+    node_E = level(inputs.load_EM, inputs.share_EM, *groups, *limits)
+    return settle_in(node_E, start_E, owner_E, node_R)
+
+
+def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[E] a rank of its node for every expert: its owner's, else where it was, else the first rank with a free slot."""
+    experts, ranks = len(node_E), len(node_R)
+    free_R = np.full(ranks, experts // ranks)
+    home_E = np.full(experts, -1)
+    for wishes_E in (owner_E, start_E, None):
+        for e in np.flatnonzero(home_E < 0):
+            wished = range(ranks) if wishes_E is None else [wishes_E[e]]
+            fitting = [r for r in wished if node_R[r] == node_E[e] and free_R[r] > 0]
+            if fitting:
+                home_E[e] = fitting[0]
+                free_R[fitting[0]] -= 1
+    return home_E
+
+
+def level_ranks(inputs: Inputs, start_E: np.ndarray, problem: LayerProblem, level: Level) -> np.ndarray:
+    """[E] homes after levelling the ranks inside each node, with a sixteenth of the effort."""
+    node_R, home_E = problem.node_R, start_E.copy()
+    owner_E = owners(len(start_E), len(node_R))
+    for node in range(node_R.max() + 1):
+        members, here = np.flatnonzero(node_R == node), np.flatnonzero(node_R[start_E] == node)
+        index_R = np.full(len(node_R), -1)
+        index_R[members] = np.arange(len(members))
+        own_E = index_R[owner_E[here]]
+        # An expert from another node is displaced wherever it stands here.
+        cost_EG = np.where((own_E[:, None] == np.arange(len(members))) | (own_E[:, None] < 0), 0, problem.cost_inside)
+        elsewhere = int((home_E != owner_E).sum() - (home_E[here] != owner_E[here]).sum())
+        limits = problem.budget - elsewhere, problem.patience // 16, problem.max_checks // 16
+        none_EE = np.zeros((len(here), len(here)), dtype=np.int64)
+        ones_G = np.ones(len(members), dtype=np.int64)
+        groups = index_R[start_E[here]], ones_G, inputs.weight_M, cost_EG, none_EE, own_E
+        home_E[here] = members[level(inputs.load_EM[here], inputs.share_EM[here], *groups, *limits)]
+    return home_E
+
+
+def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
+    """What is minimised: nanoseconds of all micro-steps and both edges, or the busiest rank over the mean in 2^-40."""
+    if not problem.by_skew:
+        return int(plan.line_MC[:, :4].sum()) + edges_ns(plan.home_E, owner_E, problem)
+    load_ME, ranks = load_MRE.sum(axis=1), load_MRE.shape[1]
+    rows_MR = load_ME @ (plan.home_E[:, None] == np.arange(ranks)).astype(np.int64)
+    m, r, s = np.nonzero(plan.rep_expert_MRS >= 0)
+    rows = plan.rep_rows_MRS[m, r, s]
+    np.add.at(rows_MR, (m, r), rows)
+    np.subtract.at(rows_MR, (m, plan.home_E[plan.rep_expert_MRS[m, r, s]]), rows)
+    weight_M = 2**40 // np.maximum(1, load_ME.sum(axis=1) // ranks)
+    return int((rows_MR.max(axis=1) * weight_M).sum())
+
+
+def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
+    """Publish and collect of one layer by its busiest link, both edges together."""
+    node_R, ranks = problem.node_R, len(problem.node_R)
+    away_E, across_E = home_E != owner_E, node_R[home_E] != node_R[owner_E]
+    ns = []
+    for chosen_E, each in ((away_E & ~across_E, problem.edge_inside_ns), (across_E, problem.edge_across_ns)):
+        ends = [np.bincount(rank_E[chosen_E], minlength=ranks).max() for rank_E in (owner_E, home_E)]
+        ns.append(int(max(ends)) * each)
+    return max(ns)
