@@ -13,7 +13,7 @@ from equipoise.core.plan import Bytes, Plan, ReplicaTable, Seconds
 HIDDEN, WIDTH, TOP_K = 32, 24, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """Ids of one window: `ids[m][l][r]` is the [T, K] array of a source rank. T may differ by rank and micro-step."""
 

@@ -27,6 +27,8 @@ class Run:
     mode: str = "plain"
     has_bias: bool = False
     is_prepared: bool = False
+    in_flight: int = 1
+    """Micro-steps whose forward has run and whose backward has not."""
     seed: int = 0
 
 
@@ -87,8 +89,7 @@ def run_stack(group, plan, routing, run):
     for experts in layers:
         experts.begin(window)
     outcome = Outcome([], [], [], [], [], bank.log)
-    for micro_step in range(len(routing.ids)):
-        run_micro_step(layers, attention, routing, micro_step, run, outcome)
+    run_micro_steps(layers, attention, routing, run, outcome)
     outcome.attention_grads = [weight.grad for weight in attention]
     outcome.expert_grads = [[p.grad for p in experts.home.tensors()] for experts in layers]
     for experts in layers:
@@ -96,8 +97,19 @@ def run_stack(group, plan, routing, run):
     return outcome
 
 
-def run_micro_step(layers, attention, routing, micro_step, run, outcome):
-    """Forward and backward of one micro-step, appended to `outcome`."""
+def run_micro_steps(layers, attention, routing, run, outcome):
+    """All micro-steps of a window; as in a pipeline, `run.in_flight` forwards come before the first backward."""
+    passes = []
+    for micro_step in range(len(routing.ids)):
+        passes.append(_forward(layers, attention, routing, micro_step, run))
+        if len(passes) == run.in_flight:
+            _backward(passes.pop(0), outcome)
+    for one in passes:
+        _backward(one, outcome)
+
+
+def _forward(layers, attention, routing, micro_step, run):
+    """Inputs, gates, output and loss of one micro-step."""
     rank = layers[0].group.rank()
     hidden_TD, gates, direction_TD = token_inputs(routing, micro_step, rank, run=run)
     hidden_TD.requires_grad_()
@@ -114,7 +126,12 @@ def run_micro_step(layers, attention, routing, micro_step, run, outcome):
             return x_TD + experts(x_TD, ids_TK, gates_TK, visit, home=home, prepared=prepared)
 
         x_TD = _call(block, x_TD, gates[layer], mode=run.mode)
-    (x_TD * direction_TD).sum().backward()
+    return hidden_TD, gates, x_TD, (x_TD * direction_TD).sum()
+
+
+def _backward(one, outcome):
+    hidden_TD, gates, x_TD, loss = one
+    loss.backward()
     outcome.outputs.append(x_TD.detach())
     outcome.hidden_grads.append(hidden_TD.grad)
     outcome.gate_grads.append([gate.grad for gate in gates])

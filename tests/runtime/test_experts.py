@@ -3,6 +3,7 @@
 Every comparison covers outputs, gradients of hidden states, gates and experts, over two layers and two micro-steps.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,12 @@ from tests.runtime.stack import MODES, Run, logical_grads, run_dense, run_forwar
 
 EXACT = LayerOptions(is_deterministic=True)
 EVERYTHING = ("outputs", "hidden_grads", "gate_grads", "attention_grads", "expert_grads")
+
+
+@functools.cache
+def dense_of(routing, run):
+    """The float64 outcome, which no option but the activation changes."""
+    return run_dense(routing, run)
 
 
 @functools.cache
@@ -58,7 +65,7 @@ def rms_error(grads, wanted):
 
 
 def near_reference(outcomes, plan, routing, run):
-    dense = run_dense(routing, run)
+    dense = dense_of(routing, dataclasses.replace(run, mode="plain", in_flight=1))
     for got, wanted in zip(outcomes, dense, strict=True):
         near(got.outputs, wanted.outputs)
         near(got.hidden_grads, wanted.hidden_grads)
@@ -91,7 +98,7 @@ def test_placement_alone_is_bit_equal_to_static_ep(pool, ranks, options):
 def test_replicas_are_bit_equal_in_outputs_and_close_in_every_gradient(pool, ranks, nodes, slots):
     routing, run = routing_of(10 + ranks, ranks), Run(options=EXACT)
     static = pool.run(run_stack, ranks, static_plan(routing), routing, run)
-    dense = run_dense(routing, run)[0].expert_grads
+    dense = dense_of(routing, run)[0].expert_grads
     plans = [random_plan(routing, seed, slots=slots, nodes=nodes) for seed in range(3)]
     plans.append(planner_plan(10 + ranks, ranks, slots, nodes))
     errors = []
@@ -166,6 +173,16 @@ def test_recomputation_asks_for_the_backward_visit(pool, mode):
     again = 1 if mode == "plain" else 2
     backward = [[Visit(0, "backward", layer)] * again for layer in (1, 0)]
     assert asked == [Visit(0, "forward", 0), Visit(0, "forward", 1), *itertools.chain(*backward)]
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("mode", MODES)
+def test_several_micro_steps_in_flight_find_their_own_entries(pool, mode):
+    routing = random_routing(15, ranks=4, micro_steps=3)
+    plan = random_plan(routing, 9, slots=2)
+    one_by_one = pool.run(run_stack, 4, plan, routing, Run(mode=mode))
+    in_flight = pool.run(run_stack, 4, plan, routing, Run(mode=mode, in_flight=2))
+    same_bits(in_flight, one_by_one, names=EVERYTHING)
 
 
 @pytest.mark.dist(4)

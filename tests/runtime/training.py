@@ -43,8 +43,7 @@ class Trainer:
         for experts in self.layers:
             experts.begin(Window(plan, rank=self.group.rank(), bank=bank))
         outcome = stack.Outcome([], [], [], [], [], [])
-        for micro_step in range(len(routing.ids)):
-            stack.run_micro_step(self.layers, self.attention, routing, micro_step, self.run, outcome)
+        stack.run_micro_steps(self.layers, self.attention, routing, self.run, outcome)
         if self.engine is not None:
             self.engine.close_window()
         for weight in self.attention:
