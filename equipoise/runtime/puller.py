@@ -59,7 +59,9 @@ class Puller:
         """Stop filling, and wait until a fill that has begun is over."""
         with self._changed:
             self._is_paused = True
-            self._wait(lambda: self._walk is None or self._walk.filling is None, Transfer("pull"))
+            filling = None if self._walk is None else self._walk.filling
+            transfer = Transfer("pull") if filling is None else self._transfer(filling.needs[0])
+            self._wait(lambda: self._walk is None or self._walk.filling is None, transfer)
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return this rank's replica weights at `visit`; waits until they are there."""

@@ -17,6 +17,7 @@ from tests.runtime.windows import (
     LAYOUTS,
     all_experts,
     assert_same_bits,
+    experts_at,
     owned_parameters,
     random_plan,
     take,
@@ -291,3 +292,51 @@ def forgotten_return(group, plan):
 def test_a_gradient_that_was_never_collected_fails_the_window(pool):
     for words in pool.run(forgotten_return, 2, random_plan((0, 0), seed=1, slots=1, fewest=1)):
         assert "never collected by its home" in words and "layer index 0, micro-step 0" in words
+
+
+def fail_inside(group, plan):
+    """The body of a `with` block fails in mid-window: what is left of shared memory, and of the parameters."""
+    from tests.runtime.test_memory import held
+
+    before = held()
+    rank = Rank(group, plan)
+    parameters = [p for homes in rank.homes for p in homes.tensors()]
+    places = [p.data_ptr() for p in parameters]
+    try:
+        with rank.engine as engine:
+            engine.open_window(plan)
+            rank.check_weights(plan, Visit(0, "forward", 0))
+            assert held() == (before[0] + 1, before[1] + 1)
+            raise KeyError("a fault of the trainer")
+    except KeyError:
+        after = held()
+    rank.engine.close()
+    for layer, homes in enumerate(rank.homes):
+        wanted = take(rank.everything[layer], experts_at(plan, layer, rank.rank))
+        assert_same_bits(homes, wanted, "moved out as they were")
+    assert all(p.data_ptr() != place for p, place in zip(parameters, places, strict=True))
+    return before, after
+
+
+@pytest.mark.dist(4)
+def test_nothing_shared_is_left_after_an_exception(pool):
+    for before, after in pool.run(fail_inside, 4, random_plan((0, 0, 1, 1), seed=2, slots=1, fewest=1)):
+        assert before == after
+
+
+def profiled(group, plan):
+    from torch.profiler import ProfilerActivity, profile
+
+    rank = Rank(group, plan)
+    with rank.engine, profile(activities=[ProfilerActivity.CPU]) as seen:
+        rank.engine.open_window(plan)
+        run_window(rank, plan, lambda: None)
+        rank.engine.close_window()
+    return {event.key for event in seen.key_averages() if event.key.startswith("equipoise.")}
+
+
+@pytest.mark.dist(2)
+def test_every_phase_is_a_profiler_range(pool):
+    wanted = {"publish", "weights", "hand_in", "collect_returns", "collect"}
+    for seen in pool.run(profiled, 2, random_plan((0, 0), seed=2, slots=1, fewest=1)):
+        assert {f"equipoise.{name}" for name in wanted} <= seen

@@ -12,6 +12,7 @@ from equipoise.runtime.bank import ExpertWeights
 
 HIDDEN, WIDTH = 8, 4
 LAYOUTS = {
+    "1 rank": (0,),
     "2 as one node": (0, 0),
     "2 as two nodes": (0, 1),
     "4 as one node": (0, 0, 0, 0),
