@@ -133,21 +133,42 @@ def candidates(
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R = owners(experts, ranks), problem.node_R
-    if (warm_home_E != owner_E).sum() > problem.budget:
-        warm_home_E = owner_E
-    stays = bool((node_R[warm_home_E] == node_R[owner_E]).all())
     inputs = search_inputs(load_MRE, problem)
+    start_E = owner_E
+    if is_good_start(inputs, warm_home_E, owner_E, problem):
+        start_E = warm_home_E
+        problem = problem._replace(patience=problem.patience // 8, max_checks=problem.max_checks // 8)
+    stays = bool((node_R[start_E] == node_R[owner_E]).all())
     if node_R.max() == 0:
-        return [level_ranks(inputs, warm_home_E, problem, level)]
+        return [level_ranks(inputs, start_E, problem, level)]
     none_EE = np.zeros((experts, experts), dtype=np.int64)
-    nodes_E = level_nodes(inputs, warm_home_E, none_EE, problem, level)
+    nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
     found = [level_ranks(inputs, nodes_E, problem, level)]
     if stays and not problem.by_skew:
-        found = [level_ranks(inputs, warm_home_E, problem, level), nodes_E, *found]
+        found = [level_ranks(inputs, start_E, problem, level), nodes_E, *found]
     if len(pair_EE) > 0 and not problem.by_skew:
-        together_E = level_nodes(inputs, warm_home_E, affinity(inputs.share_EM, pair_EE), problem, level)
+        together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
     return found
+
+
+def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
+    """Whether warm homes leave less than half of what the owners' leave unlevel, within the budget.
+
+    Then an eighth of the search is enough. After an abrupt change they do not, and the search starts afresh.
+    """
+    if not 0 < (warm_home_E != owner_E).sum() <= problem.budget:
+        return False
+    # Between nodes if there are several, else between ranks.
+    group_R = problem.node_R if problem.node_R.max() > 0 else np.arange(len(problem.node_R))
+    even_M = -(-inputs.load_EM.sum(axis=0) // len(group_R))
+    excess = []
+    for home_E in (warm_home_E, owner_E):
+        member_GE = group_R[home_E] == np.arange(group_R.max() + 1)[:, None]
+        rows_GM = member_GE.astype(np.int64) @ inputs.load_EM
+        top_M = (-(-rows_GM // np.bincount(group_R)[:, None])).max(axis=0)
+        excess.append(int((inputs.weight_M * (top_M - even_M)).sum()))
+    return 2 * excess[0] < excess[1]
 
 
 def search_inputs(load_MRE: np.ndarray, problem: LayerProblem) -> Inputs:

@@ -76,7 +76,7 @@ def plan(
     if policy != "equipoise":
         return build_plan(task, draft_baseline(task, history=history))
     start_LE = _start(task, warm)
-    search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}
+    search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner}
     made = build_plan(task, _draft(task, start_LE, budget=_budget(task), **search))
     if objective == "seconds" and made.seconds.total > made.static_seconds:
         made = build_plan(task, _draft(task, start_LE, budget=0, **search))
@@ -168,11 +168,10 @@ def _draft(
     budget: int,
     pair_LEE: np.ndarray | None,
     planner: LayerPlanner,
-    is_warm: bool,
 ) -> Draft:
     """Plan every layer and stack the results."""
     experts, ranks = task.model.experts, task.cluster.ep
-    problem = layer_problem(task, budget=budget, warm=is_warm)
+    problem = layer_problem(task, budget=budget)
     tables = task.cost.tables(experts // ranks + task.slots)
     none_EE = np.zeros((0, 0), dtype=np.int64)
 
@@ -201,7 +200,7 @@ def _draft(
     )
 
 
-def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
+def layer_problem(task: Task, *, budget: int) -> LayerProblem:
     """What all layers of a window share, in integers."""
     by_skew = task.objective == "skew"
     cost = task.cost
@@ -216,7 +215,6 @@ def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
     )
     slope_ps, min_rows = _row_prices(task, cost)
     patience = max(200, min(4000, 5 * 2**27 // task.model.experts**3)) * task.options.effort
-    hurry = 8 if warm else 1
     return LayerProblem(
         node_R=node_R,
         fill_node_R=np.zeros_like(node_R) if crosses else node_R,
@@ -225,8 +223,8 @@ def layer_problem(task: Task, *, budget: int, warm: bool) -> LayerProblem:
         by_skew=int(by_skew),
         gated=int(task.options.gate and not by_skew),
         budget=budget,
-        patience=patience // hurry,
-        max_checks=20_000 * task.options.effort // hurry,
+        patience=patience,
+        max_checks=20_000 * task.options.effort,
         cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
         cost_across=0 if by_skew else across_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
         edge_inside_ns=inside_ns,

@@ -99,7 +99,7 @@ def _react(task: Task, layer: int, push_ns: int) -> LayerPlan:
     # Here, because the module of `layer_problem` needs this one.
     from equipoise.planner.plan import layer_problem
 
-    problem = layer_problem(task, budget=0, warm=False)
+    problem = layer_problem(task, budget=0)
     is_gated = bool(problem.gated)
     load_MRE = np.array(task.loads.load_MLRE[:, layer], order="C")
     tables = task.cost.tables(task.cluster.home_slots(task.model) + task.slots)
