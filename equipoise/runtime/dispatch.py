@@ -16,7 +16,9 @@ Invariants (asserted by the tests):
 4. With planned routes, the prepared dispatch equals the exchanged one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from equipoise.core.plan import Plan
 from equipoise.runtime.assign import SourceSplit, assign_slots, physical_slots, slots_per_rank
+
+Tables = TypeVar("Tables", "Groups", "Dispatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class Groups:
     """[replica slots] int32, where each replica slot's rows end, counted from the end of the home rows."""
     num_home_rows: int
     num_replica_rows: int
+    num_replicas: int
+    """Replica slots up to the last one that has rows."""
 
     @property
     def num_rows(self) -> int:
@@ -82,6 +88,13 @@ class PreparedDispatch:
     def count_mismatches(self, ids_TK: Tensor) -> Tensor:
         """Count, on the device and without waiting, the rows whose expert is not the prepared one."""
         return (ids_TK != self.ids_TK).sum()
+
+    def to(self, device: str) -> "PreparedDispatch":
+        """Upload the tables, without waiting where they are in pinned memory."""
+        move = partial(_move, device=device)
+        groups = move(self.dispatch.groups, ("home_end_S", "replica_end_S"))
+        dispatch = replace(move(self.dispatch, ("token_N", "index_TK", "place_N")), groups=groups)
+        return PreparedDispatch(dispatch=dispatch, ids_TK=self.ids_TK.to(device, non_blocking=True))
 
 
 def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
@@ -159,6 +172,11 @@ def prepare_dispatch(
     return PreparedDispatch(dispatch=dispatch, ids_TK=ids_TK)
 
 
+def _move(tables: Tables, names: tuple[str, ...], *, device: str) -> Tables:
+    moved = {name: getattr(tables, name).to(device, non_blocking=True) for name in names}
+    return replace(tables, **moved)
+
+
 def _places(start_C: Tensor, length_C: Tensor) -> Tensor:
     """Places of received rows: cell after cell as they arrive, each cell's rows from its start on."""
     arrived_C = length_C.cumsum(0) - length_C
@@ -173,4 +191,5 @@ def _groups(end_S: Tensor, *, home_slots: int, device: torch.device) -> Groups:
         replica_end_S=(end_S[home_slots:] - home_rows).to(device, torch.int32),
         num_home_rows=home_rows,
         num_replica_rows=all_rows - home_rows,
+        num_replicas=int((end_S[home_slots - 1 : -1] < all_rows).sum()),
     )

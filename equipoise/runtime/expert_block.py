@@ -65,9 +65,11 @@ class _ExpertBlock(torch.autograd.Function):
         options: BlockOptions,
         *tensors: Tensor | None,
     ) -> Tensor:
-        home, replica = ExpertWeights(*tensors), bank.weights(_visit_now(visit))
+        home = ExpertWeights(*tensors)
         home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
         out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
+        # Asked for only now: the home part gives a late pull more time.
+        replica = bank.weights(_visit_now(visit))
         out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, _held_ends(groups, replica), options)
         ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
         ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
@@ -110,7 +112,8 @@ def _visit_now(visit: Visit) -> Visit:
 
 def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
     """Group ends of the replica slots in use; the rest of the slots are empty."""
-    assert replica.num_slots or not groups.num_replica_rows, "rows for replicas that the bank does not have"
+    # Rows past the last group's end would be left uninitialised by grouped_mm.
+    assert replica.num_slots >= groups.num_replicas, "rows for replicas that the bank does not have"
     return groups.replica_end_S[: replica.num_slots]
 
 

@@ -140,7 +140,7 @@ class BalancedExperts(nn.Module):
         return combine_rows(returned_ND, gates_TK, index_TK=way.index_TK)
 
     def prepare(self, ids_TK: Tensor, micro_step: int) -> PreparedDispatch:
-        """Make the dispatch of one micro-step ahead of its turn, without communication."""
+        """Make the dispatch of one micro-step ahead of its turn, on the ids' device, without communication."""
         window = self._window_of(Visit(micro_step, "forward", self.layer))
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=self.options.combine_order)
         return window.prepare(ids_TK, micro_step, self.layer, pad=self.options.pad)
@@ -157,7 +157,7 @@ class BalancedExperts(nn.Module):
 
     def _dispatch(self, ids_TK: Tensor, visit: Visit) -> Dispatch:
         window = self._window_of(visit)
-        slots_TK = assign_slots(ids_TK, window.split(visit.micro_step, visit.layer))
+        slots_TK = assign_slots(ids_TK, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device)))
         send = sort_rows(slots_TK, num_ranks=self.group.size(), width=window.width)
         receive_RS = exchange_counts(send.count_RS, self.group)
         return build_dispatch(send, receive_RS, home_slots=window.plan.home_slots, pad=self.options.pad)

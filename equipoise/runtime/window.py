@@ -16,13 +16,12 @@ from equipoise.runtime.dispatch import PreparedDispatch, planned_counts, prepare
 class Window:
     """What the layers of one rank need of a plan. Shared by all of them."""
 
-    def __init__(self, plan: Plan, *, rank: int, bank: ReplicaBank, device: str = "cpu") -> None:
+    def __init__(self, plan: Plan, *, rank: int, bank: ReplicaBank) -> None:
         """Take a plan into execution.
 
         Args:
             rank: this process's rank in the EP group
             bank: moves the replicas of this plan
-            device: where ids and hidden states live
         """
         if plan.persistent:
             raise InfeasiblePlanError(
@@ -31,18 +30,20 @@ class Window:
             )
         self.plan, self.rank, self.bank = plan, rank, bank
         self.width = slots_per_rank(plan)
-        self._device = device
-        self._splits: dict[tuple[int, int], SourceSplit] = {}
+        self._splits: dict[tuple[int, int, str], SourceSplit] = {}
 
-    def split(self, micro_step: int, layer: int) -> SourceSplit:
-        """This rank's split at one entry; read from the plan once."""
-        key = (micro_step, layer)
+    def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
+        """This rank's split at one entry, where the ids are; read from the plan once."""
+        key = (micro_step, layer, device)
         if key not in self._splits:
-            self._splits[key] = SourceSplit.of(self.plan, micro_step, layer, source=self.rank, device=self._device)
+            self._splits[key] = SourceSplit.of(self.plan, micro_step, layer, source=self.rank, device=device)
         return self._splits[key]
 
     def prepare(self, ids_TK: Tensor, micro_step: int, layer: int, *, pad: int = 1) -> PreparedDispatch:
-        """Make the dispatch of one entry ahead, without communication; only right where every route is planned."""
+        """Make the dispatch of one entry ahead, on the ids' device, without communication.
+
+        Needs every route of the entry to be planned. On CPU it can run in the background; upload with `.to(device)`.
+        """
         loads = self.plan.loads
         if loads.coverage_MLR is not None and not (loads.coverage_MLR == 1).all():
             raise InfeasiblePlanError(
@@ -50,5 +51,5 @@ class Window:
                 f"{float(loads.coverage_MLR.min()):.3f}: let the layer exchange counts"
             )
         receive_RS = planned_counts(self.plan, micro_step, layer, rank=self.rank)
-        split = self.split(micro_step, layer)
+        split = self.split(micro_step, layer, device=str(ids_TK.device))
         return prepare_dispatch(ids_TK, split, receive_RS, home_slots=self.plan.home_slots, pad=pad)

@@ -26,7 +26,7 @@ def splits_of(seed, ranks, slots, tokens):
 
 
 @cases
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_fast_version_equals_the_one_by_hand_also_for_routes_nobody_planned(seed, ranks, slots, tokens):
     routing, _, splits = splits_of(seed, ranks, slots, tokens)
     unplanned = np.random.default_rng(seed).integers(0, routing.experts, size=(2 * tokens, 3))
@@ -37,7 +37,7 @@ def test_the_fast_version_equals_the_one_by_hand_also_for_routes_nobody_planned(
 
 
 @cases
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_each_row_gets_one_slot_that_holds_its_expert(seed, ranks, slots, tokens):
     routing, plan, splits = splits_of(seed, ranks, slots, tokens)
     slot_ER = physical_slots(plan, 1, 0)
@@ -53,7 +53,7 @@ def test_each_row_gets_one_slot_that_holds_its_expert(seed, ranks, slots, tokens
 
 
 @cases
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_with_planned_routes_rows_per_holder_equal_the_split(seed, ranks, slots, tokens):
     routing, plan, splits = splits_of(seed, ranks, slots, tokens)
     split_RER, width = plan.split_RER(1, 0), slots_per_rank(plan)

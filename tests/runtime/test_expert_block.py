@@ -5,7 +5,6 @@ import torch
 
 from equipoise.core.errors import TopologyError
 from equipoise.core.itinerary import Visit
-from equipoise.runtime import expert_block as module
 from equipoise.runtime.activation import activate, activate_backward
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.dispatch import Groups
@@ -41,7 +40,13 @@ def weights_of(slots, *, seed, dtype=torch.float32, has_bias=True):
 
 def groups_of(home, replica):
     ends = [torch.tensor(lengths, dtype=torch.int64).cumsum(0).to(torch.int32) for lengths in (home, replica)]
-    return Groups(home_end_S=ends[0], replica_end_S=ends[1], num_home_rows=sum(home), num_replica_rows=sum(replica))
+    return Groups(
+        home_end_S=ends[0],
+        replica_end_S=ends[1],
+        num_home_rows=sum(home),
+        num_replica_rows=sum(replica),
+        num_replicas=max((i + 1 for i, n in enumerate(replica) if n), default=0),
+    )
 
 
 LENGTHS = {
@@ -153,7 +158,7 @@ def test_a_backend_whose_bits_depend_on_the_group_is_refused(monkeypatch):
 def test_rows_for_replicas_that_do_not_exist_are_our_own_bug():
     bank = OneBank(weights_of(0, seed=2))
     with pytest.raises(AssertionError, match="rows for replicas that the bank does not have"):
-        module.expert_block(
+        expert_block(
             torch.zeros((2, HIDDEN)),
             weights_of(1, seed=1),
             groups=groups_of([1], [1]),

@@ -54,7 +54,11 @@ def ends_of(lengths):
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss"])
 def test_grouped_products_equal_the_loop(home, replica, activation):
     groups = Groups(
-        home_end_S=ends_of(home), replica_end_S=ends_of(replica), num_home_rows=sum(home), num_replica_rows=sum(replica)
+        home_end_S=ends_of(home),
+        replica_end_S=ends_of(replica),
+        num_home_rows=sum(home),
+        num_replica_rows=sum(replica),
+        num_replicas=2,
     )
     seen = []
     for products in ("grouped", "loop"):
@@ -91,11 +95,11 @@ def test_one_rank_against_the_dense_reference(is_prepared):
         routing = random_routing(6, ranks=1, tokens=40)
         plan, home = static_plan(routing), weights_of(8, seed=7, has_bias=False)
         layer = BalancedExperts(home, layer=0, group=dist.group.WORLD, options=LayerOptions()).cuda()
-        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home), device="cuda"))
+        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home)))
         ids_TK = torch.from_numpy(routing.ids[0][0][0]).cuda()
         hidden_TD = torch.randn((len(ids_TK), HIDDEN), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gates_TK = torch.rand(ids_TK.shape, device="cuda")
-        prepared = layer.prepare(ids_TK, 0) if is_prepared else None
+        prepared = layer.prepare(ids_TK.cpu(), 0).to("cuda") if is_prepared else None
         out_TD = layer(hidden_TD, ids_TK, gates_TK, Visit(0, "forward", 0), prepared=prepared)
         out_TD.sum().backward()
         layer.check_matched()
@@ -120,11 +124,11 @@ def test_a_prepared_layer_never_waits_for_the_device(has_bias):
         routing = random_routing(6, ranks=1, tokens=40)
         plan, home = static_plan(routing), weights_of(8, seed=7, has_bias=has_bias)
         layer = BalancedExperts(home, layer=0, group=dist.group.WORLD, options=LayerOptions()).cuda()
-        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home), device="cuda"))
+        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home)))
         ids_TK = torch.from_numpy(routing.ids[0][0][0]).cuda()
         hidden_TD = torch.randn((len(ids_TK), HIDDEN), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gates_TK = torch.rand(ids_TK.shape, device="cuda", requires_grad=True)
-        prepared = layer.prepare(ids_TK, 0)
+        prepared = layer.prepare(ids_TK.cpu(), 0).to("cuda")
         for mode in ("default", "error"):
             # The first pass sets up the communicator, which may wait.
             torch.cuda.set_sync_debug_mode(mode)
