@@ -29,7 +29,7 @@ from equipoise.core.explain import Explanation, explain
 from equipoise.core.itinerary import PATHS, Itinerary, Pull
 from equipoise.core.loads import LoadMatrix
 from equipoise.core.model import ModelShape
-from equipoise.core.split import split_rows
+from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, require_int
 
 Objective = Literal["seconds", "skew"]
@@ -333,9 +333,14 @@ class Plan(Value):
         return quota
 
     def split_RER(self, micro_step: int, layer: int) -> np.ndarray:
-        """[R source, E, R holder] rows by source: own rank first, then own node, then the rest."""
-        quota = self.quota_ER(micro_step, layer)
-        return split_rows(self.loads.load_MLRE[micro_step, layer], quota, node_R=self.cluster.node_array_R)
+        """[R source, E, R holder] rows by source: own rank first, then own node, then the rest.
+
+        Persistent plans split every source's rows in proportion to the quotas, as the balancers they stand for do.
+        """
+        quota, load_RE = self.quota_ER(micro_step, layer), self.loads.load_MLRE[micro_step, layer]
+        if self.persistent:
+            return split_in_proportion(load_RE, quota)
+        return split_rows(load_RE, quota, node_R=self.cluster.node_array_R)
 
     def pulls(self, visit: int, rank: int) -> tuple[Pull, ...]:
         """What `rank` brings ahead of the visit at position `visit` of the itinerary."""

@@ -1,15 +1,19 @@
-"""How an expert's rows split over its holders, by source: local first.
+"""How an expert's rows split over its holders, by source: local first, or in proportion.
+
+Local first is how our plans are dispatched. In proportion is what balancers do that draw a copy for each token without
+asking where the token is (EPLB, LPLB): every source splits its rows over the holders as their quotas are.
 
 A pure function of loads and quotas, so that every rank derives the same split on demand. Integers only.
 
-Steps, for each expert:
+Steps of `split_rows`, for each expert:
 1. A holder takes its own rank's rows, up to its quota.
 2. Rows left over go to holders of the same node with quota left, in rank order.
 3. What is left goes to any holder with quota left, in rank order.
 
 Invariants (asserted by the tests):
 1. Sums over holders give the load of each source; sums over sources give the quota of each holder.
-2. No row leaves its rank while that rank has quota left, nor its node while the node has.
+2. Local first: no row leaves its rank while that rank has quota left, nor its node while the node has.
+3. In proportion: quotas that are multiples of each other split every source's rows the same way, up to rounding.
 """
 
 import numpy as np
@@ -55,3 +59,30 @@ def _pour(split_RR: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, among: n
         room_R[holder] -= rows
         i += left_R[source] == 0
         j += room_R[holder] == 0
+
+
+def split_in_proportion(load_RE: np.ndarray, quota_ER: np.ndarray) -> np.ndarray:
+    """Split rows over holders in proportion to their quotas, source by source; same shapes as `split_rows`."""
+    ranks, experts = load_RE.shape
+    split = np.zeros((ranks, experts, ranks), dtype=np.int64)
+    for expert in range(experts):
+        room_R = quota_ER[expert].copy()
+        for source in range(ranks):
+            split[source, expert] = shares(int(load_RE[source, expert]), room_R)
+            room_R -= split[source, expert]
+        assert not room_R.any(), f"expert {expert}: quota does not sum to its load"
+    return split
+
+
+def shares(rows: int, room_R: np.ndarray) -> np.ndarray:
+    """[R] `rows` rows in proportion to `room_R`, rounded down; what rounding leaves goes to the first ranks with room.
+
+    Room is weighed in at most 31 bits, so that products stay in 64.
+    """
+    shift = max(0, int(room_R.sum()).bit_length() - 31)
+    weight_R = room_R >> shift
+    whole = max(1, int(weight_R.sum()))
+    share_R = np.minimum(room_R, rows // whole * weight_R + rows % whole * weight_R // whole)
+    for r in range(len(room_R)):
+        share_R[r] += min(rows - int(share_R.sum()), int(room_R[r] - share_R[r]))
+    return share_R

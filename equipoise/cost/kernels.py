@@ -1,10 +1,10 @@
 """Compiled pricing of one (micro-step, layer): the arithmetic of `model.py` for the planner's inner loops.
 
 Integers only. A holder table names what each rank computes beyond its homes: `rep_expert_RS` (-1: empty slot) and
-`rep_rows_RS`. Rows split over holders local first, exactly as `core.split.split_rows` does.
+`rep_rows_RS`. Rows split over holders exactly as `core.split` does: local first, or in proportion where persistent.
 
 Invariants (asserted by the tests):
-1. `compute_ns` equals `CostModel.compute_ns`; exchanged rows equal those of `split_rows`.
+1. `compute_ns` equals `CostModel.compute_ns`; exchanged rows equal those of `core.split`.
 2. Without replicas nothing is charged for pulls or returns.
 """
 
@@ -148,7 +148,7 @@ def price_holders(
             rows_R[home_E[e]] += quota_E[e]
             busy_R[home_E[e]] += 1
         if quota_E[e] < base.total_E[e]:
-            _reroute(link_R4, load_RE, base, holders, e, quota_E[e])
+            _reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent)
     line[:] = 0
     for r in range(ranks):
         line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, rows_R[r], busy_R[r]))
@@ -206,30 +206,80 @@ def _exchange(
 
 @compiled
 def _reroute(
-    link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int, home_rows: int
+    link_R4: np.ndarray,
+    load_RE: np.ndarray,
+    base: Traffic,
+    holders: Holders,
+    expert: int,
+    home_rows: int,
+    in_proportion: bool,
 ) -> None:
-    """Take a replicated expert's rows off the links to its home, and put them on those to its holders, local first."""
+    """Take a replicated expert's rows off the links to its home, and put them on those to its holders."""
     home_E, node_R, rep_expert_RS, rep_rows_RS = holders
     ranks = len(node_R)
     home = home_E[expert]
     near = base.node_NE[node_R[home], expert]
     link_R4[home, RECEIVED_INSIDE] -= near - load_RE[home, expert]
     link_R4[home, RECEIVED_ACROSS] -= base.total_E[expert] - near
-    left_R, room_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    room_R = np.zeros(ranks, dtype=np.int64)
+    room_R[home] = home_rows
     for r in range(ranks):
-        load = load_RE[r, expert]
         if r != home:
-            link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= load
+            link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= load_RE[r, expert]
         for j in range(rep_expert_RS.shape[1]):
             if rep_expert_RS[r, j] == expert:
                 room_R[r] += rep_rows_RS[r, j]
-        if r == home:
-            room_R[r] += home_rows
-        own = min(load, room_R[r])
-        left_R[r] = load - own
-        room_R[r] -= own
+    if in_proportion:
+        _split_in_proportion(link_R4, load_RE[:, expert], room_R, node_R)
+    else:
+        _split_local_first(link_R4, load_RE[:, expert], room_R, node_R)
+
+
+@compiled
+def _split_in_proportion(link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray) -> None:
+    """Every source splits its rows over the holders as their room is; see `core.split.split_in_proportion`."""
+    ranks = len(room_R)
+    share_R = np.zeros(ranks, dtype=np.int64)
+    for s in range(ranks):
+        _shares(load_R[s], room_R, share_R)
+        for r in range(ranks):
+            room_R[r] -= share_R[r]
+            if r != s:
+                near = node_R[r] == node_R[s]
+                link_R4[s, SENT_INSIDE if near else SENT_ACROSS] += share_R[r]
+                link_R4[r, RECEIVED_INSIDE if near else RECEIVED_ACROSS] += share_R[r]
+
+
+@compiled
+def _shares(rows: int, room_R: np.ndarray, share_R: np.ndarray) -> None:
+    """Fill `share_R` with `rows` rows in proportion to `room_R`; see `core.split.shares`."""
+    shift, total = 0, room_R.sum()
+    while (total >> shift) >= 2**31:
+        shift += 1
+    whole = np.int64(0)
+    for r in range(len(room_R)):
+        whole += room_R[r] >> shift
+    whole = max(np.int64(1), whole)
+    left = rows
+    for r in range(len(room_R)):
+        weight = room_R[r] >> shift
+        share_R[r] = min(room_R[r], rows // whole * weight + rows % whole * weight // whole)
+        left -= share_R[r]
+    for r in range(len(room_R)):
+        more = min(left, room_R[r] - share_R[r])
+        share_R[r] += more
+        left -= more
+
+
+@compiled
+def _split_local_first(link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray) -> None:
+    """Own rank first, then own node, then the rest; see `core.split.split_rows`."""
+    ranks = len(node_R)
+    own_R = np.minimum(load_R, room_R)
+    left_R = load_R - own_R
+    room_R -= own_R
     # What each node can take of its own sources' rows, then the rest; both sides in rank order.
-    for node in range(len(base.node_NE)):
+    for node in range(node_R.max() + 1):
         left, room = np.int64(0), np.int64(0)
         for r in range(ranks):
             if node_R[r] == node:
@@ -316,11 +366,12 @@ def _transfers(
         return_in = max(return_in, max(in_R[r], out_R[r]))
     line[PULL] = late_forward + late_backward
     if tables.phases == 2 and return_in > 0:
+        # Returned gradients are added up as they arrive; adding the sum to the home's own is left for the end.
         most_out = np.int64(0)
         for r in range(ranks):
             most_out = max(most_out, out_R[r])
-        late = max(np.int64(0), return_in * tables.return_ns - backward_ns)
-        line[RETURN] = late + most_out * tables.add_ns
+        arrival = return_in * tables.return_ns + (most_out - 1) * tables.add_ns
+        line[RETURN] = max(np.int64(0), arrival - backward_ns) + tables.add_ns
 
 
 @compiled

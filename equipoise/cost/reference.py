@@ -1,17 +1,17 @@
 """The price of one (micro-step, layer) in plain words: what `kernels.py` computes, the same to the nanosecond.
 
-Never optimised. It builds the whole split with `core.split.split_rows` and reads every figure off it:
+Never optimised. It builds the whole split with `core.split` and reads every figure off it:
 1. compute: the busiest rank, by its rows and its non-empty slots;
 2. exchange: rows over the busiest link, sent or received, inside nodes and across them;
 3. pull: how much later than its window a rank has its replicas, forward and backward, or a home has served them;
-4. return: how much later than the backward window gradients are home, and adding them there.
+4. return: how much later than the backward window gradients are home and added up, and adding that sum to the home's.
 
 Knows `Tables` and rows. Does not know how replicas were chosen.
 """
 
 import numpy as np
 
-from equipoise.core.split import split_rows
+from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost.kernels import ACROSS, COMPUTE, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
 from equipoise.cost.model import Tables, interpolate
 
@@ -32,7 +32,8 @@ def price(
     line[:] = 0
     for rows, slots in zip(quota_ER.sum(axis=0), (quota_ER > 0).sum(axis=0), strict=True):
         line[COMPUTE] = max(line[COMPUTE], interpolate(tables.rows_X, tables.compute_ns_SX[slots], int(rows)))
-    split_RER = split_rows(load_RE, quota_ER, node_R=node_R)
+    local_RER = split_rows(load_RE, quota_ER, node_R=node_R)
+    split_RER = split_in_proportion(load_RE, quota_ER) if persistent else local_RER
     exchange(split_RER, node_R, keep_permille_N, tables, line)
     if not persistent:
         held = [(int(rep_expert_RS[r, j]), int(r)) for r, j in np.argwhere(rep_rows_RS > 0)]
@@ -107,8 +108,8 @@ def transfers(
             late += [served * tables.peer_ns - window for served in out]
         line[PULL] += max(0, *late) if late else 0
     if tables.phases == 2 and replicas:
-        late_return = max(*into, *out) * tables.return_ns - windows[1]
-        line[RETURN] = max(0, late_return) + max(out) * tables.add_ns
+        arrival = max(*into, *out) * tables.return_ns + (max(out) - 1) * tables.add_ns
+        line[RETURN] = max(0, arrival - windows[1]) + tables.add_ns
 
 
 def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
 
 Level = Callable[..., np.ndarray]
@@ -153,7 +154,7 @@ def candidates(
 
 
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
-    """Whether warm homes leave less than half of what the owners' leave unlevel, within the budget.
+    """Whether warm homes leave less than three quarters of what the owners' leave unlevel, within the budget.
 
     Then an eighth of the search is enough. After an abrupt change they do not, and the search starts afresh.
     """
@@ -168,7 +169,7 @@ def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, 
         rows_GM = member_GE.astype(np.int64) @ inputs.load_EM
         top_M = (-(-rows_GM // np.bincount(group_R)[:, None])).max(axis=0)
         excess.append(int((inputs.weight_M * (top_M - even_M)).sum()))
-    return 2 * excess[0] < excess[1]
+    return 4 * excess[0] < 3 * excess[1]
 
 
 def search_inputs(load_MRE: np.ndarray, problem: LayerProblem) -> Inputs:
@@ -208,21 +209,25 @@ def level_nodes(
     limits = problem.budget, problem.patience, problem.max_checks
     groups = node_R[start_E], ranks_N, inputs.weight_M, cost_EN, affinity_EE, node_R[owner_E]
     node_E = level(inputs.load_EM, inputs.share_EM, *groups, *limits)
-    return settle_in(node_E, start_E, owner_E, node_R)
+    return settle_in(node_E, np.array(start_E), owner_E, node_R)
 
 
+@compiled
 def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     """[E] a rank of its node for every expert: its owner's, else where it was, else the first rank with a free slot."""
     experts, ranks = len(node_E), len(node_R)
     free_R = np.full(ranks, experts // ranks)
     home_E = np.full(experts, -1)
-    for wishes_E in (owner_E, start_E, None):
-        for e in np.flatnonzero(home_E < 0):
-            wished = range(ranks) if wishes_E is None else [wishes_E[e]]
-            fitting = [r for r in wished if node_R[r] == node_E[e] and free_R[r] > 0]
-            if fitting:
-                home_E[e] = fitting[0]
-                free_R[fitting[0]] -= 1
+    for wish in range(3):
+        for e in range(experts):
+            if home_E[e] >= 0:
+                continue
+            first = owner_E[e] if wish == 0 else start_E[e] if wish == 1 else 0
+            last = ranks - 1 if wish == 2 else first
+            for r in range(first, last + 1):
+                if home_E[e] < 0 and node_R[r] == node_E[e] and free_R[r] > 0:
+                    home_E[e] = r
+                    free_R[r] -= 1
     return home_E
 
 

@@ -245,5 +245,5 @@ def _row_prices(task: Task, cost: CostModel) -> tuple[int, int]:
     compute_ps = (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean
     exchange_ps = tables.exchanges * max(tables.inside_ps, tables.across_ps * (nodes - 1)) // nodes
     slope_ps = max(1, compute_ps + exchange_ps)
-    slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes) + tables.add_ns
+    slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes)
     return slope_ps, max(1, slot_ns * 1000 // slope_ps)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core.split import split_rows
+from equipoise.core.split import split_in_proportion, split_rows
 
 
 @st.composite
@@ -29,10 +29,10 @@ def splits(draw):
 @settings(max_examples=100, deadline=None)
 def test_sums_over_holders_give_the_load_and_over_sources_the_quota(case):
     load_RE, quota_ER, node_R = case
-    split = split_rows(load_RE, quota_ER, node_R=node_R)
-    assert split.dtype == np.int64 and split.min() >= 0
-    assert np.array_equal(split.sum(axis=2), load_RE)
-    assert np.array_equal(split.sum(axis=0), quota_ER)
+    for split in (split_rows(load_RE, quota_ER, node_R=node_R), split_in_proportion(load_RE, quota_ER)):
+        assert split.dtype == np.int64 and split.min() >= 0
+        assert np.array_equal(split.sum(axis=2), load_RE)
+        assert np.array_equal(split.sum(axis=0), quota_ER)
 
 
 @given(splits())
@@ -57,3 +57,16 @@ def test_a_case_worked_out_by_hand():
 def test_a_quota_that_does_not_sum_to_the_load_is_our_mistake_and_said_so():
     with pytest.raises(AssertionError, match="expert 0: quota does not sum to its load"):
         split_rows(np.array([[5]]), np.array([[4]]), node_R=np.array([0]))
+
+
+@given(st.lists(st.integers(0, 2**20), min_size=2, max_size=5), st.integers(1, 4), st.integers(0, 11))
+@settings(max_examples=100, deadline=None)
+def test_in_proportion_every_source_splits_alike(rows, factor, shift):
+    """Two holders, one with `factor` times the other's quota: every source gives them rows in that ratio."""
+    load_RE = np.array(rows, dtype=np.int64)[:, None] * (factor + 1) << shift
+    total = int(load_RE.sum())
+    quota_ER = np.zeros((1, len(rows)), dtype=np.int64)
+    quota_ER[0, :2] = total // (factor + 1), total * factor // (factor + 1)
+    split = split_in_proportion(load_RE, quota_ER)[:, 0]
+    slack = len(rows) + 1 + (total >> 30)
+    assert (abs(split[:, 1] - factor * split[:, 0]) <= slack * factor).all()

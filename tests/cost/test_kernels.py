@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
-from equipoise.core.split import split_rows
+from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost import CostModel, kernels, reference
 from equipoise.cost.kernels import ACROSS, COLUMNS, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
 from tests.planner import problems
@@ -64,7 +64,8 @@ def test_exchanged_rows_equal_those_of_the_split(arguments):
     line = np.zeros(COLUMNS, dtype=np.int64)
     kernels.price(load_RE, home_E, node_R, expert_RS, rows_RS, np.full_like(keep_N, 1000), tables, persistent, line)
     quota_ER = reference.quotas(load_RE.sum(axis=0), home_E, expert_RS, rows_RS)
-    moved_RR = split_rows(load_RE, quota_ER, node_R=node_R).sum(axis=1)
+    local_RER = split_rows(load_RE, quota_ER, node_R=node_R)
+    moved_RR = (split_in_proportion(load_RE, quota_ER) if persistent else local_RER).sum(axis=1)
     same_RR = node_R[:, None] == node_R[None, :]
     assert line[ACROSS] == moved_RR[~same_RR].sum()
     assert line[INSIDE] == moved_RR[same_RR].sum() - np.trace(moved_RR)
