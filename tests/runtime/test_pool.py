@@ -1,7 +1,11 @@
 """The pool itself: results in rank order, a rank's words in the failure, fresh workers afterwards."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +66,47 @@ def test_a_rank_that_never_answers_is_named_in_time():
     own = Pool(2)
     with pytest.raises(WorkerError, match="rank 0: no answer within 1 s"):
         own.run(sleep_forever, 1, timeout_s=1.0)
+
+
+LONG_RUN = """
+from tests.pool import Pool
+from tests.runtime.test_pool import process_ids, sleep_forever
+if __name__ == "__main__":
+    workers = Pool(2)
+    print(*workers.run(process_ids, 2), flush=True)
+    workers.run(sleep_forever, 2)
+"""
+
+
+def process_ids(group):
+    return os.getpid()
+
+
+def is_alive(process_id):
+    """Whether a process of that id runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.dist(2)
+def test_workers_end_with_a_killed_test_process(tmp_path):
+    script = tmp_path / "long_run.py"
+    script.write_text(LONG_RUN)
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
+    )
+    children = [int(word) for word in parent.stdout.readline().split()]
+    assert len(children) == 2 and all(map(is_alive, children))
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    end = time.monotonic() + 10
+    while any(map(is_alive, children)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_alive, children))
