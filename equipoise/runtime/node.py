@@ -153,10 +153,12 @@ class NodeMemory:
         """
         self.watchdog.check(transfer)
         largest = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.watchdog.wait(work.is_completed, transfer)
         try:
+            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.watchdog.wait(work.is_completed, transfer)
             work.wait()
+        except TransferError:
+            raise
         except RuntimeError as error:
             raise self.watchdog.lost(transfer, error) from error
         return [int(value) for value in largest]

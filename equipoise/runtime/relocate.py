@@ -104,17 +104,18 @@ class Relocator:
                 row = row.contiguous() if is_leaving else row
                 operations.append(dist.P2POp(act, row, group=self._node.group, group_peer=peer))
                 transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        self._finish(works, transfers)
+        if operations:
+            self._finish(operations, transfers)
 
-    def _finish(self, works: Sequence[Any], transfers: Sequence[Transfer]) -> None:
-        end = time.monotonic() + self._node.options.timeout_s
-        for work, transfer in zip(works, transfers, strict=True):
-            self._node.watchdog.check(transfer)
-            try:
+    def _finish(self, operations: list[Any], transfers: Sequence[Transfer]) -> None:
+        end, transfer = time.monotonic() + self._node.options.timeout_s, transfers[0]
+        self._node.watchdog.check(transfer)
+        try:
+            works = dist.batch_isend_irecv(operations)
+            for work, transfer in zip(works, transfers, strict=True):  # noqa: B007  # named by the error below
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
-            except RuntimeError as error:
-                raise self._node.watchdog.lost(transfer, error) from error
+        except RuntimeError as error:
+            raise self._node.watchdog.lost(transfer, error) from error
 
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""

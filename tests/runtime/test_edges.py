@@ -87,7 +87,7 @@ def _add(a, b):
 
 @pytest.mark.dist(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_round_trips_are_bit_exact(pool, layout, seed):
     node_R = LAYOUTS[layout]
     plans = [random_plan(node_R, seed=10 * seed + w, home_slots=1 + seed) for w in range(3)]

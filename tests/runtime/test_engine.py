@@ -187,6 +187,8 @@ def offload_between_stages(group, plan):
             rank.update()
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad
+        # Its replicas were in a buffer already, with the weights of before.
+        rank.check_weights(plan, plan.itinerary.visit(len(plan.itinerary) - 1))
         rank.check_weights(plan, Visit(0, "forward", 0))
         engine.close_window()
         rank.check_owned_gradients(plan)
@@ -256,7 +258,9 @@ def misuse(group, plan):
             engine.resume()
 
     acts = [lambda: engine.weights(Visit(0, "forward", 0)), engine.close_window, lambda: engine.open_window(plan)]
-    acts += [suspended, lambda: engine.hand_in(0, 0, two)]
+    needs = needs_of(plan, 0, 0, rank=rank.rank)
+    right = stack([rank.gradient(0, 0, need.expert, rank.rank) for need in needs], like=rank.everything[0])
+    acts += [suspended] + [lambda: engine.hand_in(0, 0, right)] * 2 + [lambda: engine.hand_in(0, 0, two)]
     for act in acts:
         try:
             act()
@@ -271,7 +275,8 @@ def test_misuse_is_named(pool):
     for words in pool.run(misuse, 2, random_plan((0, 0), seed=1, slots=1, fewest=1)):
         assert "no window is open" in words[0] and "no window is open" in words[1]
         assert "suspended" in words[2]
-        assert "2 gradients handed in for 1 replicas" in words[3]
+        assert "micro-step 0, layer index 0: gradients handed in twice" in words[3]
+        assert "2 gradients handed in for 1 replicas" in words[4]
 
 
 def forgotten_return(group, plan):
@@ -325,10 +330,9 @@ def test_nothing_shared_is_left_after_an_exception(pool):
 
 
 def profiled(group, plan):
-    from torch.profiler import ProfilerActivity, profile
-
     rank = Rank(group, plan)
-    with rank.engine, profile(activities=[ProfilerActivity.CPU]) as seen:
+    # Without kineto, which takes seconds to start; ranges are the same.
+    with rank.engine, torch.autograd.profiler.profile(use_kineto=False) as seen:
         rank.engine.open_window(plan)
         run_window(rank, plan, lambda: None)
         rank.engine.close_window()

@@ -1,9 +1,11 @@
 """Faults: whatever does not finish, and whoever is killed, ends every rank by name, in time, leaving nothing."""
 
 import os
+import re
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from equipoise.core import TransferError
@@ -79,6 +81,38 @@ def test_what_never_finishes_ends_every_rank_within_the_bound(what):
         assert all(name in words for words, _ in results), results
     if what == "return":
         assert any("return of expert" in words and "with rank 1 over shm" in words for words, _ in results), results
+
+
+class LateRelocator(Relocator):
+    """Comes to the second layer after the others have given up."""
+
+    def relocate(self, kind, layer, moves, tensors):
+        if layer == 1:
+            time.sleep(BOUND_S + 0.5)
+        super().relocate(kind, layer, moves, tensors)
+
+
+def late_for_an_exchange(group, plan):
+    rank = Rank(group, plan, timeout_s=BOUND_S)
+    if group.rank() == 1:
+        rank.engine._edges._relocator.__class__ = LateRelocator
+    try:
+        rank.engine.open_window(plan)
+    except TransferError as error:
+        return str(error)
+    finally:
+        check_whole_layers(rank, plan)
+        rank.engine.close()
+    return "nothing was noticed"
+
+
+def test_an_exchange_across_nodes_that_never_finishes_names_the_expert():
+    plan = random_plan((0, 1), seed=1)
+    first, second = run_ranks(late_for_an_exchange, 2, plan)
+    experts = "|".join(str(e) for e in np.flatnonzero(plan.displaced_LE[1]))
+    name = rf"publish of expert ({experts}) in layer index 1 with rank {{}} over p2p did not finish within 1 s"
+    assert re.search("rank 0: " + name.format(1), first), first
+    assert re.search("rank 1: " + name.format(0), second), second
 
 
 class KillingRelocator(Relocator):
