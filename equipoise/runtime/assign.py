@@ -40,6 +40,14 @@ class SourceSplit:
     slot_H: Tensor
     """[H] physical slot of the holder."""
 
+    @property
+    def rows_H(self) -> Tensor:
+        """[H] rows that each holder takes from this source."""
+        before_H = self.end_H.roll(1)
+        is_first_H = self.expert_H != self.expert_H.roll(1)
+        is_first_H[:1] = True
+        return torch.where(is_first_H, self.end_H, self.end_H - before_H)
+
     @classmethod
     def of(cls, plan: Plan, micro_step: int, layer: int, *, source: int, device: str = "cpu") -> "SourceSplit":
         """Read one entry of a plan as `source` sees it."""

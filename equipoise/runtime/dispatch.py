@@ -13,7 +13,7 @@ Invariants (asserted by the tests):
 1. Every row is sent once and received once; place and index tables are one-to-one.
 2. An expert's rows stand in the same order whichever slot holds them, so its products do not depend on where it sits.
 3. Groups start at multiples of `pad`; rows of padding are zero and reach no token.
-4. With planned routes, the prepared dispatch equals the exchanged one.
+4. With planned routes, the prepared dispatch equals the exchanged one; ids with other counts cannot be prepared.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from equipoise.core.errors import RoutesError
 from equipoise.core.plan import Plan
 from equipoise.runtime.assign import SourceSplit, assign_slots, physical_slots, slots_per_rank
 
@@ -76,6 +77,12 @@ class Dispatch:
     place_N: Tensor
     """[received rows] place of each received row in the slot-major buffer."""
     groups: Groups
+
+    def is_same_way(self, other: "Dispatch") -> bool:
+        """Whether all rows go the same way; waits for the device."""
+        if (self.send_R, self.receive_R) != (other.send_R, other.receive_R):
+            return False
+        return torch.equal(self.index_TK, other.index_TK) and torch.equal(self.place_N, other.place_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +168,8 @@ def prepare_dispatch(
 ) -> PreparedDispatch:
     """Make a whole dispatch ahead of its layer, without communication. Needs all routes of all sources to be planned.
 
+    Other ranks prepare to receive what the plan says, so ids that make other counts are refused.
+
     Args:
         ids_TK: [T, K] the ids this rank will replay
         split: this rank's share of the plan there
@@ -168,8 +177,21 @@ def prepare_dispatch(
     """
     num_ranks, width = receive_RS.shape
     send = sort_rows(assign_slots(ids_TK, split), num_ranks=num_ranks, width=width)
+    _check_planned(send.count_RS, split)
     dispatch = build_dispatch(send, receive_RS, home_slots=home_slots, pad=pad)
     return PreparedDispatch(dispatch=dispatch, ids_TK=ids_TK)
+
+
+def _check_planned(count_RS: Tensor, split: SourceSplit) -> None:
+    planned_RS = torch.zeros_like(count_RS)
+    planned_RS.view(-1).index_add_(0, split.slot_H, split.rows_H)
+    wrong = (planned_RS != count_RS).nonzero()
+    if len(wrong):
+        rank, slot = wrong[0].tolist()
+        raise RoutesError(
+            f"slot {slot} of rank {rank} gets {int(count_RS[rank, slot])} rows from these ids, but the plan says "
+            f"{int(planned_RS[rank, slot])}; prepare with the ids that were counted, or let the layer exchange counts"
+        )
 
 
 def _move(tables: Tables, names: tuple[str, ...], *, device: str) -> Tables:

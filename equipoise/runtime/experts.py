@@ -49,6 +49,8 @@ class LayerOptions:
     is_deterministic: bool = False
     """Pad groups so that an output's bits do not depend on replicas; refused where that does not suffice."""
     products: Products = "grouped"
+    is_checked: bool = False
+    """Exchange counts also where a dispatch is prepared, and compare."""
 
     @property
     def pad(self) -> int:
@@ -128,7 +130,7 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         home = home or self.enter(visit)
         ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
-        way = self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK)
+        way = self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK, visit)
         rows_ND = spread_rows(hidden_TD, token_N=way.token_N, index_TK=way.index_TK)
         received_ND = exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
         buffer_ND = received_ND.new_zeros((way.groups.num_rows, received_ND.shape[1]))
@@ -162,13 +164,18 @@ class BalancedExperts(nn.Module):
         receive_RS = exchange_counts(send.count_RS, self.group)
         return build_dispatch(send, receive_RS, home_slots=window.plan.home_slots, pad=self.options.pad)
 
-    def _matched(self, prepared: PreparedDispatch, ids_TK: Tensor) -> Dispatch:
+    def _matched(self, prepared: PreparedDispatch, ids_TK: Tensor, visit: Visit) -> Dispatch:
         if prepared.ids_TK.shape != ids_TK.shape:
             raise RoutesError(
                 f"layer index {self.layer}: {list(ids_TK.shape)} ids came to a dispatch prepared for "
                 f"{list(prepared.ids_TK.shape)}; prepare it for this micro-step's tokens"
             )
         self.mismatches += prepared.count_mismatches(ids_TK)
+        if self.options.is_checked and not prepared.dispatch.is_same_way(self._dispatch(ids_TK, visit)):
+            raise RoutesError(
+                f"layer index {self.layer}, micro-step {visit.micro_step}: the prepared dispatch is not the one that "
+                "exchanged counts give; some rank replays other routes than the plan counted"
+            )
         return prepared.dispatch
 
     def _window_of(self, visit: Visit) -> Window:

@@ -1,5 +1,7 @@
 """What a balanced layer refuses, and in which words. One process is enough."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,9 +48,29 @@ def test_routes_other_than_prepared_are_counted_and_stop_the_optimizer(case):
 
 def test_a_dispatch_prepared_for_other_tokens_is_refused(case):
     layer, (hidden_TD, ids_TK, gates_TK) = case
-    prepared = layer.prepare(ids_TK[1:], 0)
+    prepared = layer.prepare(ids_TK, 0)
     with pytest.raises(RoutesError, match="prepare it for this micro-step's tokens"):
-        layer(hidden_TD, ids_TK, gates_TK, Visit(0, "forward", 0), prepared=prepared)
+        layer(hidden_TD[1:], ids_TK[1:], gates_TK[1:], Visit(0, "forward", 0), prepared=prepared)
+
+
+def test_ids_that_were_not_counted_cannot_be_prepared(case):
+    layer, (_, ids_TK, _) = case
+    with pytest.raises(RoutesError, match=r"slot \d of rank 0 gets \d+ rows from these ids, but the plan says \d+"):
+        layer.prepare(ids_TK[1:], 0)
+
+
+def test_the_checked_mode_refuses_a_prepared_dispatch_of_another_order(group):
+    routing = random_routing(14, ranks=1)
+    layer = build_layers(group, static_plan(routing), Run(options=LayerOptions(is_checked=True)))[0]
+    layer.begin(Window(static_plan(routing), rank=0, bank=NoReplicas(static_plan(routing), layer.home)))
+    hidden_TD, gates, _ = token_inputs(routing, 0, 0, run=Run())
+    ids_TK = torch.from_numpy(routing.ids[0][0][0])
+    prepared = layer.prepare(ids_TK, 0)
+    inputs = (hidden_TD, ids_TK, gates[0], Visit(0, "forward", 0))
+    layer(*inputs, prepared=prepared)
+    flipped = dataclasses.replace(prepared.dispatch, index_TK=prepared.dispatch.index_TK.flip(0))
+    with pytest.raises(RoutesError, match="not the one that exchanged counts give"):
+        layer(*inputs, prepared=dataclasses.replace(prepared, dispatch=flipped))
 
 
 def test_the_visit_of_another_layer_is_refused(case):
