@@ -7,8 +7,9 @@ A pure function of loads and quotas, so that every rank derives the same split o
 
 Steps of `split_rows`, for each expert:
 1. A holder takes its own rank's rows, up to its quota.
-2. Rows left over go to holders of the same node with quota left, in rank order.
-3. What is left goes to any holder with quota left, in rank order.
+2. Rows left over go to holders of the same node, in proportion to what they have left: so no holder takes all rows
+   from near and another all from afar.
+3. What is left goes to whatever quota is left.
 
 Invariants (asserted by the tests):
 1. Sums over holders give the load of each source; sums over sources give the quota of each holder.
@@ -38,27 +39,26 @@ def split_rows(load_RE: np.ndarray, quota_ER: np.ndarray, *, node_R: np.ndarray)
         split[np.arange(ranks), expert, np.arange(ranks)] = own_R
         left_R -= own_R
         room_R -= own_R
-        # Step 2: own node. Step 3: the rest.
+        # Step 2: own node.
         for node in np.unique(node_R):
-            inside = np.flatnonzero(node_R == node)
-            _pour(split[:, expert], left_R, room_R, inside)
-        _pour(split[:, expert], left_R, room_R, np.arange(ranks))
-        assert not left_R.any() and not room_R.any(), f"expert {expert}: quota does not sum to its load"
+            inside_R = node_R == node
+            rows = min(int(left_R[inside_R].sum()), int(room_R[inside_R].sum()))
+            sent_R, taken_R = shares(rows, left_R * inside_R), shares(rows, room_R * inside_R)
+            split[:, expert] += _pair(sent_R, taken_R)
+            left_R -= sent_R
+            room_R -= taken_R
+        # Step 3: the rest.
+        split[:, expert] += _pair(left_R, room_R)
+        assert left_R.sum() == room_R.sum(), f"expert {expert}: quota does not sum to its load"
     return split
 
 
-def _pour(split_RR: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, among: np.ndarray) -> None:
-    """Move what is left at the ranks `among` into their room, both in rank order, as one overlap of two intervals."""
-    sources, holders = among[left_R[among] > 0], among[room_R[among] > 0]
-    i = j = 0
-    while i < len(sources) and j < len(holders):
-        source, holder = sources[i], holders[j]
-        rows = min(left_R[source], room_R[holder])
-        split_RR[source, holder] += rows
-        left_R[source] -= rows
-        room_R[holder] -= rows
-        i += left_R[source] == 0
-        j += room_R[holder] == 0
+def _pair(sent_R: np.ndarray, taken_R: np.ndarray) -> np.ndarray:
+    """[R source, R holder] rows laid end to end on both sides, in rank order, and paired where they overlap."""
+    sent_to, taken_to = np.cumsum(sent_R), np.cumsum(taken_R)
+    low = np.maximum((sent_to - sent_R)[:, None], (taken_to - taken_R)[None, :])
+    high = np.minimum(sent_to[:, None], taken_to[None, :])
+    return np.maximum(0, high - low)
 
 
 def split_in_proportion(load_RE: np.ndarray, quota_ER: np.ndarray) -> np.ndarray:

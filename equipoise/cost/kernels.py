@@ -262,8 +262,11 @@ def _shares(rows: int, room_R: np.ndarray, share_R: np.ndarray) -> None:
     whole = max(np.int64(1), whole)
     left = rows
     for r in range(len(room_R)):
-        weight = room_R[r] >> shift
-        share_R[r] = min(room_R[r], rows // whole * weight + rows % whole * weight // whole)
+        if rows == total or room_R[r] == 0:
+            share_R[r] = room_R[r]
+        else:
+            weight = room_R[r] >> shift
+            share_R[r] = min(room_R[r], rows // whole * weight + rows % whole * weight // whole)
         left -= share_R[r]
     for r in range(len(room_R)):
         more = min(left, room_R[r] - share_R[r])
@@ -278,38 +281,23 @@ def _split_local_first(link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarr
     own_R = np.minimum(load_R, room_R)
     left_R = load_R - own_R
     room_R -= own_R
-    # What each node can take of its own sources' rows, then the rest; both sides in rank order.
+    # What each node can take of its own sources' rows, in proportion; then the rest.
+    share_R = np.zeros(ranks, dtype=np.int64)
     for node in range(node_R.max() + 1):
         left, room = np.int64(0), np.int64(0)
         for r in range(ranks):
             if node_R[r] == node:
                 left += left_R[r]
                 room += room_R[r]
-        moved = min(left, room)
-        if moved > 0:
-            _move(link_R4, left_R, room_R, node_R, node, moved)
+        if min(left, room) > 0:
+            for side_R, column in ((left_R, SENT_INSIDE), (room_R, RECEIVED_INSIDE)):
+                _shares(min(left, room), np.where(node_R == node, side_R, 0), share_R)
+                for r in range(ranks):
+                    side_R[r] -= share_R[r]
+                    link_R4[r, column] += share_R[r]
     for r in range(ranks):
         link_R4[r, SENT_ACROSS] += left_R[r]
         link_R4[r, RECEIVED_ACROSS] += room_R[r]
-
-
-@compiled
-def _move(
-    link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray, node: int, moved: int
-) -> None:
-    """Move `moved` rows inside a node from the first sources with rows left to the first holders with room."""
-    to_send, to_take = moved, moved
-    for r in range(len(node_R)):
-        if node_R[r] != node:
-            continue
-        rows = min(to_send, left_R[r])
-        left_R[r] -= rows
-        to_send -= rows
-        link_R4[r, SENT_INSIDE] += rows
-        rows = min(to_take, room_R[r])
-        room_R[r] -= rows
-        to_take -= rows
-        link_R4[r, RECEIVED_INSIDE] += rows
 
 
 @compiled

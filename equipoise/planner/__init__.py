@@ -2,8 +2,9 @@
 
     plan.py       plan, plan_step: the story of the room
     options.py    PlanOptions: the deeper knobs
-    reference.py  the specification: short, plain, never optimised; fill_reference.py is its second part
-    fast.py       one layer's plan, compiled, the same bit for bit; _level.py and _fill.py are its two parts
+    reference.py  the inner functions specified: short, plain, never optimised; fill_reference.py is the second part
+    layer.py      one layer: which homes are tried, and which win
+    fast.py       its inner functions, compiled, the same bit for bit; _level.py and _fill.py are its two parts
     assemble.py   decisions to a checked Plan: slots, paths, edges, seconds, bytes
     itinerary.py  visits in execution order and their buffers
     estimate.py   loads that are partly unknown

@@ -346,7 +346,7 @@ def test_a_read_only_install_plans_the_same(tmp_path):
 
 
 def test_kernels_are_kept_on_disk_and_compiled_alike():
-    for kernel in (fast.plan_layer, level, fill, price):
+    for kernel in (fast.evaluate, level, fill, price):
         assert kernel.targetoptions.get("fastmath", False) is False
         assert kernel.targetoptions.get("parallel", False) is False
         assert Path(kernel._cache.cache_path).is_dir()
