@@ -108,7 +108,7 @@ def price(
         persistent: replicas stay for the whole window, so nothing is pulled or returned here
     """
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R))
-    holders = Holders(home_E, node_R, rep_expert_RS, rep_rows_RS)
+    holders = Holders(home_E, nodes_of(node_R), rep_expert_RS, rep_rows_RS)
     return price_holders(load_RE, base, holders, keep_permille_N, tables, persistent, line)
 
 
@@ -116,9 +116,26 @@ class Holders(NamedTuple):
     """Who computes what in one (micro-step, layer)."""
 
     home_E: np.ndarray
-    node_R: np.ndarray
+    nodes: "Nodes"
     rep_expert_RS: np.ndarray
     rep_rows_RS: np.ndarray
+
+
+class Nodes(NamedTuple):
+    """Which rank is where."""
+
+    node_R: np.ndarray
+    by_node_R: np.ndarray
+    """[R] ranks sorted by node."""
+    start_N: np.ndarray
+    """[N + 1] where each node's ranks begin there."""
+
+
+@compiled
+def nodes_of(node_R: np.ndarray) -> Nodes:
+    """List the ranks of every node, ascending."""
+    by_node_R = np.argsort(node_R, kind="mergesort")
+    return Nodes(node_R, by_node_R, np.searchsorted(node_R[by_node_R], np.arange(node_R.max() + 2)))
 
 
 @compiled
@@ -132,23 +149,31 @@ def price_holders(
     line: np.ndarray,
 ) -> int:
     """`price` for traffic already added up, so that several holder tables on the same homes share that work."""
-    home_E, node_R, rep_expert_RS, rep_rows_RS = holders
+    home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     ranks, slots = rep_expert_RS.shape
+    node_R = nodes.node_R
     quota_E = base.total_E.copy()
+    far_E = np.zeros(len(home_E), dtype=np.bool_)
     link_R4 = base.link_R4.copy()
+    scratch_3R = np.zeros((3, ranks), dtype=np.int64)
     rows_R, busy_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
         for j in range(slots):
             if rep_rows_RS[r, j] > 0:
-                quota_E[rep_expert_RS[r, j]] -= rep_rows_RS[r, j]
+                e = rep_expert_RS[r, j]
+                quota_E[e] -= rep_rows_RS[r, j]
                 rows_R[r] += rep_rows_RS[r, j]
                 busy_R[r] += 1
+                far_E[e] |= node_R[r] != node_R[home_E[e]]
     for e in range(len(home_E)):
         if quota_E[e] > 0:
             rows_R[home_E[e]] += quota_E[e]
             busy_R[home_E[e]] += 1
         if quota_E[e] < base.total_E[e]:
-            _reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent)
+            if far_E[e] or persistent:
+                _reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
+            else:
+                _reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], scratch_3R)
     line[:] = 0
     for r in range(ranks):
         line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, rows_R[r], busy_R[r]))
@@ -205,6 +230,56 @@ def _exchange(
 
 
 @compiled
+def _take_off(link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int) -> None:
+    """Take an expert's rows off the links into its home."""
+    home = holders.home_E[expert]
+    near = base.node_NE[holders.nodes.node_R[home], expert]
+    link_R4[home, RECEIVED_INSIDE] -= near - load_RE[home, expert]
+    link_R4[home, RECEIVED_ACROSS] -= base.total_E[expert] - near
+
+
+@compiled
+def _room(holders: Holders, expert: int, home_rows: int, rank: int) -> int:
+    """Rows of an expert that a rank computes."""
+    room = home_rows if rank == holders.home_E[expert] else np.int64(0)
+    for j in range(holders.rep_expert_RS.shape[1]):
+        if holders.rep_expert_RS[rank, j] == expert:
+            room += holders.rep_rows_RS[rank, j]
+    return room
+
+
+@compiled
+def _reroute_near(
+    link_R4: np.ndarray,
+    load_RE: np.ndarray,
+    base: Traffic,
+    holders: Holders,
+    expert: int,
+    home_rows: int,
+    scratch_3R: np.ndarray,
+) -> None:
+    """`_reroute` where all holders are in the home's node: who is outside sends across as before."""
+    room_X, share_X = scratch_3R[0], scratch_3R[1]
+    home, nodes = holders.home_E[expert], holders.nodes
+    start = nodes.start_N[nodes.node_R[home]]
+    count = nodes.start_N[nodes.node_R[home] + 1] - start
+    _take_off(link_R4, load_RE, base, holders, expert)
+    rows = np.int64(0)
+    for i in range(count):
+        r = nodes.by_node_R[start + i]
+        load, room = load_RE[r, expert], _room(holders, expert, home_rows, r)
+        own = min(load, room)
+        room_X[i] = room - own
+        rows += load - own
+        link_R4[r, SENT_INSIDE] += load - own if r == home else -own
+    _shares(rows, room_X, share_X, count)
+    for i in range(count):
+        r = nodes.by_node_R[start + i]
+        link_R4[r, RECEIVED_INSIDE] += share_X[i]
+        link_R4[r, RECEIVED_ACROSS] += room_X[i] - share_X[i]
+
+
+@compiled
 def _reroute(
     link_R4: np.ndarray,
     load_RE: np.ndarray,
@@ -213,35 +288,30 @@ def _reroute(
     expert: int,
     home_rows: int,
     in_proportion: bool,
+    scratch_3R: np.ndarray,
 ) -> None:
     """Take a replicated expert's rows off the links to its home, and put them on those to its holders."""
-    home_E, node_R, rep_expert_RS, rep_rows_RS = holders
-    ranks = len(node_R)
-    home = home_E[expert]
-    near = base.node_NE[node_R[home], expert]
-    link_R4[home, RECEIVED_INSIDE] -= near - load_RE[home, expert]
-    link_R4[home, RECEIVED_ACROSS] -= base.total_E[expert] - near
-    room_R = np.zeros(ranks, dtype=np.int64)
-    room_R[home] = home_rows
-    for r in range(ranks):
+    home, node_R = holders.home_E[expert], holders.nodes.node_R
+    room_R, left_R = scratch_3R[0], scratch_3R[1]
+    _take_off(link_R4, load_RE, base, holders, expert)
+    for r in range(len(node_R)):
+        left_R[r], room_R[r] = load_RE[r, expert], _room(holders, expert, home_rows, r)
         if r != home:
-            link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= load_RE[r, expert]
-        for j in range(rep_expert_RS.shape[1]):
-            if rep_expert_RS[r, j] == expert:
-                room_R[r] += rep_rows_RS[r, j]
+            link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= left_R[r]
     if in_proportion:
-        _split_in_proportion(link_R4, load_RE[:, expert], room_R, node_R)
+        _split_in_proportion(link_R4, left_R, room_R, node_R, scratch_3R[2])
     else:
-        _split_local_first(link_R4, load_RE[:, expert], room_R, node_R)
+        _split_local_first(link_R4, left_R, room_R, holders.nodes)
 
 
 @compiled
-def _split_in_proportion(link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray) -> None:
+def _split_in_proportion(
+    link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray, share_R: np.ndarray
+) -> None:
     """Every source splits its rows over the holders as their room is; see `core.split.split_in_proportion`."""
     ranks = len(room_R)
-    share_R = np.zeros(ranks, dtype=np.int64)
     for s in range(ranks):
-        _shares(load_R[s], room_R, share_R)
+        _shares(load_R[s], room_R, share_R, ranks)
         for r in range(ranks):
             room_R[r] -= share_R[r]
             if r != s:
@@ -251,53 +321,51 @@ def _split_in_proportion(link_R4: np.ndarray, load_R: np.ndarray, room_R: np.nda
 
 
 @compiled
-def _shares(rows: int, room_R: np.ndarray, share_R: np.ndarray) -> None:
-    """Fill `share_R` with `rows` rows in proportion to `room_R`; see `core.split.shares`."""
-    shift, total = 0, room_R.sum()
-    while (total >> shift) >= 2**31:
-        shift += 1
-    whole = np.int64(0)
-    for r in range(len(room_R)):
-        whole += room_R[r] >> shift
-    whole = max(np.int64(1), whole)
-    left = rows
-    for r in range(len(room_R)):
-        if rows == total or room_R[r] == 0:
-            share_R[r] = room_R[r]
-        else:
-            weight = room_R[r] >> shift
-            share_R[r] = min(room_R[r], rows // whole * weight + rows % whole * weight // whole)
-        left -= share_R[r]
-    for r in range(len(room_R)):
-        more = min(left, room_R[r] - share_R[r])
-        share_R[r] += more
-        left -= more
+def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes) -> None:
+    """Own rank first, then own node in proportion, then the rest; see `core.split.split_rows`."""
+    own_R = np.minimum(left_R, room_R)
+    left_R -= own_R
+    room_R -= own_R
+    for node in range(len(nodes.start_N) - 1):
+        here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
+        rows = min(left_R[here].sum(), room_R[here].sum())
+        for side_R, column in ((left_R, SENT_INSIDE), (room_R, RECEIVED_INSIDE)):
+            share_X = np.zeros(len(here), dtype=np.int64)
+            _shares(rows, side_R[here], share_X, len(here))
+            for i in range(len(here)):
+                side_R[here[i]] -= share_X[i]
+                link_R4[here[i], column] += share_X[i]
+    for r in range(len(left_R)):
+        link_R4[r, SENT_ACROSS] += left_R[r]
+        link_R4[r, RECEIVED_ACROSS] += room_R[r]
 
 
 @compiled
-def _split_local_first(link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray) -> None:
-    """Own rank first, then own node, then the rest; see `core.split.split_rows`."""
-    ranks = len(node_R)
-    own_R = np.minimum(load_R, room_R)
-    left_R = load_R - own_R
-    room_R -= own_R
-    # What each node can take of its own sources' rows, in proportion; then the rest.
-    share_R = np.zeros(ranks, dtype=np.int64)
-    for node in range(node_R.max() + 1):
-        left, room = np.int64(0), np.int64(0)
-        for r in range(ranks):
-            if node_R[r] == node:
-                left += left_R[r]
-                room += room_R[r]
-        if min(left, room) > 0:
-            for side_R, column in ((left_R, SENT_INSIDE), (room_R, RECEIVED_INSIDE)):
-                _shares(min(left, room), np.where(node_R == node, side_R, 0), share_R)
-                for r in range(ranks):
-                    side_R[r] -= share_R[r]
-                    link_R4[r, column] += share_R[r]
-    for r in range(ranks):
-        link_R4[r, SENT_ACROSS] += left_R[r]
-        link_R4[r, RECEIVED_ACROSS] += room_R[r]
+def _shares(rows: int, room_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
+    """Fill the first `count` of `share_X` with `rows` rows in proportion to `room_X`; see `core.split.shares`."""
+    total = np.int64(0)
+    for i in range(count):
+        share_X[i] = room_X[i]
+        total += room_X[i]
+    if rows == total:
+        return
+    shift = 0
+    while (total >> shift) >= 2**31:
+        shift += 1
+    whole = np.int64(0)
+    for i in range(count):
+        whole += room_X[i] >> shift
+    whole = max(np.int64(1), whole)
+    left = rows
+    for i in range(count):
+        if room_X[i] > 0:
+            weight = room_X[i] >> shift
+            share_X[i] = min(room_X[i], rows // whole * weight + rows % whole * weight // whole)
+            left -= share_X[i]
+    for i in range(count):
+        more = min(left, room_X[i] - share_X[i])
+        share_X[i] += more
+        left -= more
 
 
 @compiled

@@ -7,7 +7,7 @@ micro-steps are linear in M.
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.kernels import COLUMNS, Holders, home_nodes, kept_permille, price_holders, traffic
+from equipoise.cost.kernels import COLUMNS, Holders, home_nodes, kept_permille, nodes_of, price_holders, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
 from equipoise.planner._fill import fill
@@ -47,11 +47,11 @@ def evaluate(
     line_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
     closed_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
     none_R0 = np.zeros((ranks, 0), dtype=np.int64)
-    mask_NE = home_nodes(home_E, problem.node_R)
+    mask_NE, nodes = home_nodes(home_E, problem.node_R), nodes_of(problem.node_R)
     for m in range(micro_steps):
         load_RE = load_MRE[m]
         base = traffic(load_RE, home_E, problem.node_R, mask_NE)
-        alone = Holders(home_E, problem.node_R, none_R0, none_R0)
+        alone = Holders(home_E, nodes, none_R0, none_R0)
         closed = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
         line_MC[m] = closed_MC[m]
         if problem.slots == 0:
@@ -59,7 +59,7 @@ def evaluate(
         fill(base.total_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, expert_MRS[m], rows_MRS[m])
         if expert_MRS[m].max() < 0:
             continue
-        shared = Holders(home_E, problem.node_R, expert_MRS[m], rows_MRS[m])
+        shared = Holders(home_E, nodes, expert_MRS[m], rows_MRS[m])
         opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line_MC[m])
         if problem.gated and opened >= closed:
             line_MC[m] = closed_MC[m]
