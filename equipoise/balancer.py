@@ -1,0 +1,149 @@
+"""`Balancer`: the story of the package. Every EP rank does equal work in every micro-step, because the load is known.
+
+What happens in one window, in this order, the same on every rank of an EP group:
+1. Take routes: the expert ids that this rank will replay, known from the rollout (`submit`).
+2. Count the load they make, and
+3. plan in the background (`planning`): rows are exchanged, layers shared out, plans gathered, digests compared.
+4. Publish experts to their homes and start pulling replicas (`begin`, by `runtime.engine`).
+5. Run the layers: each finds its entry of the plan by its visit, never by call order (`runtime.experts`).
+6. Collect gradients and weights to their owners, and report (`end`).
+
+    balancer = Balancer(find_layers(net), cluster=cluster, model=shape, group=ep_group)
+    with balancer.window(routes):
+        ...             # micro-steps, forward and backward
+    optimizer.step()    # sees complete gradients at their owners
+
+Knows the order of things, not how they are done. Does not know frameworks, optimizers or routers.
+
+Invariants (asserted by the tests):
+1. Losses and weights after training are those of static expert parallelism, within the bounds of `docs/runtime.md`.
+2. Between windows, and inside `canonical`, every owner holds its own experts in the same parameter objects.
+3. Disabled, the model is byte-identical to one that never saw a balancer: no memory, process or thread is added.
+4. What fails on one rank while planning raises on every rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from equipoise.core import Cluster, ModelShape, Plan, Stage
+from equipoise.core.errors import InfeasiblePlanError
+from equipoise.core.itinerary import Visit
+from equipoise.planning.background import BackgroundPlanner, OwnersOnly, Planned, WindowPlanner
+from equipoise.planning.layers import check_matched, find_layers, in_plan_order
+from equipoise.planning.options import BalancerOptions
+from equipoise.planning.report import Tally, WindowReport
+from equipoise.planning.rows import WindowRoutes, count_rows
+from equipoise.planning.worker import PlanWorker
+from equipoise.runtime.bank import NoReplicas, ReplicaBank
+from equipoise.runtime.engine import TransferEngine
+from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.layout import TransferOptions
+from equipoise.runtime.window import Window
+
+__all__ = ["Balancer", "BalancerOptions", "find_layers"]
+
+
+class Balancer:
+    """Balances the experts of one EP group, seen from one rank. Every rank of the group makes the same calls."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, BalancedExperts],
+        *,
+        cluster: Cluster,
+        model: ModelShape,
+        group: Any,
+        options: BalancerOptions | None = None,
+        enabled: bool = True,
+        worker: PlanWorker | None = None,
+    ) -> None:
+        """Connect the ranks, share memory inside nodes, start planning processes. Every rank must call this.
+
+        Args:
+            layers: balanced experts by module path; their `layer` is the index in `model.layer_numbers`
+            group: the EP group, able to move CPU tensors
+            enabled: False computes every expert at its owner and touches nothing
+            worker: a planning process to use, instead of an own one
+        """
+        options = options or BalancerOptions()
+        self.layers, self.model, self.group = in_plan_order(layers, model), model, group
+        self.report: WindowReport | None = None
+        self._planned: Planned | None = None
+        self._planner: WindowPlanner = OwnersOnly(cluster=cluster, model=model)
+        self._engine: TransferEngine | None = None
+        if enabled:
+            transfer, homes = TransferOptions(**options.transfer_figures), [x.home for x in self.layers.values()]
+            self._engine = TransferEngine(homes, group=group, node_R=cluster.node_R, options=transfer)
+            self._planner = BackgroundPlanner(cluster=cluster, model=model, options=options, group=group, worker=worker)
+
+    def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
+        """Take the routes of the next window, count them, and have it planned; returns at once.
+
+        Args:
+            routes: routes[m][l] are the [T, K] ids this rank replays in micro-step m and layer index l, -1 where
+                unknown; or the `RankRows` that were counted elsewhere
+        """
+        self._planner.submit(count_rows(routes, experts=self.model.experts, stage=stage))
+
+    def begin(self) -> None:
+        """Wait for the plan, publish experts to their homes, start pulling replicas."""
+        if self._planned is not None:
+            raise InfeasiblePlanError("a window is open; end it before the next begins")
+        planned = self._planner.take()
+        self._tally = Tally(None if self._engine is None else self._engine.counters)
+        window = Window(planned.plan, rank=dist.get_rank(self.group), bank=self._open_bank(planned.plan))
+        for experts in self.layers.values():
+            experts.begin(window)
+        self._planned = planned
+
+    def visit(self, path: str, micro_step: int) -> Visit:
+        """The key by which a layer finds its entry of the plan; capture it outside any checkpointed function."""
+        return Visit(micro_step, "forward", self.layers[path].layer)
+
+    def end(self, *, with_weights: bool = True) -> WindowReport:
+        """Collect gradients and weights to their owners and say what the window moved; before the optimizer runs."""
+        if self._planned is None:
+            raise InfeasiblePlanError("no window is open; begin one before it ends")
+        if self._engine is not None:
+            self._engine.close_window(with_weights=with_weights)
+            check_matched(self.layers.values(), self.group)
+        self.report = self._tally.report(self._planned)
+        self._planned = None
+        return self.report
+
+    @contextmanager
+    def window(self, routes: WindowRoutes | None = None, *, stage: Stage = "update") -> Iterator[None]:
+        """Begin and end a window around a `with` block; submits `routes` first where given."""
+        if routes is not None:
+            self.submit(routes, stage=stage)
+        self.begin()
+        yield
+        self.end()
+
+    @contextmanager
+    def canonical(self) -> Iterator[None]:
+        """Hold every expert at its owner, for whatever reads or writes weights inside a window. Every rank enters."""
+        with nullcontext() if self._engine is None or self._planned is None else self._engine.canonical():
+            yield
+
+    def close(self) -> None:
+        """Free everything; parameters get memory of their own. Closing twice is allowed."""
+        self._planner.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> "Balancer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open_bank(self, plan: Plan) -> ReplicaBank:
+        """Bring experts where `plan` says; without an engine every expert is at its owner already."""
+        if self._engine is None:
+            return NoReplicas(plan, next(iter(self.layers.values())).home)
+        self._engine.open_window(plan)
+        return self._engine

@@ -1,0 +1,59 @@
+"""`OwnGroup`: a gloo group that nothing but planning uses, so that it can talk from a thread while training computes.
+
+Knows torch.distributed. Does not know what it carries: objects travel pickled, between processes of one training job.
+
+The group is not registered with torch: it needs no call of ranks outside it, no global name, and ends with `close`.
+"""
+
+import pickle
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from equipoise.core.errors import TransferError
+
+
+class OwnGroup:
+    """The ranks of a group, connected once more."""
+
+    def __init__(self, group: Any, *, timeout_s: float) -> None:
+        """Connect. Every rank of `group` must call this.
+
+        Args:
+            group: the ranks to connect; able to move CPU tensors
+            timeout_s: bound on connecting and on every exchange
+        """
+        self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        dist.broadcast(name, group=group, group_src=0)
+        store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", _get_default_store())
+        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Every rank of the group must call this."""
+        try:
+            return self._gather(value)
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.rank}: planning could not exchange with the other {self.size - 1} ranks within "
+                f"{self.timeout_s:g} s; look for a rank that ended or did not announce this window: {error}"
+            ) from error
+
+    def _gather(self, value: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._gloo.allgather(lengths, torch.tensor([mine.numel()])).wait()
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._gloo.allgather(parts, padded).wait()
+        return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Let the connections go."""
+        self._gloo = None

@@ -1,0 +1,45 @@
+"""`BalancerOptions`: how windows are planned and transfers bounded. The one dial users turn is `slots`.
+
+Knows no loads. Importing it imports neither numba nor torch, because training processes do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from equipoise.core.plan import Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerOptions:
+    """What a balancer needs to know beyond the model and the cluster; the planner checks what it is given of it."""
+
+    slots: int = 1
+    """Replica slots per rank; 0 for placement alone."""
+    objective: Objective = "seconds"
+    """`seconds` charges every cost and may decide to do nothing; `skew` levels rows whatever it costs."""
+    max_displaced: int | None = None
+    """Most experts per layer whose home may leave the owner; None sets no limit."""
+    order: Literal["plain", "recompute", "1f1b"] = "plain"
+    """Execution order of the update stage, see `planner.options`."""
+    depth: int = 1
+    """Visits that pulls may run ahead."""
+    pipeline_stage: int = 0
+    pipeline_stages: int = 1
+    budget_bytes: int | None = None
+    """Most bytes per rank for replica buffers, mailboxes and outbox together."""
+    timeout_s: float = 60.0
+    """Bound on every wait of a transfer."""
+    planning_timeout_s: float = 300.0
+    """Bound on planning one window and on every exchange of it; the first one may have to compile the planner."""
+
+    @property
+    def planner_figures(self) -> Mapping[str, Any]:
+        """The fields of `PlanOptions` that are set here."""
+        names = ("max_displaced", "order", "depth", "pipeline_stage", "pipeline_stages")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def transfer_figures(self) -> Mapping[str, Any]:
+        """The fields of `TransferOptions` that are set here."""
+        return {name: getattr(self, name) for name in ("slots", "depth", "budget_bytes", "timeout_s")}
