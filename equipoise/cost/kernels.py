@@ -457,28 +457,57 @@ def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
 
 @compiled
 def choose_paths(
-    load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, rep_expert_RS: np.ndarray, tables: Tables
+    row_MLR: np.ndarray, home_LE: np.ndarray, node_R: np.ndarray, rep_expert_MLRS: np.ndarray, tables: Tables
 ) -> np.ndarray:
-    """[R, S, 2] path of each replica, forward and backward: 0 peer, 1 host; experts of another node come first."""
-    ranks, slots = rep_expert_RS.shape
-    path_RS2 = np.zeros((ranks, slots, 2), dtype=np.int64)
-    windows = windows_ns(load_RE.sum(axis=1), load_RE.shape[1], tables)
-    for r in range(ranks):
-        pulls, far = np.int64(0), np.int64(0)
-        for j in range(slots):
-            e = rep_expert_RS[r, j]
-            if e >= 0:
-                pulls += 1
-                far += node_R[home_E[e]] != node_R[r]
-        for phase in range(2):
-            left = host_pulls(pulls, far, windows[phase], tables) - far
-            for j in range(slots):
-                e = rep_expert_RS[r, j]
-                if e < 0:
-                    continue
-                if node_R[home_E[e]] != node_R[r]:
-                    path_RS2[r, j, phase] = 1
-                elif left > 0:
-                    path_RS2[r, j, phase] = 1
-                    left -= 1
-    return path_RS2
+    """[M, L, R, S, 2] path of each replica, forward and backward: 0 peer, 1 host; experts of another node come first.
+
+    Args:
+        row_MLR: [M, L, R] rows at each source
+    """
+    micro_steps, layers, ranks, slots = rep_expert_MLRS.shape
+    path_MLRS2 = np.zeros((micro_steps, layers, ranks, slots, 2), dtype=np.int64)
+    for m in range(micro_steps):
+        for layer in range(layers):
+            windows = windows_ns(row_MLR[m, layer], home_LE.shape[1], tables)
+            for r in range(ranks):
+                for phase in range(2):
+                    _choose_for_rank(
+                        home_LE[layer],
+                        node_R,
+                        r,
+                        rep_expert_MLRS[m, layer, r],
+                        windows[phase],
+                        tables,
+                        path_MLRS2[m, layer, r, :, phase],
+                    )
+    return path_MLRS2
+
+
+@compiled
+def _choose_for_rank(
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    rank: int,
+    expert_S: np.ndarray,
+    window_ns: int,
+    tables: Tables,
+    path_S: np.ndarray,
+) -> None:
+    """Give the host path to experts of other nodes, then to the first others as long as it is worth it."""
+    pulls, far = np.int64(0), np.int64(0)
+    for e in expert_S:
+        if e >= 0:
+            pulls += 1
+            far += node_R[home_E[e]] != node_R[rank]
+    if pulls == 0:
+        return
+    left = host_pulls(pulls, far, window_ns, tables) - far
+    for j in range(len(expert_S)):
+        e = expert_S[j]
+        if e < 0:
+            continue
+        if node_R[home_E[e]] != node_R[rank]:
+            path_S[j] = 1
+        elif left > 0:
+            path_S[j] = 1
+            left -= 1

@@ -28,8 +28,8 @@ def fill(
     quota_E = load_E.copy()
     load_R = np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
-        for e in homes_RH[r]:
-            load_R[r] += load_E[e]
+        for i in range(homes_RH.shape[1]):
+            load_R[r] += load_E[homes_RH[r, i]]
     rep_expert_RS[:] = -1
     rep_rows_RS[:] = 0
     if slots > 0:
@@ -56,14 +56,14 @@ def _drop_idle(rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> None:
 @compiled
 def node_bound(load_R: np.ndarray, node_R: np.ndarray) -> int:
     """The least rows of the busiest rank that replicas inside nodes can reach: the fullest node's mean, rounded up."""
+    total_N = np.zeros(node_R.max() + 1, dtype=np.int64)
+    ranks_N = np.zeros(node_R.max() + 1, dtype=np.int64)
+    for r in range(len(node_R)):
+        total_N[node_R[r]] += load_R[r]
+        ranks_N[node_R[r]] += 1
     bound = np.int64(0)
-    for node in range(node_R.max() + 1):
-        total, count = np.int64(0), np.int64(0)
-        for r in range(len(node_R)):
-            if node_R[r] == node:
-                total += load_R[r]
-                count += 1
-        bound = max(bound, (total + count - 1) // count)
+    for node in range(len(total_N)):
+        bound = max(bound, (total_N[node] + ranks_N[node] - 1) // ranks_N[node])
     return bound
 
 
@@ -82,11 +82,10 @@ def _fill_node(
     """Bring the emptiest rank up to `cap` from one expert of the fullest, until nobody is above `cap`."""
     ranks, slots = rep_expert_RS.shape
     used_R = np.zeros(ranks, dtype=np.int64)
+    members = np.flatnonzero(node_R == node)
     while True:
         donor, receiver, above = -1, -1, 0
-        for r in range(ranks):
-            if node_R[r] != node:
-                continue
+        for r in members:
             if donor < 0 or load_R[r] > load_R[donor]:
                 donor = r
             if used_R[r] < slots and (receiver < 0 or load_R[r] < load_R[receiver]):
@@ -98,7 +97,7 @@ def _fill_node(
         want = cap - load_R[receiver]
         if above == 1:
             want = min(want, load_R[donor] - cap)
-        expert = _pick(quota_E, homes_RH[donor], want, rep_expert_RS[receiver])
+        expert = _pick(quota_E, homes_RH, donor, want, rep_expert_RS, receiver)
         if expert < 0 or min(want, quota_E[expert]) < min_rows:
             return
         rows = min(want, quota_E[expert])
@@ -111,22 +110,23 @@ def _fill_node(
 
 
 @compiled
-def _pick(quota_E: np.ndarray, homes_H: np.ndarray, want: int, held_S: np.ndarray) -> int:
+def _pick(
+    quota_E: np.ndarray, homes_RH: np.ndarray, donor: int, want: int, rep_expert_RS: np.ndarray, receiver: int
+) -> int:
     """The donor's smallest home expert with at least `want` rows left, else its largest; never one already held."""
     enough, largest = -1, -1
-    for e in homes_H:
-        if quota_E[e] <= 0 or _contains(held_S, e):
+    for i in range(homes_RH.shape[1]):
+        e = homes_RH[donor, i]
+        is_held = False
+        for j in range(rep_expert_RS.shape[1]):
+            is_held |= rep_expert_RS[receiver, j] == e
+        if quota_E[e] <= 0 or is_held:
             continue
         if largest < 0 or quota_E[e] > quota_E[largest]:
             largest = e
         if quota_E[e] >= want and (enough < 0 or quota_E[e] < quota_E[enough]):
             enough = e
     return enough if enough >= 0 else largest
-
-
-@compiled
-def _contains(held_S: np.ndarray, expert: int) -> bool:
-    return bool((held_S == expert).any())
 
 
 @compiled

@@ -190,10 +190,8 @@ def _replica_table(task: Task, draft: Draft) -> ReplicaTable:
     path_MLRS2 = np.zeros((*held.shape, 2), dtype=np.int64)
     if draft.executable and held.any():
         tables = task.cost.tables(task.cluster.home_slots(task.model))
-        node_R = task.cluster.node_array_R
-        for at, layer in zip(*np.nonzero(held.any(axis=(2, 3))), strict=True):
-            load_RE, expert_RS = np.array(task.loads.load_MLRE[at, layer]), np.array(draft.rep_expert_MLRS[at, layer])
-            path_MLRS2[at, layer] = choose_paths(load_RE, np.array(draft.home_LE[layer]), node_R, expert_RS, tables)
+        row_MLR, node_R = task.loads.load_MLRE.sum(axis=3), task.cluster.node_array_R
+        path_MLRS2 = choose_paths(row_MLR, np.array(draft.home_LE), node_R, np.array(draft.rep_expert_MLRS), tables)
     rank_MLRS = np.broadcast_to(np.arange(ranks)[:, None], (micro_steps, layers, ranks, slots))
     return ReplicaTable(
         start_ML=np.concatenate([[0], np.cumsum(per_entry)]),

@@ -40,6 +40,8 @@ class LayerProblem(NamedTuple):
     """1: minimise the busiest rank's rows; 0: minimise nanoseconds."""
     gated: int
     """1: replicas only where they pay."""
+    is_warm: int
+    """1: the search starts from an earlier window's homes."""
     budget: int
     """Most experts of a layer that may be displaced."""
     patience: int
@@ -156,10 +158,14 @@ def candidates(
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
     """Whether warm homes leave less than three quarters of what the owners' leave unlevel, within the budget.
 
-    Then an eighth of the search is enough. After an abrupt change they do not, and the search starts afresh.
+    Then an eighth of the search is enough; likewise where homes stayed at their owners, because nothing else paid.
+    After an abrupt change they do not, and the search starts afresh.
     """
-    if not 0 < (warm_home_E != owner_E).sum() <= problem.budget:
+    away = int((warm_home_E != owner_E).sum())
+    if not problem.is_warm or away > problem.budget:
         return False
+    if away == 0:
+        return True
     # Between nodes if there are several, else between ranks.
     group_R = problem.node_R if problem.node_R.max() > 0 else np.arange(len(problem.node_R))
     even_M = -(-inputs.load_EM.sum(axis=0) // len(group_R))

@@ -76,7 +76,7 @@ def plan(
     if policy != "equipoise":
         return build_plan(task, draft_baseline(task, history=history))
     start_LE = _start(task, warm)
-    search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner}
+    search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}
     made = build_plan(task, _draft(task, start_LE, budget=_budget(task), **search))
     if objective == "seconds" and made.seconds.total > made.static_seconds:
         made = build_plan(task, _draft(task, start_LE, budget=0, **search))
@@ -168,10 +168,11 @@ def _draft(
     budget: int,
     pair_LEE: np.ndarray | None,
     planner: LayerPlanner,
+    is_warm: bool,
 ) -> Draft:
     """Plan every layer and stack the results."""
     experts, ranks = task.model.experts, task.cluster.ep
-    problem = layer_problem(task, budget=budget)
+    problem = layer_problem(task, budget=budget, is_warm=is_warm)
     tables = task.cost.tables(experts // ranks + task.slots)
     none_EE = np.zeros((0, 0), dtype=np.int64)
 
@@ -200,7 +201,7 @@ def _draft(
     )
 
 
-def layer_problem(task: Task, *, budget: int) -> LayerProblem:
+def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerProblem:
     """What all layers of a window share, in integers."""
     by_skew = task.objective == "skew"
     cost = task.cost
@@ -214,7 +215,7 @@ def layer_problem(task: Task, *, budget: int) -> LayerProblem:
         for far in (0, 1)
     )
     slope_ps, min_rows = _row_prices(task, cost)
-    patience = max(200, min(4000, 5 * 2**27 // task.model.experts**3)) * task.options.effort
+    patience = max(200, min(4000, 25 * 2**31 // task.model.experts**4)) * task.options.effort
     return LayerProblem(
         node_R=node_R,
         fill_node_R=np.zeros_like(node_R) if crosses else node_R,
@@ -222,6 +223,7 @@ def layer_problem(task: Task, *, budget: int) -> LayerProblem:
         min_rows=1 if by_skew else min_rows,
         by_skew=int(by_skew),
         gated=int(task.options.gate and not by_skew),
+        is_warm=int(is_warm),
         budget=budget,
         patience=patience,
         max_checks=20_000 * task.options.effort,

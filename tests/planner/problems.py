@@ -92,6 +92,7 @@ def layers(draw):
         min_rows=draw(st.sampled_from([1, 1, 30])),
         by_skew=by_skew,
         gated=draw(st.integers(0, 1)),
+        is_warm=draw(st.integers(0, 1)),
         budget=draw(st.sampled_from([0, 1, 2, 3, experts])),
         patience=draw(st.sampled_from([0, 5, 40, 160])),
         max_checks=draw(st.sampled_from([0, 7, 400, 6400])),
