@@ -1,0 +1,77 @@
+"""`ParityCase`: the sizes of a parity run, and the tokens and routes of its windows, the same on every rank.
+
+Knows shapes and a seed. Does not know torch.
+
+Routes are skewed and differ by window, so that plans differ too: experts have Dirichlet popularity, and the popular
+ones sit side by side, as the worst case for contiguous expert parallelism.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.core import Cluster, ModelShape
+
+
+VARIETY = 3
+"""Windows of different loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityCase:
+    """What is trained, and how long."""
+
+    ranks: int = 4
+    slots: int = 1
+    steps: int = 12
+    """Windows, each ended by an optimizer step; `VARIETY` different ones take turns."""
+    nodes: int = 1
+    """Declared nodes; replicas stay inside each."""
+    home_slots: int = 4
+    """Experts each rank owns."""
+    layers: int = 3
+    micro_steps: int = 2
+    tokens: int = 32
+    """Most tokens of a rank in a micro-step."""
+    top_k: int = 2
+    hidden: int = 32
+    width: int = 24
+    seed: int = 0
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.ranks * self.home_slots
+
+    @property
+    def cluster(self) -> Cluster:
+        """The declared cluster; its figures do not matter, because rows are levelled whatever that costs."""
+        return Cluster.preset("h200", nodes=self.nodes, ranks_per_node=-(-self.ranks // self.nodes), ep=self.ranks)
+
+    @property
+    def model(self) -> ModelShape:
+        """The shape of the stack."""
+        return ModelShape.preset(
+            "qwen3-30b-a3b",
+            experts=self.experts,
+            layers=self.layers,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            expert_width=self.width,
+        )
+
+    def routes(self, window: int, rank: int) -> list[list[np.ndarray]]:
+        """[m][l] the [T, K] ids of a rank's tokens; T differs by rank and micro-step."""
+        shared = np.random.default_rng([self.seed, window])
+        share_LE = shared.dirichlet(np.full(self.experts, 0.5), size=self.layers) + 1e-3
+        share_LE = -np.sort(-share_LE, axis=1)
+        own = np.random.default_rng([self.seed, window, rank])
+        routes = []
+        for _ in range(self.micro_steps):
+            tokens = int(own.integers(self.tokens // 2, self.tokens + 1))
+            routes.append([self._draw(own, share_E / share_E.sum(), tokens) for share_E in share_LE])
+        return routes
+
+    def _draw(self, rng: np.random.Generator, share_E: np.ndarray, tokens: int) -> np.ndarray:
+        rows = [rng.choice(self.experts, self.top_k, replace=False, p=share_E) for _ in range(tokens)]
+        return np.array(rows, dtype=np.int64).reshape(tokens, self.top_k)

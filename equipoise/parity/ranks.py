@@ -1,0 +1,86 @@
+"""`run_ranks`: call one function on local ranks, each a process of its own, connected by gloo.
+
+Knows processes. Does not know what they compute.
+
+Invariants (asserted by the tests):
+1. Results come in rank order; a rank that raises, dies or is late is an error with its words.
+2. No process outlives the call.
+"""
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from equipoise.core.errors import TransferError
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    """Call `function(group, *args)` on every rank and return the results.
+
+    Args:
+        function: a module-level function; arguments and results travel pickled
+        timeout_s: bound on the whole call
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="equipoise-ranks-") as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            place = (rank, ranks, str(Path(folder) / "store"), timeout_s)
+            process = context.Process(target=_serve, args=(theirs, place, function, args), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _answers(pipes, timeout_s=timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answers(pipes: list[Connection], *, timeout_s: float) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    waiting, end = set(pipes), time.monotonic() + timeout_s
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            late = sorted(pipes.index(pipe) for pipe in waiting)
+            raise TransferError(f"ranks {late} gave no answer within {timeout_s:g} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection), "only pipes are waited for"
+            rank = pipes.index(pipe)
+            waiting.discard(pipe)
+            try:
+                is_good, results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError as error:
+                raise TransferError(f"rank {rank} died") from error
+            if not is_good:
+                raise TransferError(f"rank {rank} failed:\n{results[rank]}")
+    return results
+
+
+def _serve(pipe: Connection, place: tuple[int, int, str, float], function: Callable[..., Any], args: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, ranks, store, timeout_s = place
+    # One thread each: ranks share the machine's cores, and sums keep their order.
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+    try:
+        # Pickled here: a pipe's own way would leave tensors in memory that ends with this process.
+        answer = pickle.dumps((True, function(dist.group.WORLD, *args)))
+    except Exception:  # noqa: BLE001  # the caller shows it, whatever it is
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    dist.destroy_process_group()

@@ -1,0 +1,125 @@
+"""Measures of a parity run, their limits, and whether they hold.
+
+Knows two trainings of all ranks. Does not know how they were run, nor how a verdict is shown.
+
+Limits, fp32 on CPU:
+- outputs and loss of the first window: the same bits, because groups are padded (the deterministic mode);
+- gradient norm of the first window: the same bits without replicas; 1e-6 relative with them, because splitting an
+  expert's rows splits its weight gradient's sum;
+- root-mean-square error of the experts' gradients against float64: at most 1.1 times static training's;
+- last loss: 1e-5 relative; weights after the last step: 1e-5 of the largest weight of their tensor.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from equipoise.parity.case import ParityCase
+from equipoise.parity.ranks import run_ranks
+from equipoise.parity.run import Training, train_both
+from equipoise.parity.stack import dense_gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One figure of both trainings."""
+
+    name: str
+    static: float | None
+    """None where the measure is a difference alone."""
+    balanced: float | None
+    difference: float
+    limit: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the difference is within the limit; not a number never is."""
+        return self.difference <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """All measures of a run, and what the balanced training moved."""
+
+    case: ParityCase
+    measures: tuple[Measure, ...]
+    displaced: int
+    """Experts that computed elsewhere than at their owner, summed over windows."""
+    replicas: int
+    pulls: int
+    """Replica weights brought, all ranks and windows."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the run shows anything: a run in which nothing moves is static training twice."""
+        return self.displaced > 0 and (self.case.slots == 0 or self.pulls > 0)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every measure holds and something moved."""
+        return self.has_moved and all(measure.is_good for measure in self.measures)
+
+
+def check_parity(case: ParityCase) -> Verdict:
+    """Start local ranks, train both ways, and judge."""
+    both = run_ranks(train_both, case.ranks, case)
+    return judge(case, [static for static, _ in both], [balanced for _, balanced in both])
+
+
+def judge(case: ParityCase, static: Sequence[Training], balanced: Sequence[Training]) -> Verdict:
+    """Compare two trainings, given by rank."""
+    a, b = static[0], balanced[0]
+    exact_norm = 0.0 if case.slots == 0 else 1e-6
+    measures = (
+        _relative("loss, first window", a.losses[0], b.losses[0], limit=0.0),
+        _largest("largest output difference, first window", [x.outputs for x in static], [x.outputs for x in balanced]),
+        _relative("gradient norm, first window", a.norm, b.norm, limit=exact_norm),
+        _errors(case, static, balanced),
+        _relative(f"loss, window {case.steps}", a.losses[-1], b.losses[-1], limit=1e-5),
+        _weights(case, static, balanced),
+    )
+    return Verdict(
+        case=case,
+        measures=measures,
+        displaced=sum(report.displaced for report in b.reports),
+        replicas=sum(report.replicas for report in b.reports),
+        pulls=sum(report.counts["pulls"] for training in balanced for report in training.reports),
+    )
+
+
+def _relative(name: str, static: float, balanced: float, *, limit: float) -> Measure:
+    difference = abs(static - balanced) / (abs(static) or 1.0)
+    return Measure(name=name, static=static, balanced=balanced, difference=difference, limit=limit)
+
+
+def _largest(name: str, static: Sequence[list[torch.Tensor]], balanced: Sequence[list[torch.Tensor]]) -> Measure:
+    pairs = [pair for a, b in zip(static, balanced, strict=True) for pair in zip(a, b, strict=True)]
+    difference = max(float((x - y).abs().max()) for x, y in pairs)
+    return Measure(name=name, static=None, balanced=None, difference=difference, limit=0.0)
+
+
+def _weights(case: ParityCase, static: Sequence[Training], balanced: Sequence[Training]) -> Measure:
+    difference = 0.0
+    for a, b in zip(static, balanced, strict=True):
+        for x, y in zip(a.weights, b.weights, strict=True):
+            difference = max(difference, float((x - y).abs().max() / x.abs().max()))
+    name = f"largest weight difference, {case.steps} steps"
+    return Measure(name=name, static=None, balanced=None, difference=difference, limit=1e-5)
+
+
+def _errors(case: ParityCase, static: Sequence[Training], balanced: Sequence[Training]) -> Measure:
+    """Root-mean-square errors of the gradients against float64; their ratio is the difference that is judged."""
+    exact = dense_gradients(case, 0)
+    errors = [_rms_error([training.gradients for training in trainings], exact) for trainings in (static, balanced)]
+    ratio = errors[1] / errors[0] if errors[0] else math.inf
+    name = "gradient error against float64, ratio"
+    return Measure(name=name, static=errors[0], balanced=errors[1], difference=ratio, limit=1.1)
+
+
+def _rms_error(gradients: Sequence[list[torch.Tensor]], exact: Sequence[torch.Tensor]) -> float:
+    # Owners are contiguous, so their gradients in rank order are in logical order.
+    found = [torch.cat(parts).double() for parts in zip(*gradients, strict=True)]
+    squares = sum(float((x - y).square().sum()) for x, y in zip(found, exact, strict=True))
+    return math.sqrt(squares / sum(tensor.numel() for tensor in exact))
