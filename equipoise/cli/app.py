@@ -12,9 +12,10 @@ from equipoise.cli.formats import formats
 from equipoise.cli.generate import generate
 from equipoise.cli.ingest import ingest
 from equipoise.cli.loads import loads
+from equipoise.cli.parity import parity
 from equipoise.cli.plan import plan
 
-VERBS = (analyze, doctor, ingest, count, loads, plan, generate, formats)
+VERBS = (analyze, doctor, ingest, count, loads, plan, generate, parity, formats)
 
 HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
 

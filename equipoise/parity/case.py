@@ -12,7 +12,6 @@ import numpy as np
 
 from equipoise.core import Cluster, ModelShape
 
-
 VARIETY = 3
 """Windows of different loads."""
 
@@ -23,7 +22,7 @@ class ParityCase:
 
     ranks: int = 4
     slots: int = 1
-    steps: int = 12
+    steps: int = 9
     """Windows, each ended by an optimizer step; `VARIETY` different ones take turns."""
     nodes: int = 1
     """Declared nodes; replicas stay inside each."""

@@ -73,9 +73,9 @@ def judge(case: ParityCase, static: Sequence[Training], balanced: Sequence[Train
     a, b = static[0], balanced[0]
     exact_norm = 0.0 if case.slots == 0 else 1e-6
     measures = (
-        _relative("loss, first window", a.losses[0], b.losses[0], limit=0.0),
-        _largest("largest output difference, first window", [x.outputs for x in static], [x.outputs for x in balanced]),
-        _relative("gradient norm, first window", a.norm, b.norm, limit=exact_norm),
+        _relative("loss, window 1", a.losses[0], b.losses[0], limit=0.0),
+        _largest("largest output difference, window 1", [x.outputs for x in static], [x.outputs for x in balanced]),
+        _relative("gradient norm, window 1", a.norm, b.norm, limit=exact_norm),
         _errors(case, static, balanced),
         _relative(f"loss, window {case.steps}", a.losses[-1], b.losses[-1], limit=1e-5),
         _weights(case, static, balanced),
@@ -114,7 +114,7 @@ def _errors(case: ParityCase, static: Sequence[Training], balanced: Sequence[Tra
     exact = dense_gradients(case, 0)
     errors = [_rms_error([training.gradients for training in trainings], exact) for trainings in (static, balanced)]
     ratio = errors[1] / errors[0] if errors[0] else math.inf
-    name = "gradient error against float64, ratio"
+    name = "gradient error to float64, ratio"
     return Measure(name=name, static=errors[0], balanced=errors[1], difference=ratio, limit=1.1)
 
 

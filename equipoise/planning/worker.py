@@ -18,6 +18,7 @@ import pickle
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,14 +62,17 @@ class PlanWorker:
 
     def close(self) -> None:
         """End the process. Closing twice is allowed."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        assert self._process.stdin is not None and self._process.stdout is not None, "pipes are asked for above"
+        # What was still to be written to a worker that died does not matter any more.
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        # Last, because a thread may be reading an answer: it has ended by now.
+        self._process.stdout.close()
 
 
 def serve() -> None:

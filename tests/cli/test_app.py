@@ -75,6 +75,7 @@ FLAGS = {
         "--out",
         "--json",
     },
+    "parity": {"--ranks", "--nodes", "--slots", "--steps", "--json"},
     "formats": {"--json"},
 }
 

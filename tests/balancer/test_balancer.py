@@ -1,0 +1,127 @@
+"""The balancer as a whole, on ranks of their own: what is learnt, what stays as it was, what is said when it fails."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from equipoise.core import ModelShape, TopologyError
+from equipoise.parity.case import ParityCase
+from equipoise.parity.verdict import judge
+from equipoise.planning.layers import in_plan_order
+from tests.balancer import work
+
+SMALL = ParityCase(ranks=2, layers=2, tokens=12, home_slots=2)
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ParityCase(ranks=2, slots=1, steps=6),
+        ParityCase(ranks=4, slots=1, steps=4),
+        ParityCase(ranks=4, slots=1, nodes=2, steps=4),
+        ParityCase(ranks=4, slots=0, nodes=2, steps=4),
+    ],
+    ids=["EP2", "EP4", "EP4 on 2 nodes", "EP4 on 2 nodes without slots"],
+)
+def test_balanced_training_learns_what_static_training_learns(pool, case):
+    static, balanced, has_numba = zip(*pool.run(work.train_twice, case.ranks, case), strict=True)
+    verdict = judge(case, static, balanced)
+    assert verdict.has_moved
+    assert [measure for measure in verdict.measures if not measure.is_good] == []
+    assert not any(has_numba), "training processes must not import numba"
+    if case.slots == 0:
+        assert verdict.measures[-1].difference == 0.0, "placement alone changes no bit of any weight"
+    digests = [[report.digest for report in training.reports] for training in balanced]
+    assert all(one == digests[0] for one in digests)
+    assert len(set(digests[0][:3])) == 3, "windows of different loads have different plans"
+    assert all(report.static_s > 0 and report.predicted_s > 0 for report in balanced[0].reports)
+
+
+@pytest.mark.dist(2)
+def test_disabled_is_byte_identical_to_never_seen(pool):
+    for disabled, plain in pool.run(work.disabled_and_never_seen, 2, SMALL):
+        assert disabled == plain
+        assert pickle.loads(disabled)[0] == pickle.loads(disabled)[1], "a window must not change a weight"
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+def test_owners_hold_their_experts_outside_windows_and_inside_canonical(pool, nodes):
+    case = ParityCase(ranks=4, nodes=nodes, layers=2)
+    results = pool.run(work.weights_in_a_window, 4, case)
+    for weights, _ in results:
+        for when in ("canonical", "after"):
+            assert all(map(torch.equal, weights[when], weights["before"])), when
+    displaced = [not all(map(torch.equal, weights["inside"], weights["before"])) for weights, _ in results]
+    assert any(displaced), "a plan that displaces nothing shows nothing"
+    reports = [report for _, report in results]
+    assert sum(report.counts["publishes"] for report in reports) == reports[0].displaced
+    assert sum(report.counts["collects"] for report in reports) == reports[0].displaced
+    assert sum(report.counts["returns"] for report in reports) == reports[0].replicas > 0
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("another plan", "ranks [1] planned otherwise than rank 0"),
+        ("a killed worker", "rank 1 could not plan: the planning process"),
+        ("another window", "rank 1 has micro-steps, layers, experts and stage (1, 2, 4, 'update')"),
+    ],
+    ids=["another plan", "a killed worker", "another window"],
+)
+def test_trouble_while_planning_is_told_on_every_rank(pool, trouble, words):
+    said = pool.run(work.window_errors, 2, SMALL, trouble)
+    assert all(one is not None and words in one[1] for one in said), said
+    assert said[0] == said[1]
+
+
+@pytest.mark.dist(2)
+def test_submit_returns_before_the_plan_is_made(pool):
+    for reports in pool.run(work.plan_later, 2, SMALL):
+        assert len({report.digest for report in reports}) == 2
+        assert reports[0].waited_s > 0
+
+
+@pytest.mark.dist(2)
+def test_a_row_off_its_prepared_way_is_told_on_every_rank(pool):
+    other, own = pool.run(work.mismatch, 2, SMALL)
+    assert own == ("RoutesError", own[1]) and "layer index 1: 3 rows were routed otherwise than prepared" in own[1]
+    assert other == ("RoutesError", other[1]) and "3 rows of other ranks" in other[1]
+
+
+@pytest.mark.dist(1)
+def test_calls_out_of_order_are_told(pool):
+    (said,) = pool.run(work.misuse, 1, ParityCase(ranks=1, layers=1, tokens=4))
+    nothing_submitted, not_open, open_already = (words for _, words in said)
+    assert "no window was submitted" in nothing_submitted
+    assert "no window is open" in not_open
+    assert "a window is open; end it" in open_already
+
+
+MODEL = ModelShape.preset("deepseek-v2-lite", layers=2)
+
+
+def layers_at(*indices):
+    return {f"blocks.{at}.experts": SimpleNamespace(layer=index) for at, index in enumerate(indices)}
+
+
+def test_layers_are_ordered_by_what_they_are():
+    assert list(in_plan_order(layers_at(1, 0), MODEL)) == ["blocks.1.experts", "blocks.0.experts"]
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ((0, 2), "`blocks.1.experts` is layer index 2"),
+        ((1, 1), "`blocks.1.experts` and `blocks.0.experts` are both layer index 1"),
+        ((0,), "no balanced experts were given for layer 2"),
+    ],
+    ids=["too high", "twice", "missing"],
+)
+def test_layers_that_do_not_fit_are_named_by_path_and_number(indices, words):
+    with pytest.raises(TopologyError, match=words):
+        in_plan_order(layers_at(*indices), MODEL)

@@ -1,0 +1,209 @@
+"""What ranks do in the balancer's tests. Imports no planner: training processes must not."""
+
+import dataclasses
+import functools
+import os
+import pickle
+import signal
+import sys
+import threading
+
+import torch
+
+from equipoise.balancer import Balancer, BalancerOptions, find_layers
+from equipoise.core.errors import EquipoiseError
+from equipoise.parity.run import routes_of, run_window, train
+from equipoise.parity.stack import SmallStack, window_inputs
+from equipoise.planning.background import owners_plan
+from equipoise.planning.worker import PlanWorker
+from equipoise.runtime.bank import NoReplicas
+from equipoise.runtime.window import Window
+
+
+@functools.cache
+def kept_worker():
+    """One planning process for all tests of this rank; it ends with the rank."""
+    return PlanWorker()
+
+
+def balancer_of(net, case, group, *, worker=None, enabled=True):
+    options = BalancerOptions(slots=case.slots, objective="skew", timeout_s=20.0, planning_timeout_s=20.0)
+    given = {"cluster": case.cluster, "model": case.model, "group": group, "options": options}
+    return Balancer(find_layers(net), worker=worker or kept_worker(), enabled=enabled, **given)
+
+
+def train_twice(group, case):
+    """Static and balanced training, and whether this process has numba."""
+    both = train(group, case, enabled=False), train(group, case, worker=kept_worker())
+    return *both, "numba" in sys.modules
+
+
+def state_bytes(net):
+    return {name: tensor.numpy().tobytes() for name, tensor in net.state_dict().items()}
+
+
+def disabled_and_never_seen(group, case):
+    """The same step on two equal stacks: one under a disabled balancer, one that never saw a balancer."""
+    found = []
+    window = window_inputs(case, 0, group.rank())
+    for is_seen in (True, False):
+        net = SmallStack(case, group)
+        objects, threads = [(id(p), p.data_ptr()) for p in net.parameters()], threading.active_count()
+        before = state_bytes(net)
+        if is_seen:
+            balancer = balancer_of(net, case, group, enabled=False)
+            balancer.submit(routes_of(window))
+            with balancer.canonical():
+                _, outputs = run_window(net, balancer, window)
+            balancer.close()
+        else:
+            outputs = plain_window(net, case, group, window)
+        after = state_bytes(net)
+        assert [(id(p), p.data_ptr()) for p in net.parameters()] == objects
+        assert threading.active_count() == threads
+        found.append(
+            pickle.dumps((before, after, [x.numpy() for x in outputs], [p.grad.numpy() for p in net.parameters()]))
+        )
+    return found
+
+
+def plain_window(net, case, group, window):
+    plan = owners_plan(case.micro_steps, cluster=case.cluster, model=case.model)
+    outputs = []
+    for experts in find_layers(net).values():
+        experts.begin(Window(plan, rank=group.rank(), bank=NoReplicas(plan, experts.home)))
+    for micro_step, inputs in enumerate(window):
+        out_TD = net(inputs, micro_step)
+        ((out_TD - inputs.target_TD).square().sum() / out_TD.shape[1]).backward()
+        outputs.append(out_TD.detach())
+    for block in net.blocks:
+        torch.distributed.all_reduce(block.attention.grad, group=group)
+    return outputs
+
+
+def weights_in_a_window(group, case):
+    """Owned weights before, inside, inside `canonical` and after a window; parameters stay the same objects."""
+    net = SmallStack(case, group)
+    parameters = [p for experts in find_layers(net).values() for p in experts.parameters()]
+
+    def copies():
+        return [p.detach().clone() for p in parameters]
+
+    with balancer_of(net, case, group) as balancer:
+        window = window_inputs(case, 0, group.rank())
+        before = copies()
+        balancer.submit(routes_of(window))
+        balancer.begin()
+        inside = copies()
+        with balancer.canonical():
+            canonical = copies()
+        _, report = run_micro_steps(net, window), balancer.end()
+        after = copies()
+    assert all(
+        a is b for a, b in zip(parameters, (p for x in find_layers(net).values() for p in x.parameters()), strict=True)
+    )
+    return {"before": before, "inside": inside, "canonical": canonical, "after": after}, report
+
+
+def run_micro_steps(net, window):
+    for micro_step, inputs in enumerate(window):
+        net(inputs, micro_step).sum().backward()
+
+
+class Crooked:
+    """A worker whose plan differs on one rank: two experts of layer 0 change places."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def call(self, method, *args):
+        made = kept_worker().call(method, *args)
+        if method != "whole" or self.rank != 1:
+            return made
+        order = [made.cluster.ep * made.home_slots - 1, *range(made.cluster.ep * made.home_slots - 1)]
+        changed = {name: getattr(made, name).copy() for name in ("home_LE", "home_slot_LE")}
+        for array in changed.values():
+            array[0] = array[0][order]
+        table = type(made.replica_table).empty(made.ns_ML.size)
+        return dataclasses.replace(made, replica_table=table, itinerary=None, **changed)
+
+
+class Slow:
+    """A worker that plans when it is let go."""
+
+    def __init__(self):
+        self.may_go = threading.Event()
+
+    def call(self, method, *args):
+        assert self.may_go.wait(20.0), "submit did not return before the plan was made"
+        return kept_worker().call(method, *args)
+
+
+def words_of(work):
+    """The error that `work` raises, as (class, text); None where it raises none."""
+    try:
+        work()
+    except EquipoiseError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def window_errors(group, case, trouble):
+    """What a rank says when planning goes wrong on rank 1, and whether the next window is planned all the same."""
+    net, worker = SmallStack(case, group), kept_worker()
+    routes = routes_of(window_inputs(case, 0, group.rank()))
+    if trouble == "another plan":
+        worker = Crooked(group.rank())
+    elif trouble == "a killed worker":
+        worker = PlanWorker()
+        if group.rank() == 1:
+            os.kill(worker.pid, signal.SIGKILL)
+    with balancer_of(net, case, group, worker=worker) as balancer:
+        is_odd = trouble == "another window" and group.rank() == 1
+        balancer.submit(routes[:1] if is_odd else routes)
+        said = words_of(balancer.begin)
+        if trouble == "another window":
+            balancer.submit(routes)
+            with balancer.window():
+                run_micro_steps(net, window_inputs(case, 0, group.rank()))
+    if trouble == "a killed worker":
+        worker.close()
+    return said
+
+
+def plan_later(group, case):
+    """Submit two windows to a worker that waits, then take both; what was waited, and the digests."""
+    net, worker, reports = SmallStack(case, group), Slow(), []
+    windows = [window_inputs(case, number, group.rank()) for number in (0, 1)]
+    with balancer_of(net, case, group, worker=worker) as balancer:
+        for window in windows:
+            balancer.submit(routes_of(window))
+        worker.may_go.set()
+        for window in windows:
+            with balancer.window():
+                run_micro_steps(net, window)
+            reports.append(balancer.report)
+    return reports
+
+
+def mismatch(group, case):
+    """End a window in which one row of rank 1 did not follow its prepared dispatch."""
+    net = SmallStack(case, group)
+    window = window_inputs(case, 0, group.rank())
+    with balancer_of(net, case, group) as balancer:
+        balancer.submit(routes_of(window))
+        balancer.begin()
+        run_micro_steps(net, window)
+        if group.rank() == 1:
+            net.blocks[1].experts.mismatches += 3
+        return words_of(balancer.end)
+
+
+def misuse(group, case):
+    """What a rank alone is told when it calls things out of order."""
+    net = SmallStack(case, group)
+    balancer = balancer_of(net, case, group, enabled=False)
+    said = [words_of(balancer.begin), words_of(balancer.end)]
+    balancer.submit(routes_of(window_inputs(case, 0, 0)))
+    balancer.begin()
+    return [*said, words_of(balancer.begin)]

@@ -1,0 +1,94 @@
+"""The parity run judges rightly: equal trainings are good, each kind of difference is found."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from equipoise.core import TransferError
+from equipoise.parity.case import ParityCase
+from equipoise.parity.ranks import run_ranks
+from equipoise.parity.run import Training
+from equipoise.parity.stack import dense_gradients
+from equipoise.parity.verdict import judge
+from equipoise.planning.report import WindowReport
+
+CASE = ParityCase(ranks=2, layers=1, tokens=4, steps=1)
+REPORT = WindowReport(
+    digest="",
+    predicted_s=0.0,
+    static_s=0.0,
+    displaced=3,
+    replicas=2,
+    planning_s=0.0,
+    waited_s=0.0,
+    counts={"pulls": 1},
+    bytes={},
+    exposed_s={},
+)
+
+
+def trainings():
+    """What both ranks would see if float32 gradients were float64's, rounded."""
+    exact = dense_gradients(CASE, 0)
+    halves = [tensor.chunk(2) for tensor in exact]
+    return [
+        Training(
+            losses=[4.0],
+            outputs=[torch.ones(2, 3)],
+            gradients=[half[rank].float() for half in halves],
+            norm=2.0,
+            weights=[torch.ones(2, 2)],
+            reports=[REPORT],
+        )
+        for rank in range(2)
+    ]
+
+
+def findings(**changed):
+    """Names of the measures that do not hold when rank 1, and rank 0 where the figure is shared, saw something else."""
+    balanced = [dataclasses.replace(training, **changed) for training in trainings()]
+    verdict = judge(CASE, trainings(), balanced)
+    return [measure.name for measure in verdict.measures if not measure.is_good], verdict
+
+
+def test_equal_trainings_are_good():
+    names, verdict = findings()
+    assert names == []
+    assert verdict.is_good
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"losses": [4.0000001]}, ["loss, window 1"]),
+        ({"losses": [float("nan")]}, ["loss, window 1", "loss, window 1"]),
+        ({"outputs": [torch.ones(2, 3) + 1e-6]}, ["largest output difference, window 1"]),
+        ({"norm": 2.00001}, ["gradient norm, window 1"]),
+        ({"weights": [torch.ones(2, 2) + 1e-4]}, ["largest weight difference, 1 steps"]),
+        ({"gradients": [t + 1e-3 for t in trainings()[0].gradients]}, ["gradient error to float64, ratio"]),
+    ],
+    ids=["loss", "loss is not a number", "output", "gradient norm", "weights", "gradients"],
+)
+def test_each_difference_is_found(changed, found):
+    names, verdict = findings(**changed)
+    assert names == found
+    assert not verdict.is_good
+
+
+def test_a_run_in_which_nothing_moved_is_not_good():
+    names, verdict = findings(reports=[dataclasses.replace(REPORT, counts={"pulls": 0})])
+    assert names == []
+    assert not verdict.is_good
+
+
+def rank_squared(group, fail_at):
+    if group.rank() == fail_at:
+        raise ValueError("no square today")
+    return group.rank() ** 2
+
+
+def test_ranks_answer_in_order_and_tell_what_failed():
+    assert run_ranks(rank_squared, 2, None, timeout_s=60) == [0, 1]
+    with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: no square today"):
+        run_ranks(rank_squared, 2, 1, timeout_s=60)

@@ -1,0 +1,77 @@
+"""Shares of layers give the plan of the whole, bit for bit, and no layer is planned twice."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+import equipoise as eq
+from equipoise.core import LoadMatrix
+from equipoise.planning.desk import Desk
+from equipoise.planning.options import BalancerOptions
+from tests.runtime.cases import cluster_of, model_of, random_routing
+
+RANKS, LAYERS = 4, 5
+
+
+def window(seed, *, coverage=None):
+    routing = random_routing(seed, ranks=RANKS, layers=LAYERS, experts=16)
+    loads = routing.loads()
+    if coverage is None:
+        return loads, model_of(routing)
+    shape = loads.load_MLRE.shape[:3]
+    return LoadMatrix(loads.load_MLRE, coverage_MLR=np.full(shape, coverage)), model_of(routing)
+
+
+def desks(model, options):
+    return [Desk(cluster_of(RANKS, nodes=2), model, options) for _ in range(RANKS)]
+
+
+@pytest.mark.parametrize("objective", ["skew", "seconds"])
+@pytest.mark.parametrize("limit", [None, 2], ids=["any number displaced", "at most 2 displaced"])
+def test_shares_give_the_plans_of_the_planner_window_by_window(objective, limit):
+    options = BalancerOptions(slots=1, objective=objective, max_displaced=limit)
+    _, model = window(0)
+    ranks, warm = desks(model, options), None
+    for seed in (1, 2, 3):
+        loads, _ = window(seed)
+        shares = [desk.share(loads, range(rank, LAYERS, RANKS)) for rank, desk in enumerate(ranks)]
+        plans = [desk.whole(loads, shares) for desk in ranks]
+        warm = eq.plan(
+            loads,
+            cluster=cluster_of(RANKS, nodes=2),
+            model=model,
+            slots=1,
+            objective=objective,
+            options=eq.PlanOptions(max_displaced=limit),
+            warm=warm,
+        )
+        assert {plan.digest() for plan in plans} == {warm.digest()}
+
+
+def test_no_layer_is_planned_twice():
+    loads, model = window(4)
+    ranks = desks(model, BalancerOptions(objective="skew"))
+    shares = [desk.share(loads, range(rank, LAYERS, RANKS)) for rank, desk in enumerate(ranks)]
+    for desk in ranks:
+        desk.whole(loads, shares)
+    assert sum(desk.num_planned for desk in ranks) == LAYERS
+
+
+def test_partly_known_loads_are_shared_out_too():
+    loads, model = window(5, coverage=0.5)
+    desk = Desk(cluster_of(RANKS, nodes=2), model, BalancerOptions(objective="skew"))
+    plan = desk.whole(loads, [desk.share(loads, range(LAYERS))])
+    assert desk.num_planned == LAYERS
+    assert plan.estimated_share > 0.4
+
+
+@pytest.mark.parametrize("given", ["none", "of other loads"])
+def test_a_layer_that_nobody_planned_is_planned_and_never_guessed(given):
+    loads, model = window(6)
+    other, _ = window(7)
+    desk = Desk(cluster_of(RANKS, nodes=2), model, BalancerOptions(objective="skew"))
+    share = pickle.dumps({}) if given == "none" else desk.share(other, range(LAYERS))
+    plan = desk.whole(loads, [share])
+    wanted = eq.plan(loads, cluster=cluster_of(RANKS, nodes=2), model=model, slots=1, objective="skew")
+    assert plan.digest() == wanted.digest()

@@ -1,0 +1,83 @@
+"""Rows of one rank, counted from the routes it replays, and joined with those of the others."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core import LoadsError, RoutesError
+from equipoise.planning.rows import RankRows, count_rows, join_rows
+
+
+def routes_of(seed, *, micro_steps, layers, experts):
+    rng = np.random.default_rng(seed)
+    return [
+        [rng.integers(-1, experts, size=(rng.integers(0, 6), 2)) for _ in range(layers)] for _ in range(micro_steps)
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), micro_steps=st.integers(1, 3), layers=st.integers(1, 3), experts=st.integers(1, 5))
+def test_counting_equals_one_token_after_the_other(seed, micro_steps, layers, experts):
+    routes = routes_of(seed, micro_steps=micro_steps, layers=layers, experts=experts)
+    rows = count_rows(routes, experts=experts)
+    for m, by_layer in enumerate(routes):
+        for layer, ids_TK in enumerate(by_layer):
+            wanted, known = [0] * experts, 0
+            for ids_K in ids_TK.tolist():
+                if -1 not in ids_K:
+                    known += 1
+                    for expert in ids_K:
+                        wanted[expert] += 1
+            assert rows.load_MLE[m, layer].tolist() == wanted
+            share = 1.0 if rows.coverage_ML is None else rows.coverage_ML[m, layer]
+            assert share == (known / len(ids_TK) if len(ids_TK) else 1.0)
+
+
+@pytest.mark.parametrize(("bad", "words"), [(4, "expert 4 does not exist"), (-2, "expert -2 does not exist")])
+def test_an_id_outside_the_model_is_named_with_its_place(bad, words):
+    good = np.zeros((3, 2), dtype=np.int64)
+    with pytest.raises(RoutesError, match=f"micro-step 1, layer index 0: {words}"):
+        count_rows([[good], [np.full((1, 2), bad)]], experts=4)
+
+
+@pytest.mark.parametrize(
+    "routes", [[[np.zeros((2, 2))]], [[np.zeros(3, dtype=int)]]], ids=["not integers", "without an axis of choices"]
+)
+def test_ids_of_another_form_are_refused(routes):
+    with pytest.raises(RoutesError, match=r"give \[T, K\] integers"):
+        count_rows(routes, experts=4)
+
+
+def test_micro_steps_must_have_the_same_layers():
+    ids = np.zeros((1, 1), dtype=np.int64)
+    with pytest.raises(RoutesError, match=r"\[2, 1\] layers by micro-step"):
+        count_rows([[ids, ids], [ids]], experts=2)
+
+
+def test_counted_rows_pass_unchanged():
+    rows = RankRows(load_MLE=np.ones((1, 2, 3), dtype=np.int64))
+    assert count_rows(rows, experts=3) is rows
+
+
+def test_rows_without_a_micro_step_are_refused():
+    with pytest.raises(LoadsError, match=r"load_MLE has shape \(0, 2, 3\)"):
+        RankRows(load_MLE=np.ones((0, 2, 3)))
+
+
+def test_joined_rows_stand_by_rank_with_their_coverage():
+    one = RankRows(load_MLE=np.arange(12).reshape(2, 2, 3), stage="recompute")
+    two = RankRows(load_MLE=np.arange(12).reshape(2, 2, 3) + 100, coverage_ML=np.full((2, 2), 0.5), stage="recompute")
+    loads = join_rows([one, two], layer_numbers=(1, 5))
+    assert np.array_equal(loads.load_MLRE[:, :, 0], one.load_MLE)
+    assert np.array_equal(loads.load_MLRE[:, :, 1], two.load_MLE)
+    assert loads.stage == "recompute"
+    assert loads.layer_numbers_L.tolist() == [1, 5]
+    assert (loads.coverage_MLR[:, :, 0] == 1).all() and (loads.coverage_MLR[:, :, 1] == 0.5).all()
+
+
+@pytest.mark.parametrize("other", [{"load_MLE": np.ones((2, 1, 3))}, {"stage": "recompute"}], ids=["shape", "stage"])
+def test_ranks_that_announce_other_windows_are_refused(other):
+    rows = {"load_MLE": np.ones((1, 1, 3), dtype=np.int64)}
+    with pytest.raises(LoadsError, match="rank 1 has micro-steps, layers, experts and stage"):
+        join_rows([RankRows(**rows), RankRows(**{**rows, **other})], layer_numbers=(0,))

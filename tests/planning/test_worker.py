@@ -1,0 +1,65 @@
+"""The planning process: it answers, tells what went wrong, and ends with its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from equipoise.core import InfeasiblePlanError, LoadsError
+from equipoise.planning.options import BalancerOptions
+from equipoise.planning.worker import PlanWorker
+from tests.runtime.cases import cluster_of, model_of, random_routing
+
+
+@pytest.fixture
+def worker():
+    made = PlanWorker()
+    yield made
+    made.close()
+
+
+def test_a_worker_plans_and_tells_what_is_wrong(worker):
+    routing, other = random_routing(1, ranks=2), random_routing(1, ranks=4)
+    worker.call("open", cluster_of(2), model_of(routing), BalancerOptions(objective="skew"))
+    share = worker.call("share", routing.loads(), range(2))
+    plan = worker.call("whole", routing.loads(), [share])
+    assert plan.loads == routing.loads()
+    with pytest.raises(LoadsError, match="loads have 4 source ranks, the EP group has 2"):
+        worker.call("whole", other.loads(), [])
+    with pytest.raises(InfeasiblePlanError, match="planning failed:\nTraceback"):
+        worker.call("no such method")
+    assert worker.call("whole", routing.loads(), [share]).home_LE.shape == plan.home_LE.shape
+
+
+def test_a_killed_worker_is_told_and_closes(worker):
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(InfeasiblePlanError, match=f"the planning process {worker.pid} ended"):
+        for _ in range(2):
+            worker.call("open")
+    worker.close()
+    worker.close()
+
+
+def test_a_worker_ends_with_a_killed_parent():
+    code = (
+        "import os, signal; from equipoise.planning.worker import PlanWorker\n"
+        "print(PlanWorker().pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    process, end = Path(f"/proc/{int(done.stdout)}/stat"), time.monotonic() + 20
+    while process.exists() and process.read_text().split()[2] not in "ZX":
+        assert time.monotonic() < end, "the worker outlived its parent by 20 s"
+        time.sleep(0.05)
+
+
+def test_training_processes_do_not_import_numba():
+    code = (
+        "import sys, equipoise.balancer; assert 'numba' not in sys.modules and 'equipoise.planner' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
