@@ -37,7 +37,7 @@ def level(
     rows_GM = np.zeros((groups, micro_steps), dtype=np.int64)
     for e in range(experts):
         rows_GM[group_E[e]] += load_EM[e]
-    dot_PP, bend_PP, pull_GP = _tables(share_EM, affinity_EE, order, start_G, weight_G)
+    dot_EE, bow_PP, square_P, pull_GP = _tables(share_EM, affinity_EE, order, start_G, weight_G)
     cost, away = np.int64(0), np.int64(0)
     for e in range(experts):
         cost += cost_EG[e, group_E[e]]
@@ -60,7 +60,7 @@ def level(
             break
         else:
             since += 1
-        p, q, change = _best_swap(start_G, pull_GP, bend_PP, tabu_P, swap, order, edge)
+        p, q, change = _best_swap(start_G, pull_GP, bow_PP, square_P, tabu_P, swap, order, edge)
         if p < 0:
             if tabu_P.max() <= swap:
                 break
@@ -74,12 +74,12 @@ def level(
             rows_GM[a, m] += d
             rows_GM[b, m] -= d
         for i in range(experts):
-            d = dot_PP[i, q] - dot_PP[i, p]
+            d = dot_EE[f, order[i]] - dot_EE[e, order[i]]
             pull_GP[a, i] += weight_G[a] * d
             pull_GP[b, i] -= weight_G[b] * d
         cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
         away += _more_away(owner_E, e, f, a, b)
-        _swap_positions(order, tabu_P, dot_PP, bend_PP, pull_GP, p, q)
+        _swap_positions(order, tabu_P, square_P, bow_PP, pull_GP, p, q)
         swap += 1
         if change >= 0:
             # An uphill swap is kept from being undone at once.
@@ -151,36 +151,41 @@ def busiest(rows_GM: np.ndarray, weight_G: np.ndarray, common: int, weight_M: np
 @compiled
 def _tables(
     share_EM: np.ndarray, affinity_EE: np.ndarray, order: np.ndarray, start_G: np.ndarray, weight_G: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By position: inner products, what a swap adds by itself, and each expert's product with each group's sum."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Inner products by expert; by position what a swap adds by itself, in two parts, and products with group sums.
+
+    Swapping positions p and q adds `bow_PP[p, q] + square_P[p] + square_P[q]` beside what the groups pull.
+    """
     experts, micro_steps = share_EM.shape
-    share_PM = share_EM[order].copy()
-    dot_PP = np.zeros((experts, experts), dtype=np.int64)
-    for p in range(experts):
-        for q in range(p, experts):
-            s = affinity_EE[order[p], order[q]]
+    dot_EE = affinity_EE.copy()
+    for e in range(experts):
+        for f in range(e, experts):
+            s = np.int64(0)
             for m in range(micro_steps):
-                s += share_PM[p, m] * share_PM[q, m]
-            dot_PP[p, q] = s
-            dot_PP[q, p] = s
-    bend_PP = np.zeros((experts, experts), dtype=np.int64)
+                s += share_EM[e, m] * share_EM[f, m]
+            dot_EE[e, f] += s
+            if e != f:
+                dot_EE[f, e] += s
     top_weight = weight_G.max()
+    bow_PP, square_P = np.zeros((experts, experts), dtype=np.int64), np.zeros(experts, dtype=np.int64)
     for p in range(experts):
+        square_P[p] = top_weight * dot_EE[order[p], order[p]]
         for q in range(experts):
-            bend_PP[p, q] = top_weight * (dot_PP[p, p] + dot_PP[q, q] - 2 * dot_PP[p, q])
+            bow_PP[p, q] = -2 * top_weight * dot_EE[order[p], order[q]]
     pull_GP = np.zeros((len(weight_G), experts), dtype=np.int64)
     for g in range(len(weight_G)):
         for q in range(start_G[g], start_G[g + 1]):
             for p in range(experts):
-                pull_GP[g, p] += weight_G[g] * dot_PP[p, q]
-    return dot_PP, bend_PP, pull_GP
+                pull_GP[g, p] += weight_G[g] * dot_EE[order[q], order[p]]
+    return dot_EE, bow_PP, square_P, pull_GP
 
 
 @compiled
 def _best_swap(
     start_G: np.ndarray,
     pull_GP: np.ndarray,
-    bend_PP: np.ndarray,
+    bow_PP: np.ndarray,
+    square_P: np.ndarray,
     tabu_P: np.ndarray,
     swap: int,
     order: np.ndarray,
@@ -192,14 +197,14 @@ def _best_swap(
     for a in range(groups - 1):
         for b in range(a + 1, groups):
             for q in range(start_G[b], start_G[b + 1]):
-                edge[q] = BIG if tabu_P[q] > swap else pull_GP[a, q] - pull_GP[b, q]
+                edge[q] = BIG if tabu_P[q] > swap else pull_GP[a, q] - pull_GP[b, q] + square_P[q]
         for p in range(start_G[a], start_G[a + 1]):
             if tabu_P[p] > swap:
                 continue
-            row = bend_PP[p]
+            row = bow_PP[p]
             for b in range(a + 1, groups):
                 lo, hi = start_G[b], start_G[b + 1]
-                constant = pull_GP[b, p] - pull_GP[a, p]
+                constant = pull_GP[b, p] - pull_GP[a, p] + square_P[p]
                 small = BIG
                 for q in range(lo, hi):
                     small = min(small, edge[q] + row[q])
@@ -316,8 +321,8 @@ def group_of(start_G: np.ndarray, position: int) -> int:
 def _swap_positions(
     order: np.ndarray,
     tabu_P: np.ndarray,
-    dot_PP: np.ndarray,
-    bend_PP: np.ndarray,
+    square_P: np.ndarray,
+    bow_PP: np.ndarray,
     pull_GP: np.ndarray,
     p: int,
     q: int,
@@ -325,10 +330,10 @@ def _swap_positions(
     """Exchange two experts in every table by position."""
     order[p], order[q] = order[q], order[p]
     tabu_P[p], tabu_P[q] = tabu_P[q], tabu_P[p]
+    square_P[p], square_P[q] = square_P[q], square_P[p]
     for g in range(pull_GP.shape[0]):
         pull_GP[g, p], pull_GP[g, q] = pull_GP[g, q], pull_GP[g, p]
-    for table in (dot_PP, bend_PP):
-        for j in range(table.shape[1]):
-            table[p, j], table[q, j] = table[q, j], table[p, j]
-        for i in range(table.shape[0]):
-            table[i, p], table[i, q] = table[i, q], table[i, p]
+    for i in range(len(order)):
+        bow_PP[p, i], bow_PP[q, i] = bow_PP[q, i], bow_PP[p, i]
+    for i in range(len(order)):
+        bow_PP[i, p], bow_PP[i, q] = bow_PP[i, q], bow_PP[i, p]
