@@ -45,10 +45,12 @@ class Task:
     policy: str
     estimated_share: float = 0.0
 
-    @property
-    def cost(self) -> CostModel:
-        """Prices of this window's stage."""
-        return CostModel.of(self.cluster, self.model, stage=self.loads.stage, depth=self.options.depth)
+    cost: CostModel = field(init=False)
+    """Prices of this window's stage."""
+
+    def __post_init__(self) -> None:
+        cost = CostModel.of(self.cluster, self.model, stage=self.loads.stage, depth=self.options.depth)
+        object.__setattr__(self, "cost", cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import torch
 
 from equipoise.core import ModelShape, TopologyError
 from equipoise.parity.case import ParityCase
+from equipoise.parity.ranks import run_ranks
 from equipoise.parity.verdict import judge
 from equipoise.planning.layers import in_plan_order
 from tests.balancer import work
@@ -38,6 +39,24 @@ def test_balanced_training_learns_what_static_training_learns(pool, case):
     assert all(one == digests[0] for one in digests)
     assert len(set(digests[0][:3])) == 3, "windows of different loads have different plans"
     assert all(report.static_s > 0 and report.predicted_s > 0 for report in balanced[0].reports)
+
+
+@pytest.mark.dist(2)
+def test_two_runs_have_the_same_bits(pool):
+    for first, second in pool.run(work.train_again, 2, SMALL):
+        assert all(map(torch.equal, first, second))
+
+
+def test_two_ep_groups_with_different_homes_learn_what_static_ones_learn():
+    case = ParityCase(ranks=2, layers=2, tokens=16)
+    results = run_ranks(work.train_in_groups, 4, case, 4, timeout_s=100)
+    for (static, _), (balanced, _) in results:
+        for x, y in zip(static, balanced, strict=True):
+            assert (x - y).abs().max() <= 1e-5 * x.abs().max()
+    trained, digests = zip(*(balanced for _, balanced in results), strict=True)
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+    for owner in (0, 1):
+        assert all(map(torch.equal, trained[owner], trained[owner + 2])), "both groups keep the same weights"
 
 
 @pytest.mark.dist(2)

@@ -207,3 +207,31 @@ def misuse(group, case):
     balancer.submit(routes_of(window_inputs(case, 0, 0)))
     balancer.begin()
     return [*said, words_of(balancer.begin)]
+
+
+def train_again(group, case):
+    """Balanced training twice; the trained weights of each."""
+    return [train(group, case, worker=kept_worker()).weights for _ in range(2)]
+
+
+def train_in_groups(world, case, steps):
+    """Two EP groups with different routes, and so different homes, whose owners reduce their gradients."""
+    rank, size = world.rank(), case.ranks
+    groups = [torch.distributed.new_group(list(range(first, first + size))) for first in (0, size)]
+    pairs = [torch.distributed.new_group([owner, owner + size]) for owner in range(size)]
+    number, group, pair = rank // size, groups[rank // size], pairs[rank % size]
+    found = []
+    for enabled in (False, True):
+        net, digests = SmallStack(case, group), []
+        with balancer_of(net, case, group, enabled=enabled) as balancer:
+            for step in range(steps):
+                window = window_inputs(case, 2 * step + number, group.rank())
+                balancer.submit(routes_of(window))
+                run_window(net, balancer, window)
+                digests.append(balancer.report.digest)
+                for parameter in net.parameters():
+                    torch.distributed.all_reduce(parameter.grad, group=pair)
+                    parameter.data.add_(parameter.grad, alpha=-1e-3)
+                    parameter.grad = None
+        found.append(([p.detach().clone() for p in net.parameters()], digests))
+    return found
