@@ -59,6 +59,16 @@ def test_two_ep_groups_with_different_homes_learn_what_static_ones_learn():
         assert all(map(torch.equal, trained[owner], trained[owner + 2])), "both groups keep the same weights"
 
 
+def test_two_pipeline_stages_learn_what_static_ones_learn():
+    case = ParityCase(ranks=2, layers=4, tokens=16, micro_steps=4)
+    results = run_ranks(work.train_in_stages, 4, case, 3, timeout_s=60)
+    for (static, _, _), (balanced, report, on_demand) in results:
+        assert report.replicas > 0
+        assert on_demand == 0, "the itinerary foresees the order of each stage"
+        for x, y in zip(static, balanced, strict=True):
+            assert (x - y).abs().max() <= 1e-5 * x.abs().max()
+
+
 @pytest.mark.dist(2)
 def test_disabled_is_byte_identical_to_never_seen(pool):
     for disabled, plain in pool.run(work.disabled_and_never_seen, 2, SMALL):

@@ -26,8 +26,9 @@ def kept_worker():
     return PlanWorker()
 
 
-def balancer_of(net, case, group, *, worker=None, enabled=True):
-    options = BalancerOptions(slots=case.slots, objective="skew", timeout_s=20.0, planning_timeout_s=20.0)
+def balancer_of(net, case, group, *, worker=None, enabled=True, **figures):
+    bounds = {"timeout_s": 20.0, "planning_timeout_s": 60.0}
+    options = BalancerOptions(slots=case.slots, objective="skew", **bounds, **figures)
     given = {"cluster": case.cluster, "model": case.model, "group": group, "options": options}
     return Balancer(find_layers(net), worker=worker or kept_worker(), enabled=enabled, **given)
 
@@ -235,3 +236,57 @@ def train_in_groups(world, case, steps):
                     parameter.grad = None
         found.append(([p.detach().clone() for p in net.parameters()], digests))
     return found
+
+
+def train_in_stages(world, case, steps):
+    """Two pipeline stages of EP2, one forward and one backward in turn; each stage has half of the layers."""
+    groups = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
+    stage, half = world.rank() // 2, dataclasses.replace(case, layers=case.layers // 2, seed=world.rank() // 2)
+    found = []
+    for enabled in (False, True):
+        net, on_demand = SmallStack(half, groups[stage]), 0
+        order = {"order": "1f1b", "pipeline_stage": stage, "pipeline_stages": 2}
+        with balancer_of(net, half, groups[stage], enabled=enabled, **order) as balancer:
+            for step in range(steps):
+                window = [of_stage(x, stage, half.layers) for x in window_inputs(case, step, groups[stage].rank())]
+                with balancer.window(routes_of(window)):
+                    (first_stage if stage == 0 else last_stage)(net, window, (world.rank() + 2) % 4)
+                on_demand += balancer.report.counts.get("on_demand", 0)
+                for parameter in net.parameters():
+                    parameter.data.add_(parameter.grad, alpha=-1e-3)
+                    parameter.grad = None
+        found.append(([p.detach().clone() for p in net.parameters()], balancer.report, on_demand))
+    return found
+
+
+def of_stage(inputs, stage, layers):
+    cut = slice(stage * layers, (stage + 1) * layers)
+    return inputs._replace(gates=inputs.gates[cut], ids=inputs.ids[cut])
+
+
+def first_stage(net, window, peer):
+    """Forward one micro-step ahead of backward."""
+    outputs, sent = [], []
+    for micro_step, inputs in enumerate(window):
+        outputs.append(net(inputs, micro_step))
+        sent.append(torch.distributed.isend(outputs[-1].detach(), peer))
+        if micro_step:
+            backward_from(outputs[micro_step - 1], peer)
+    backward_from(outputs[-1], peer)
+    for work in sent:
+        work.wait()
+
+
+def backward_from(out_TD, peer):
+    grad_TD = torch.empty_like(out_TD)
+    torch.distributed.recv(grad_TD, peer)
+    out_TD.backward(grad_TD)
+
+
+def last_stage(net, window, peer):
+    for micro_step, inputs in enumerate(window):
+        x_TD = torch.empty_like(inputs.hidden_TD)
+        torch.distributed.recv(x_TD, peer)
+        x_TD.requires_grad_()
+        (net(inputs._replace(hidden_TD=x_TD), micro_step) - inputs.target_TD).square().mean().backward()
+        torch.distributed.send(x_TD.grad, peer)
