@@ -102,11 +102,11 @@ class BackgroundPlanner:
 
     def close(self) -> None:
         """End the thread, the worker and the connections. Closing twice is allowed."""
-        # The worker goes first: a thread that waits for it then ends at once.
+        # The thread goes last: what it may wait for, other ranks or the worker, has ended then.
+        self._group.close()
         if self._own_worker is not None:
             self._own_worker.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._group.close()
 
     def _plan(self, rows: RankRows) -> tuple[Plan, float]:
         begin = time.monotonic()

@@ -2,11 +2,16 @@
 
 Knows torch.distributed. Does not know what it carries: objects travel pickled, between processes of one training job.
 
-The group is not registered with torch: it needs no call of ranks outside it, no global name, and ends with `close`.
+The group is not registered with torch: it needs no call of ranks outside it and no global name.
+
+Invariants (asserted by the tests):
+1. `close` ends an exchange that other ranks do not join, at once.
 """
 
 import pickle
+import threading
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from equipoise.core.errors import TransferError
+
+_POLL_S = 0.002
 
 
 class OwnGroup:
@@ -31,12 +38,15 @@ class OwnGroup:
         name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         dist.broadcast(name, group=group, group_src=0)
         store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", _get_default_store())
+        self._is_closing = threading.Event()
         self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Every rank of the group must call this."""
         try:
             return self._gather(value)
+        except TransferError:
+            raise
         except RuntimeError as error:
             raise TransferError(
                 f"rank {self.rank}: planning could not exchange with the other {self.size - 1} ranks within "
@@ -46,14 +56,29 @@ class OwnGroup:
     def _gather(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._gloo.allgather(lengths, torch.tensor([mine.numel()])).wait()
+        self._finish(self._gloo.allgather(lengths, torch.tensor([mine.numel()])))
         longest = max(int(length) for length in lengths)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: mine.numel()] = mine
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._gloo.allgather(parts, padded).wait()
+        self._finish(self._gloo.allgather(parts, padded))
         return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
 
+    def _finish(self, work: Any) -> None:
+        while not work.is_completed():
+            if self._is_closing.wait(_POLL_S):
+                # Gloo cannot be interrupted, and its destructor waits: what other ranks never join is left behind.
+                threading.Thread(target=_let_go, args=(self._gloo, work), daemon=True).start()
+                raise TransferError(f"rank {self.rank}: closed while it waited for other ranks to announce a window")
+        work.wait()
+
     def close(self) -> None:
-        """Let the connections go."""
-        self._gloo = None
+        """End an exchange that waits for other ranks, and take part in none any more."""
+        self._is_closing.set()
+
+
+def _let_go(gloo: Any, work: Any) -> None:
+    """Hold the connections until their last exchange has ended or timed out."""
+    with suppress(RuntimeError):
+        work.wait()
+    del gloo

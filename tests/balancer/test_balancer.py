@@ -116,6 +116,11 @@ def test_submit_returns_before_the_plan_is_made(pool):
 
 
 @pytest.mark.dist(2)
+def test_closing_does_not_wait_for_a_window_that_others_never_announce(pool):
+    assert max(pool.run(work.close_alone, 2, SMALL)) < 5.0, "the bound on planning is 60 s"
+
+
+@pytest.mark.dist(2)
 def test_a_row_off_its_prepared_way_is_told_on_every_rank(pool):
     other, own = pool.run(work.mismatch, 2, SMALL)
     assert own == ("RoutesError", own[1]) and "layer index 1: 3 rows were routed otherwise than prepared" in own[1]

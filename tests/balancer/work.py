@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 
 import torch
 
@@ -185,6 +186,17 @@ def plan_later(group, case):
                 run_micro_steps(net, window)
             reports.append(balancer.report)
     return reports
+
+
+def close_alone(group, case):
+    """Submit a window that rank 1 never announces, and close; seconds that took."""
+    balancer = balancer_of(SmallStack(case, group), case, group)
+    if group.rank() == 0:
+        balancer.submit(routes_of(window_inputs(case, 0, 0)))
+        time.sleep(0.2)
+    begin = time.monotonic()
+    balancer.close()
+    return time.monotonic() - begin
 
 
 def mismatch(group, case):
