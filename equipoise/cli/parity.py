@@ -92,8 +92,8 @@ def document(verdict: "Verdict") -> dict[str, Any]:
 
 
 def _row(measure: "Measure") -> tuple[str, ...]:
-    shown = ["" if value is None else f"{value:.5g}" for value in (measure.static, measure.balanced)]
-    limit = "same bits" if measure.limit == 0 else f"{measure.limit:g}"
+    shown = ["" if value is None else f"{value:.4g}" for value in (measure.static, measure.balanced)]
+    limit = "exact" if measure.limit == 0 else f"{measure.limit:g}"
     return measure.name, *shown, f"{measure.difference:.3g}", limit, "good" if measure.is_good else "FINDING"
 
 

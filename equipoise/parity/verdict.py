@@ -74,7 +74,7 @@ def judge(case: ParityCase, static: Sequence[Training], balanced: Sequence[Train
     exact_norm = 0.0 if case.slots == 0 else 1e-6
     measures = (
         _relative("loss, window 1", a.losses[0], b.losses[0], limit=0.0),
-        _largest("largest output difference, window 1", [x.outputs for x in static], [x.outputs for x in balanced]),
+        _largest("output difference, window 1", [x.outputs for x in static], [x.outputs for x in balanced]),
         _relative("gradient norm, window 1", a.norm, b.norm, limit=exact_norm),
         _errors(case, static, balanced),
         _relative(f"loss, window {case.steps}", a.losses[-1], b.losses[-1], limit=1e-5),
@@ -105,7 +105,7 @@ def _weights(case: ParityCase, static: Sequence[Training], balanced: Sequence[Tr
     for a, b in zip(static, balanced, strict=True):
         for x, y in zip(a.weights, b.weights, strict=True):
             difference = max(difference, float((x - y).abs().max() / x.abs().max()))
-    name = f"largest weight difference, {case.steps} steps"
+    name = f"weight difference, {case.steps} steps"
     return Measure(name=name, static=None, balanced=None, difference=difference, limit=1e-5)
 
 
@@ -114,7 +114,7 @@ def _errors(case: ParityCase, static: Sequence[Training], balanced: Sequence[Tra
     exact = dense_gradients(case, 0)
     errors = [_rms_error([training.gradients for training in trainings], exact) for trainings in (static, balanced)]
     ratio = errors[1] / errors[0] if errors[0] else math.inf
-    name = "gradient error to float64, ratio"
+    name = "gradient error ratio"
     return Measure(name=name, static=errors[0], balanced=errors[1], difference=ratio, limit=1.1)
 
 

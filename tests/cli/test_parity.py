@@ -36,7 +36,7 @@ def test_the_table_says_when_parity_holds(equipoise, monkeypatch):
     monkeypatch.setattr(verdicts, "check_parity", decided)
     outcome = equipoise("parity")
     assert outcome.code == 0
-    for words in ("loss, window 1", "same bits", "good", "3 experts displaced, 2 replicas, 4 pulls", "parity holds"):
+    for words in ("loss, window 1", "exact", "good", "3 experts displaced, 2 replicas, 4 pulls", "parity holds"):
         assert words in outcome.out
 
 
