@@ -1,0 +1,63 @@
+"""What the README promises is true: its commands, its code, its tree, its length."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LINES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def blocks(language):
+    """The fenced code blocks of one language ("": none named), as texts."""
+    found, current, wanted = [], None, False
+    for line in LINES:
+        if not line.startswith("```"):
+            if current is not None:
+                current.append(line)
+        elif current is None:
+            current, wanted = [], line == f"```{language}"
+        else:
+            if wanted:
+                found.append("\n".join(current) + "\n")
+            current = None
+    return found
+
+
+def test_the_two_commands_come_first():
+    first = next(n for n, line in enumerate(LINES, start=1) if line.startswith("make demo"))
+    assert first < 25
+    assert blocks("bash")[0].startswith("make demo") and "make test" in blocks("bash")[0]
+
+
+def test_it_is_short():
+    assert len(LINES) <= 150
+
+
+def test_the_python_block_runs_and_explains_a_decision(tmp_path):
+    (code,) = blocks("python")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Micro-step 0, layer index 0" in done.stdout
+    assert (tmp_path / "plan.npz").exists()
+
+
+def test_the_tree_names_every_room_and_nothing_else():
+    (tree,) = [block for block in blocks("") if block.startswith("equipoise/\n")]
+    rooms = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
+    assert rooms == {path.parent.name for path in (ROOT / "equipoise").glob("*/__init__.py")}
+    for folder in re.findall(r"^(\w+)/", tree, re.MULTILINE):
+        assert (ROOT / folder).is_dir()
+
+
+def test_every_link_leads_to_a_file():
+    for target in re.findall(r"\]\(([^)#:]+)\)", "\n".join(LINES)):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_verb_shown_exists():
+    from equipoise.cli.app import VERBS
+
+    shown = set(re.findall(r"^equipoise (\w+)", "\n".join(blocks("bash")), re.MULTILINE))
+    assert shown and shown <= {verb.__name__ for verb in VERBS}
