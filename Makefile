@@ -16,7 +16,7 @@ test: $(STAMP) $(KERNELS) lint types contracts
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/codespell equipoise tests benchmarks docs README.md
+	$(VENV)/bin/codespell equipoise tests benchmarks examples docs README.md
 
 types: $(STAMP)
 	$(VENV)/bin/mypy

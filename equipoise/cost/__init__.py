@@ -2,7 +2,7 @@
 
     profile.py   hardware profiles: JSON files with a source for each figure
     model.py     CostModel: compute, all-to-all, transfers, window edges, in whole nanoseconds
-    kernels.py   the same arithmetic, compiled, for the planner's inner loops
+    kernels.py   the same arithmetic, compiled, for the planner's inner loops; links.py counts the rows it prices
     reference.py what the kernels compute, in plain words
     profiles/    h200 (measured by benchmarks/profile_gpu.py), h100 and a100 (derived by benchmarks/derive_profile.py)
 

@@ -8,11 +8,22 @@ Invariants (asserted by the tests):
 2. Without replicas nothing is charged for pulls or returns.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from equipoise.core.compiled import compiled
+from equipoise.cost.links import (
+    RECEIVED_ACROSS,
+    RECEIVED_INSIDE,
+    SENT_ACROSS,
+    SENT_INSIDE,
+    Holders,
+    Traffic,
+    home_nodes,
+    nodes_of,
+    reroute,
+    reroute_near,
+    traffic,
+)
 from equipoise.cost.model import Tables
 
 COMPUTE, EXCHANGE, PULL, RETURN = range(4)
@@ -20,8 +31,6 @@ COMPUTE, EXCHANGE, PULL, RETURN = range(4)
 INSIDE, ACROSS, HOST_PULLS, PEER_PULLS = range(4, 8)
 """Further columns: rows exchanged inside and across nodes, replicas pulled by path, all ranks together."""
 COLUMNS = 8
-SENT_INSIDE, RECEIVED_INSIDE, SENT_ACROSS, RECEIVED_ACROSS = range(4)
-"""Columns of a link table, rows each."""
 
 
 @compiled
@@ -38,54 +47,6 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
         i += 1
     rise = ns_X[i] - ns_X[i - 1]
     return ns_X[i - 1] + rise * (rows - rows_X[i - 1]) // (rows_X[i] - rows_X[i - 1])
-
-
-class Traffic(NamedTuple):
-    """What one (micro-step, layer) sends if every row goes to its expert's home."""
-
-    total_E: np.ndarray
-    node_NE: np.ndarray
-    """[N, E] rows by source node."""
-    row_R: np.ndarray
-    """[R] rows at each source."""
-    link_R4: np.ndarray
-    """[R, 4] rows sent inside, received inside, sent across, received across nodes."""
-
-
-@compiled
-def traffic(load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_mask_NE: np.ndarray) -> Traffic:
-    """Add up rows by link; `node_mask_NE` is -1 where an expert's home is in the node, else 0 (see `home_nodes`)."""
-    ranks, experts = load_RE.shape
-    node_NE = np.zeros((len(node_mask_NE), experts), dtype=np.int64)
-    row_R = np.zeros(ranks, dtype=np.int64)
-    link_R4 = np.zeros((ranks, 4), dtype=np.int64)
-    for s in range(ranks):
-        load_E, mask_E, sum_E = load_RE[s], node_mask_NE[node_R[s]], node_NE[node_R[s]]
-        row, inside = np.int64(0), np.int64(0)
-        for e in range(experts):
-            sum_E[e] += load_E[e]
-            row += load_E[e]
-            inside += load_E[e] & mask_E[e]
-        row_R[s] = row
-        link_R4[s, SENT_INSIDE] = inside
-        link_R4[s, SENT_ACROSS] = row - inside
-    total_E = node_NE.sum(axis=0)
-    for e in range(experts):
-        home = home_E[e]
-        near, own = node_NE[node_R[home], e], load_RE[home, e]
-        link_R4[home, SENT_INSIDE] -= own
-        link_R4[home, RECEIVED_INSIDE] += near - own
-        link_R4[home, RECEIVED_ACROSS] += total_E[e] - near
-    return Traffic(total_E, node_NE, row_R, link_R4)
-
-
-@compiled
-def home_nodes(home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
-    """[N, E] -1 (all bits) where the expert's home is in the node, else 0."""
-    mask_NE = np.zeros((node_R.max() + 1, len(home_E)), dtype=np.int64)
-    for e in range(len(home_E)):
-        mask_NE[node_R[home_E[e]], e] = -1
-    return mask_NE
 
 
 @compiled
@@ -110,32 +71,6 @@ def price(
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R))
     holders = Holders(home_E, nodes_of(node_R), rep_expert_RS, rep_rows_RS)
     return price_holders(load_RE, base, holders, keep_permille_N, tables, persistent, line)
-
-
-class Holders(NamedTuple):
-    """Who computes what in one (micro-step, layer)."""
-
-    home_E: np.ndarray
-    nodes: "Nodes"
-    rep_expert_RS: np.ndarray
-    rep_rows_RS: np.ndarray
-
-
-class Nodes(NamedTuple):
-    """Which rank is where."""
-
-    node_R: np.ndarray
-    by_node_R: np.ndarray
-    """[R] ranks sorted by node."""
-    start_N: np.ndarray
-    """[N + 1] where each node's ranks begin there."""
-
-
-@compiled
-def nodes_of(node_R: np.ndarray) -> Nodes:
-    """List the ranks of every node, ascending."""
-    by_node_R = np.argsort(node_R, kind="mergesort")
-    return Nodes(node_R, by_node_R, np.searchsorted(node_R[by_node_R], np.arange(node_R.max() + 2)))
 
 
 @compiled
@@ -171,9 +106,9 @@ def price_holders(
             busy_R[home_E[e]] += 1
         if quota_E[e] < base.total_E[e]:
             if far_E[e] or persistent:
-                _reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
+                reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
             else:
-                _reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], scratch_3R)
+                reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], scratch_3R)
     line[:] = 0
     for r in range(ranks):
         line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, rows_R[r], busy_R[r]))
@@ -182,30 +117,6 @@ def price_holders(
         forward_ns, backward_ns = windows_ns(base.row_R, len(home_E), tables)
         _transfers(home_E, node_R, rep_expert_RS, rep_rows_RS, forward_ns, backward_ns, tables, line)
     return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
-
-
-@compiled
-def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it where engines send a token once per node.
-
-    From the tokens S1 that chose each expert of the node and S2 that chose each pair, at most S1 - 2 S2 / k tokens came
-    (exact where a token chose one or all k experts there, and for top-2); without pairs, S1: every row crosses.
-    """
-    kept_N = np.full(nodes, 1000)
-    if len(pair_EE) == 0 or top_k < 2:
-        return kept_N
-    for node in range(nodes):
-        single, double = np.int64(0), np.int64(0)
-        for e in range(len(node_E)):
-            if node_E[e] != node:
-                continue
-            single += pair_EE[e, e]
-            for f in range(e + 1, len(node_E)):
-                if node_E[f] == node:
-                    double += pair_EE[e, f]
-        if single > 0:
-            kept_N[node] = max(np.int64(1), 1000 - 2000 * double // (top_k * single))
-    return kept_N
 
 
 @compiled
@@ -227,145 +138,6 @@ def _exchange(
         line[ACROSS] += received
     busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
-
-
-@compiled
-def _take_off(link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int) -> None:
-    """Take an expert's rows off the links into its home."""
-    home = holders.home_E[expert]
-    near = base.node_NE[holders.nodes.node_R[home], expert]
-    link_R4[home, RECEIVED_INSIDE] -= near - load_RE[home, expert]
-    link_R4[home, RECEIVED_ACROSS] -= base.total_E[expert] - near
-
-
-@compiled
-def _room(holders: Holders, expert: int, home_rows: int, rank: int) -> int:
-    """Rows of an expert that a rank computes."""
-    room = home_rows if rank == holders.home_E[expert] else np.int64(0)
-    for j in range(holders.rep_expert_RS.shape[1]):
-        if holders.rep_expert_RS[rank, j] == expert:
-            room += holders.rep_rows_RS[rank, j]
-    return room
-
-
-@compiled
-def _reroute_near(
-    link_R4: np.ndarray,
-    load_RE: np.ndarray,
-    base: Traffic,
-    holders: Holders,
-    expert: int,
-    home_rows: int,
-    scratch_3R: np.ndarray,
-) -> None:
-    """`_reroute` where all holders are in the home's node: who is outside sends across as before."""
-    room_X, share_X = scratch_3R[0], scratch_3R[1]
-    home, nodes = holders.home_E[expert], holders.nodes
-    start = nodes.start_N[nodes.node_R[home]]
-    count = nodes.start_N[nodes.node_R[home] + 1] - start
-    _take_off(link_R4, load_RE, base, holders, expert)
-    rows = np.int64(0)
-    for i in range(count):
-        r = nodes.by_node_R[start + i]
-        load, room = load_RE[r, expert], _room(holders, expert, home_rows, r)
-        own = min(load, room)
-        room_X[i] = room - own
-        rows += load - own
-        link_R4[r, SENT_INSIDE] += load - own if r == home else -own
-    _shares(rows, room_X, share_X, count)
-    for i in range(count):
-        r = nodes.by_node_R[start + i]
-        link_R4[r, RECEIVED_INSIDE] += share_X[i]
-        link_R4[r, RECEIVED_ACROSS] += room_X[i] - share_X[i]
-
-
-@compiled
-def _reroute(
-    link_R4: np.ndarray,
-    load_RE: np.ndarray,
-    base: Traffic,
-    holders: Holders,
-    expert: int,
-    home_rows: int,
-    in_proportion: bool,
-    scratch_3R: np.ndarray,
-) -> None:
-    """Take a replicated expert's rows off the links to its home, and put them on those to its holders."""
-    home, node_R = holders.home_E[expert], holders.nodes.node_R
-    room_R, left_R = scratch_3R[0], scratch_3R[1]
-    _take_off(link_R4, load_RE, base, holders, expert)
-    for r in range(len(node_R)):
-        left_R[r], room_R[r] = load_RE[r, expert], _room(holders, expert, home_rows, r)
-        if r != home:
-            link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= left_R[r]
-    if in_proportion:
-        _split_in_proportion(link_R4, left_R, room_R, node_R, scratch_3R[2])
-    else:
-        _split_local_first(link_R4, left_R, room_R, holders.nodes)
-
-
-@compiled
-def _split_in_proportion(
-    link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray, share_R: np.ndarray
-) -> None:
-    """Every source splits its rows over the holders as their room is; see `core.split.split_in_proportion`."""
-    ranks = len(room_R)
-    for s in range(ranks):
-        _shares(load_R[s], room_R, share_R, ranks)
-        for r in range(ranks):
-            room_R[r] -= share_R[r]
-            if r != s:
-                near = node_R[r] == node_R[s]
-                link_R4[s, SENT_INSIDE if near else SENT_ACROSS] += share_R[r]
-                link_R4[r, RECEIVED_INSIDE if near else RECEIVED_ACROSS] += share_R[r]
-
-
-@compiled
-def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes) -> None:
-    """Own rank first, then own node in proportion, then the rest; see `core.split.split_rows`."""
-    own_R = np.minimum(left_R, room_R)
-    left_R -= own_R
-    room_R -= own_R
-    for node in range(len(nodes.start_N) - 1):
-        here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
-        rows = min(left_R[here].sum(), room_R[here].sum())
-        for side_R, column in ((left_R, SENT_INSIDE), (room_R, RECEIVED_INSIDE)):
-            share_X = np.zeros(len(here), dtype=np.int64)
-            _shares(rows, side_R[here], share_X, len(here))
-            for i in range(len(here)):
-                side_R[here[i]] -= share_X[i]
-                link_R4[here[i], column] += share_X[i]
-    for r in range(len(left_R)):
-        link_R4[r, SENT_ACROSS] += left_R[r]
-        link_R4[r, RECEIVED_ACROSS] += room_R[r]
-
-
-@compiled
-def _shares(rows: int, room_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
-    """Fill the first `count` of `share_X` with `rows` rows in proportion to `room_X`; see `core.split.shares`."""
-    total = np.int64(0)
-    for i in range(count):
-        share_X[i] = room_X[i]
-        total += room_X[i]
-    if rows == total:
-        return
-    shift = 0
-    while (total >> shift) >= 2**31:
-        shift += 1
-    whole = np.int64(0)
-    for i in range(count):
-        whole += room_X[i] >> shift
-    whole = max(np.int64(1), whole)
-    left = rows
-    for i in range(count):
-        if room_X[i] > 0:
-            weight = room_X[i] >> shift
-            share_X[i] = min(room_X[i], rows // whole * weight + rows % whole * weight // whole)
-            left -= share_X[i]
-    for i in range(count):
-        more = min(left, room_X[i] - share_X[i])
-        share_X[i] += more
-        left -= more
 
 
 @compiled

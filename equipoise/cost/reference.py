@@ -132,7 +132,7 @@ def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
 
 
 def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it. See `kernels.kept_permille`."""
+    """[N] thousandths of a node's rows that cross into it. See `links.kept_permille`."""
     kept_N = np.full(nodes, 1000)
     if len(pair_EE) == 0 or top_k < 2:
         return kept_N

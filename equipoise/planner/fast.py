@@ -7,7 +7,8 @@ micro-steps are linear in M.
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.kernels import COLUMNS, Holders, home_nodes, kept_permille, nodes_of, price_holders, traffic
+from equipoise.cost.kernels import COLUMNS, price_holders
+from equipoise.cost.links import Holders, home_nodes, kept_permille, nodes_of, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
 from equipoise.planner._fill import fill

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.core.split import split_in_proportion, split_rows
-from equipoise.cost import CostModel, kernels, reference
+from equipoise.cost import CostModel, kernels, links, reference
 from equipoise.cost.kernels import ACROSS, COLUMNS, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
 from tests.planner import problems
 
@@ -121,7 +121,7 @@ def test_kept_rows_are_exact_for_top_2_tokens(seed):
     for a, b in ids_TK:
         for e, f in ((a, a), (b, b), (a, b), (b, a)):
             pair_EE[e, f] += 1
-    kept_N = kernels.kept_permille(node_E, 2, pair_EE, 2)
+    kept_N = links.kept_permille(node_E, 2, pair_EE, 2)
     assert kept_N.tolist() == reference.kept_permille(node_E, 2, pair_EE, 2).tolist()
     for node in range(2):
         rows = int((node_E[ids_TK] == node).sum())
@@ -130,5 +130,5 @@ def test_kept_rows_are_exact_for_top_2_tokens(seed):
 
 def test_without_pairs_every_row_crosses():
     none_EE, all_EE = np.zeros((0, 0), dtype=np.int64), np.ones((2, 2), dtype=np.int64)
-    assert kernels.kept_permille(np.array([0, 1]), 2, none_EE, 8).tolist() == [1000, 1000]
-    assert kernels.kept_permille(np.array([0, 0]), 1, all_EE, 1).tolist() == [1000]
+    assert links.kept_permille(np.array([0, 1]), 2, none_EE, 8).tolist() == [1000, 1000]
+    assert links.kept_permille(np.array([0, 0]), 1, all_EE, 1).tolist() == [1000]
