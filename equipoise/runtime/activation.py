@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from equipoise.runtime.kernels import fused_for
+
 Activation = Literal["swiglu", "gpt_oss"]
 
 LIMIT = 7.0
@@ -27,6 +29,9 @@ def activate(pre_NF: Tensor, activation: Activation) -> Tensor:
     Returns: [N, F]
     """
     if activation == "swiglu":
+        fused = fused_for(pre_NF)
+        if fused is not None:
+            return fused.swiglu(pre_NF)
         gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate_NF) * up_NF
     gate_NF, up_NF = pre_NF[:, ::2].clamp(max=LIMIT), pre_NF[:, 1::2].clamp(-LIMIT, LIMIT)
@@ -43,6 +48,9 @@ def activate_backward(grad_NF: Tensor, pre_NF: Tensor, activation: Activation) -
     Returns: [N, 2F]
     """
     if activation == "swiglu":
+        fused = fused_for(grad_NF, pre_NF)
+        if fused is not None:
+            return fused.swiglu_backward(grad_NF, pre_NF)
         gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
         sigmoid_NF = torch.sigmoid(gate_NF)
         grad_gate_NF = grad_NF * up_NF * sigmoid_NF * (1 + gate_NF * (1 - sigmoid_NF))

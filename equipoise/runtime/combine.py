@@ -3,7 +3,8 @@
 Knows index tables and gates. Does not know slots or ranks.
 
 The order of addition is the order of columns: top-k order as routed, or ascending expert id once `order_columns` has
-sorted them (Megatron's order). Sums are kept in the wider of the two dtypes: give float32 gates for float32 sums.
+sorted them (Megatron's order). Sums are kept in the wider of the two dtypes: give float32 gates for float32 sums. On a
+CUDA device with Triton (`kernels`) they are float32 at least.
 
 Invariants (asserted by the tests):
 1. The bits of a token's output and of its gates' gradients depend on its rows alone, not on where they were computed.
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from equipoise.runtime.kernels import fused_for
 
 CombineOrder = Literal["top_k", "expert"]
 
@@ -44,6 +47,9 @@ def combine_rows(rows_ND: Tensor, gates_TK: Tensor, *, index_TK: Tensor) -> Tens
 
 def add_columns(rows_ND: Tensor, index_TK: Tensor, gates_TK: Tensor | None = None) -> Tensor:
     """Add `rows_ND[index_TK[:, k]]`, times the gates where given, for k = 0, 1, ... in that order."""
+    fused = fused_for(rows_ND) if gates_TK is None else fused_for(rows_ND, gates_TK)
+    if fused is not None:
+        return fused.add_columns(rows_ND, index_TK, gates_TK)
     dtype = rows_ND.dtype if gates_TK is None else torch.promote_types(rows_ND.dtype, gates_TK.dtype)
     total_TD = rows_ND.new_zeros((index_TK.shape[0], rows_ND.shape[1]), dtype=dtype)
     for column in range(index_TK.shape[1]):
@@ -61,6 +67,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_ND, gates_TK, index_TK = ctx.saved_tensors
+        fused = fused_for(rows_ND, gates_TK)
+        if fused is not None:
+            return *fused.combine_backward(grad_TD, rows_ND, gates_TK, index_TK), None
         grad_rows_ND, grad_gates_TK = torch.empty_like(rows_ND), torch.empty_like(gates_TK)
         for column in range(index_TK.shape[1]):
             place_T = index_TK[:, column]

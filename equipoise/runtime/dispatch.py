@@ -76,6 +76,8 @@ class Dispatch:
     """Rows received from each rank."""
     place_N: Tensor
     """[received rows] place of each received row in the slot-major buffer."""
+    source_P: Tensor
+    """[buffer rows] the received row at each place; one past the last received row at a place of padding."""
     groups: Groups
 
     def is_same_way(self, other: "Dispatch") -> bool:
@@ -100,7 +102,7 @@ class PreparedDispatch:
         """Upload the tables, without waiting where they are in pinned memory."""
         move = partial(_move, device=device)
         groups = move(self.dispatch.groups, ("home_end_S", "replica_end_S"))
-        dispatch = replace(move(self.dispatch, ("token_N", "index_TK", "place_N")), groups=groups)
+        dispatch = replace(move(self.dispatch, ("token_N", "index_TK", "place_N", "source_P")), groups=groups)
         return PreparedDispatch(dispatch=dispatch, ids_TK=self.ids_TK.to(device, non_blocking=True))
 
 
@@ -112,10 +114,12 @@ def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
         width: slots of one rank
     """
     slots_N = slots_TK.reshape(-1)
-    order_N = torch.argsort(slots_N, stable=True)
+    sorted_N, order_N = torch.sort(slots_N, stable=True)
     index_N = torch.empty_like(order_N)
     index_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-    count_RS = torch.bincount(slots_N, minlength=num_ranks * width).view(num_ranks, width)
+    # Unlike bincount, which looks for the largest value, this does not wait for a device.
+    bound_S = torch.arange(num_ranks * width + 1, device=slots_N.device)
+    count_RS = torch.searchsorted(sorted_N, bound_S).diff().view(num_ranks, width)
     return SendSide(token_N=order_N // slots_TK.shape[1], index_TK=index_N.view(slots_TK.shape), count_RS=count_RS)
 
 
@@ -147,19 +151,24 @@ def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: 
         receive_RS: [R source, S] rows that arrive for each local slot
         pad: groups are filled with zero rows to a multiple of this
     """
-    device = send.token_N.device
-    receive_RS = receive_RS.cpu()
+    receive_RS = receive_RS.to(send.token_N.device)
     length_S = (receive_RS.sum(dim=0) + pad - 1) // pad * pad
     end_S = length_S.cumsum(0)
     # A source's rows for a slot follow those of the sources before it.
     start_RS = (end_S - length_S) + receive_RS.cumsum(0) - receive_RS
+    # Splits are the host's business: the one place where a dispatch made in the layer waits for the device.
+    sums = torch.cat([send.count_RS.sum(dim=1), receive_RS.sum(dim=1), end_S]).tolist()
+    num_ranks = len(receive_RS)
+    send_R, receive_R, end = sums[:num_ranks], sums[num_ranks : 2 * num_ranks], sums[2 * num_ranks :]
+    place_N = _places(start_RS.reshape(-1), receive_RS.reshape(-1), total=sum(receive_R))
     return Dispatch(
         token_N=send.token_N,
         index_TK=send.index_TK,
-        send_R=send.count_RS.sum(dim=1).tolist(),
-        receive_R=receive_RS.sum(dim=1).tolist(),
-        place_N=_places(start_RS.reshape(-1), receive_RS.reshape(-1)).to(device),
-        groups=_groups(end_S, home_slots=home_slots, device=device),
+        send_R=send_R,
+        receive_R=receive_R,
+        place_N=place_N,
+        source_P=_sources(place_N, num_places=end[-1]),
+        groups=_groups(end_S, end, home_slots=home_slots),
     )
 
 
@@ -199,19 +208,27 @@ def _move(tables: Tables, names: tuple[str, ...], *, device: str) -> Tables:
     return replace(tables, **moved)
 
 
-def _places(start_C: Tensor, length_C: Tensor) -> Tensor:
+def _places(start_C: Tensor, length_C: Tensor, *, total: int) -> Tensor:
     """Places of received rows: cell after cell as they arrive, each cell's rows from its start on."""
     arrived_C = length_C.cumsum(0) - length_C
-    total = int(length_C.sum())
-    return torch.repeat_interleave(start_C - arrived_C, length_C, output_size=total) + torch.arange(total)
+    offset_N = torch.repeat_interleave(start_C - arrived_C, length_C, output_size=total)
+    return offset_N + torch.arange(total, device=length_C.device)
 
 
-def _groups(end_S: Tensor, *, home_slots: int, device: torch.device) -> Groups:
-    home_rows, all_rows = int(end_S[home_slots - 1]), int(end_S[-1])
+def _sources(place_N: Tensor, *, num_places: int) -> Tensor:
+    """Received row at each place, the inverse of `place_N`."""
+    source_P = place_N.new_full((num_places,), place_N.numel())
+    source_P[place_N] = torch.arange(place_N.numel(), device=place_N.device)
+    return source_P
+
+
+def _groups(end_S: Tensor, end: list[int], *, home_slots: int) -> Groups:
+    """Groups that end at `end_S`, whose numbers the host has in `end`."""
+    home_rows, all_rows = end[home_slots - 1], end[-1]
     return Groups(
-        home_end_S=end_S[:home_slots].to(device, torch.int32),
-        replica_end_S=(end_S[home_slots:] - home_rows).to(device, torch.int32),
+        home_end_S=end_S[:home_slots].to(torch.int32),
+        replica_end_S=(end_S[home_slots:] - home_rows).to(torch.int32),
         num_home_rows=home_rows,
         num_replica_rows=all_rows - home_rows,
-        num_replicas=int((end_S[home_slots - 1 : -1] < all_rows).sum()),
+        num_replicas=sum(before < all_rows for before in end[home_slots - 1 : -1]),
     )

@@ -1,6 +1,6 @@
 """All-to-all of rows as an autograd op: uneven splits, zero rows included; backward is the way back.
 
-Knows splits and a process group. Does not know slots, tokens or experts.
+Knows splits and a process group. Does not know slots, tokens or experts. In a group of one, rows stay where they are.
 """
 
 from typing import Any
@@ -20,6 +20,9 @@ def exchange_rows(rows_ND: Tensor, *, send_R: list[int], receive_R: list[int], g
 
     Returns: [sum(receive_R), D] rows from rank 0, then rank 1, ...
     """
+    # A group of one has no one to send to, and a copy of all rows is not free.
+    if group.size() == 1:
+        return rows_ND
     return _Exchange.apply(rows_ND, send_R, receive_R, group)
 
 

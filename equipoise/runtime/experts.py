@@ -5,7 +5,7 @@ Knows the order of the ops and nothing of what they do inside. Does not know rou
 Steps of a forward:
 1. Home weights enter (`home`), best before the layer's attention: `enter`.
 2. Rows get slots (`assign`) and their way (`dispatch`).
-3. Tokens spread into rows (`spread`), rows travel (`exchange`) and are put slot by slot.
+3. Tokens spread into rows (`spread`), rows travel (`exchange`) and are put slot by slot (`reorder`).
 4. Experts compute (`expert_block`); rows travel back and combine into tokens (`combine`).
 
 Invariants (asserted by the tests):
@@ -31,6 +31,7 @@ from equipoise.runtime.dispatch import Dispatch, PreparedDispatch, build_dispatc
 from equipoise.runtime.exchange import exchange_rows
 from equipoise.runtime.expert_block import BlockOptions, Products, expert_block
 from equipoise.runtime.home import enter_home
+from equipoise.runtime.reorder import reorder_rows
 from equipoise.runtime.row_bits import check_row_bits
 from equipoise.runtime.spread import spread_rows
 from equipoise.runtime.window import Window
@@ -133,11 +134,11 @@ class BalancedExperts(nn.Module):
         way = self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK, visit)
         rows_ND = spread_rows(hidden_TD, token_N=way.token_N, index_TK=way.index_TK)
         received_ND = exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
-        buffer_ND = received_ND.new_zeros((way.groups.num_rows, received_ND.shape[1]))
-        buffer_ND = buffer_ND.index_copy(0, way.place_N, received_ND)
-        out_ND = expert_block(
-            buffer_ND, home, groups=way.groups, bank=window.bank, visit=visit, options=self.options.block
-        ).index_select(0, way.place_N)
+        buffer_PD = reorder_rows(received_ND, there_P=way.source_P, back_N=way.place_N)
+        out_PD = expert_block(
+            buffer_PD, home, groups=way.groups, bank=window.bank, visit=visit, options=self.options.block
+        )
+        out_ND = reorder_rows(out_PD, there_P=way.place_N, back_N=way.source_P)
         returned_ND = exchange_rows(out_ND, send_R=way.receive_R, receive_R=way.send_R, group=self.group)
         return combine_rows(returned_ND, gates_TK, index_TK=way.index_TK)
 
