@@ -1,0 +1,415 @@
+"""The balanced layer on one GPU, beside a plain grouped_mm MoE layer with the same rows.
+
+    python -m benchmarks.layer
+    python -m benchmarks.layer --cpu-smoke
+
+One process, an expert-parallel group of one rank, 16 experts: the share of one rank of 8. What a group of one cannot
+show is the network: it exchanges no rows. Every variant gets the same hidden states, routes, gates and weights:
+
+    plain                   torch ops: sort by expert, gather, two grouped products around SwiGLU, weighted sum; no
+                            slower than torch ops need be: gathers go back as gathers, nothing waits for the device
+    plain, parallel         the same, and what expert parallelism adds to any layer: rows put expert by expert after
+                            they arrive, and back
+    fused                   as `plain`, with the kernels that the balanced layer uses between its products; what
+                            remains between this and the layer is balancing and parallelism
+    fused, parallel         as `plain, parallel` with those kernels
+    sorted                  BalancedExperts without replicas, dispatch made in the layer: counts exchanged, host waits
+    prepared                BalancedExperts without replicas, dispatch made ahead and uploaded
+    1 replica, 2 replicas   prepared, as many rows in all, a share of them on replicas that are there: two grouped
+                            calls per product. Rows of 16 + n slots instead of 16, so groups are smaller
+
+What bounds the cases: the products, by the dense bf16 rate; then device memory, which every gather reads and writes
+once: 2 x rows x hidden x 2 bytes.
+
+Method: as in `benchmarks/profile_gpu.py` (random inputs, L2 flushed, launches hidden behind a sleep, CUDA events,
+medians; where the host waits inside the layer nothing is hidden after it). Variants run in turn, twice; a figure is
+the mean of both medians, `repeat_pct` how far they are apart, `spread_pct` (p90 - p10) / median, the larger of both
+rounds. Before timing, every variant without replicas is compared with `plain`, and `plain` with float64.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.profile_gpu import Bench, Timing, measure
+from benchmarks.results import Limit, publish
+from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core.itinerary import Visit
+from equipoise.planner import plan
+from equipoise.runtime.assign import SourceSplit
+from equipoise.runtime.bank import ExpertWeights, ReplicaBank
+from equipoise.runtime.combine import combine_rows
+from equipoise.runtime.dispatch import Groups, PreparedDispatch, prepare_dispatch
+from equipoise.runtime.expert_block import BlockOptions, expert_block
+from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.reference import dense_experts
+from equipoise.runtime.reorder import reorder_rows
+from equipoise.runtime.spread import spread_rows
+from equipoise.runtime.window import Window
+
+MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
+TOKENS = (1024, 8192, 16384)
+HOMES = 16
+REPLICAS = (1, 2)
+ROUNDS = 2
+LIMIT_PCT = 3.0
+VISIT = Visit(0, "forward", 0)
+
+Forward = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What one layer of a rank looks like."""
+
+    name: str
+    hidden: int
+    width: int
+    top_k: int
+    homes: int = HOMES
+
+    @classmethod
+    def of(cls, name: str) -> "Shape":
+        """Take a model's experts, and one rank's share of them."""
+        model = ModelShape.preset(name)
+        return cls(name=name, hidden=model.hidden, width=model.expert_width, top_k=model.top_k)
+
+    def weights(self, slots: int, bench: Bench) -> ExpertWeights:
+        """Random weights of `slots` experts."""
+        gate_up_SFD = bench.random(slots, 2 * self.width, self.hidden, scale=self.hidden**-0.5)
+        return ExpertWeights(gate_up_SFD, bench.random(slots, self.hidden, self.width, scale=self.width**-0.5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What every variant of a case gets."""
+
+    hidden_TD: Tensor
+    ids_TK: Tensor
+    gates_TK: Tensor
+    grad_TD: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, tokens: int, bench: Bench) -> "Inputs":
+        """Distinct experts per token, the most popular about three times as often as the least."""
+        share_E = torch.linspace(3, 1, shape.homes, device=bench.device).expand(tokens, -1)
+        return cls(
+            hidden_TD=bench.random(tokens, shape.hidden).requires_grad_(),
+            ids_TK=torch.multinomial(share_E, shape.top_k),
+            gates_TK=torch.rand((tokens, shape.top_k), device=bench.device).to(bench.dtype).requires_grad_(),
+            grad_TD=bench.random(tokens, shape.hidden),
+        )
+
+
+class HeldBank:
+    """A bank whose replicas are there already; gradients handed in go nowhere."""
+
+    def __init__(self, replicas: ExpertWeights) -> None:
+        self._replicas = replicas
+
+    def weights(self, visit: Visit) -> ExpertWeights:
+        """Return the replicas."""
+        return self._replicas
+
+    def hand_in(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
+        """Drop the gradients."""
+
+    def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
+        """Add nothing."""
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; both ways are gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        return rows_ND.index_select(0, order_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_N,) = ctx.saved_tensors
+        return grad_ND.index_select(0, inverse_N), None, None
+
+
+class _Repeat(torch.autograd.Function):
+    """Tokens to rows by expert; back as a gather and a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        ctx.top_k = order_N.numel() // hidden_TD.shape[0]
+        return hidden_TD.index_select(0, order_N // ctx.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_N,) = ctx.saved_tensors
+        return grad_ND.index_select(0, inverse_N).view(-1, ctx.top_k, grad_ND.shape[1]).sum(1), None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Rows sorted by expert."""
+
+    order_N: Tensor
+    inverse_N: Tensor
+    end_S: Tensor
+    """[s] int32, where each expert's rows end."""
+    same_N: Tensor
+    """[N] 0, 1, 2, ...: the order in which a group of one receives rows; to gather by it costs as much as by any."""
+
+    @classmethod
+    def of(cls, ids_TK: Tensor, slots: int) -> "Order":
+        """Sort, without waiting for the device."""
+        ids_N = ids_TK.reshape(-1)
+        order_N = torch.argsort(ids_N, stable=True)
+        same_N, inverse_N = torch.arange(order_N.numel(), device=order_N.device), torch.empty_like(order_N)
+        inverse_N[order_N] = same_N
+        # Unlike bincount, histc does not wait.
+        end_S = torch.histc(ids_N.float(), bins=slots, min=0, max=slots - 1).cumsum(0).to(torch.int32)
+        return cls(order_N=order_N, inverse_N=inverse_N, end_S=end_S, same_N=same_N)
+
+
+def plain_moe(given: Inputs, weights: ExpertWeights, *, is_parallel: bool = False) -> Tensor:
+    """A MoE layer of torch ops, without plans."""
+    order = Order.of(given.ids_TK, weights.num_slots)
+    rows_ND = _Repeat.apply(given.hidden_TD, order.order_N, order.inverse_N)
+    if is_parallel:
+        rows_ND = _Permute.apply(rows_ND, order.same_N, order.same_N)
+    gate_NF, up_NF = F.grouped_mm(rows_ND, weights.gate_up_SFD.transpose(1, 2), offs=order.end_S).chunk(2, dim=-1)
+    out_ND = F.grouped_mm(F.silu(gate_NF) * up_NF, weights.down_SDF.transpose(1, 2), offs=order.end_S)
+    if is_parallel:
+        out_ND = _Permute.apply(out_ND, order.same_N, order.same_N)
+    out_TKD = _Permute.apply(out_ND, order.inverse_N, order.order_N).view(*given.ids_TK.shape, -1)
+    return (out_TKD * given.gates_TK[..., None]).sum(1)
+
+
+def fused_moe(given: Inputs, weights: ExpertWeights, bank: HeldBank, *, is_parallel: bool = False) -> Tensor:
+    """The same with the balanced layer's kernels; `bank` is empty."""
+    order = Order.of(given.ids_TK, weights.num_slots)
+    index_TK = order.inverse_N.view(given.ids_TK.shape)
+    rows_ND = spread_rows(given.hidden_TD, token_N=order.order_N // given.ids_TK.shape[1], index_TK=index_TK)
+    groups = Groups(
+        home_end_S=order.end_S,
+        replica_end_S=order.end_S[:0],
+        num_home_rows=rows_ND.shape[0],
+        num_replica_rows=0,
+        num_replicas=0,
+    )
+    if is_parallel:
+        rows_ND = reorder_rows(rows_ND, there_P=order.same_N, back_N=order.same_N)
+    out_ND = expert_block(rows_ND, weights, groups=groups, bank=bank, visit=VISIT, options=BlockOptions())
+    if is_parallel:
+        out_ND = reorder_rows(out_ND, there_P=order.same_N, back_N=order.same_N)
+    return combine_rows(out_ND, given.gates_TK, index_TK=index_TK)
+
+
+def build_layer(
+    shape: Shape, given: Inputs, home: ExpertWeights, *, group: dist.ProcessGroup, bank: ReplicaBank, layer: int = 0
+) -> BalancedExperts:
+    """A balanced layer that follows a plan without replicas for these routes; `bank` may hold some all the same."""
+    count_E = np.bincount(given.ids_TK.cpu().numpy().reshape(-1), minlength=shape.homes)
+    model = ModelShape.preset("qwen3-30b-a3b", experts=shape.homes, layers=layer + 1, top_k=shape.top_k)
+    cluster = Cluster.preset("h200", nodes=1, ranks_per_node=1, ep=1)
+    loads = LoadMatrix(np.tile(count_E, (1, layer + 1, 1, 1)))
+    made = plan(loads, cluster=cluster, model=model, slots=0, policy="static")
+    experts = BalancedExperts(home, layer=layer, group=group).to(home.down_SDF.device)
+    experts.begin(Window(made, rank=0, bank=bank))
+    return experts
+
+
+def prepare_with_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> PreparedDispatch:
+    """Prepare a dispatch in which ids from `homes` on stand for replica slots."""
+    slots = homes + replicas
+    count_S = torch.bincount(ids_TK.cpu().reshape(-1), minlength=slots)
+    all_S = torch.arange(slots)
+    used_H = all_S[count_S > 0]
+    split = SourceSplit(home_slot_E=all_S, expert_H=used_H, end_H=count_S[used_H], slot_H=used_H)
+    made = prepare_dispatch(ids_TK.cpu(), split, count_S[None], home_slots=homes)
+    return made.to(str(ids_TK.device))
+
+
+def move_to_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> Tensor:
+    """Give each replica half the rows of one of the first experts, the most popular ones."""
+    moved_TK = ids_TK.clone()
+    half_T = torch.arange(ids_TK.shape[0], device=ids_TK.device) % 2 == 0
+    for replica in range(replicas):
+        moved_TK[(ids_TK == replica) & half_T[:, None]] = homes + replica
+    return moved_TK
+
+
+def build_variants(shape: Shape, given: Inputs, layer: BalancedExperts, *, bench: Bench) -> dict[str, Forward]:
+    """Every variant's forward; the parameters of `layer` are the weights of all."""
+    weights, empty = layer.home, HeldBank(shape.weights(0, bench))
+    prepared = layer.prepare(given.ids_TK.cpu(), 0).to(str(bench.device))
+    tensors = (given.hidden_TD, given.ids_TK, given.gates_TK, VISIT)
+    made: dict[str, Forward] = {
+        "plain": lambda: plain_moe(given, weights),
+        "plain, parallel": lambda: plain_moe(given, weights, is_parallel=True),
+        "fused": lambda: fused_moe(given, weights, empty),
+        "fused, parallel": lambda: fused_moe(given, weights, empty, is_parallel=True),
+        "sorted": lambda: layer(*tensors),
+        "prepared": lambda: layer(*tensors, prepared=prepared),
+    }
+    for count in REPLICAS:
+        made[f"{count} replica{'s' * (count > 1)}"] = _with_replicas(shape, given, layer, count=count, bench=bench)
+    return made
+
+
+def _with_replicas(shape: Shape, given: Inputs, layer: BalancedExperts, *, count: int, bench: Bench) -> Forward:
+    held = build_layer(shape, given, layer.home, group=layer.group, bank=HeldBank(shape.weights(count, bench)))
+    # Gradients of all variants are asked for in the same tensors.
+    held.gate_up, held.down = layer.gate_up, layer.down
+    ids_TK = move_to_replicas(given.ids_TK, homes=shape.homes, replicas=count)
+    prepared = prepare_with_replicas(ids_TK, homes=shape.homes, replicas=count)
+    return lambda: held(given.hidden_TD, ids_TK, given.gates_TK, VISIT, prepared=prepared)
+
+
+def check_variants(variants: Mapping[str, Forward], leaves: tuple[Tensor, ...], given: Inputs) -> None:
+    """Raise unless all variants without replicas give what `plain` gives, outputs and gradients."""
+    wanted: list[Tensor] = []
+    for name in (name for name in variants if "replica" not in name):
+        out_TD = variants[name]()
+        got = [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, given.grad_TD)]
+        wanted = wanted or got
+        errors = [distance(a, b) for a, b in zip(got, wanted, strict=True)]
+        # bf16 operands land between 1e-3 and 1e-2; NaN fails the comparison.
+        if not max(errors) < 2e-2:
+            raise RuntimeError(f"{name}: relative errors {errors} of output and gradients to plain, limit 2e-2")
+
+
+def check_plain(shape: Shape, bench: Bench) -> None:
+    """Raise unless `plain` is right, on few tokens, against float64."""
+    given, home = Inputs.random(shape, 64, bench), shape.weights(shape.homes, bench)
+    exact = ExpertWeights(*(t.double() for t in home.tensors()))
+    wanted_TD = dense_experts(given.hidden_TD.double(), given.ids_TK, given.gates_TK.double(), exact)
+    error = distance(plain_moe(given, home), wanted_TD)
+    if not error < 1e-2:
+        raise RuntimeError(f"plain layer of {shape.name}: relative error {error:.2e} to float64, limit 1e-2")
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.detach().double()
+    return float((got.detach().double() - wanted).norm() / wanted.norm())
+
+
+def measure_case(shape: Shape, tokens: int, bench: Bench, group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Check and time every variant of one case."""
+    given, bank = Inputs.random(shape, tokens, bench), HeldBank(shape.weights(0, bench))
+    layer = build_layer(shape, given, shape.weights(shape.homes, bench), group=group, bank=bank)
+    variants = build_variants(shape, given, layer, bench=bench)
+    leaves = (given.hidden_TD, given.gates_TK, layer.gate_up, layer.down)
+    check_variants(variants, leaves, given)
+    times: dict[str, list[tuple[Timing, Timing]]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, forward in variants.items():
+            times[name].append(time_forward_and_update(forward, leaves, given.grad_TD, bench))
+    base = {name: [mean_ms([r[part] for r in rounds]) for part in (0, 1)] for name, rounds in times.items()}
+    start = {"model": shape.name, "tokens": tokens, "rows": tokens * shape.top_k}
+    return [{**start, "variant": name, **_row(rounds, base)} for name, rounds in times.items()]
+
+
+def time_forward_and_update(
+    forward: Forward, leaves: tuple[Tensor, ...], grad_TD: Tensor, bench: Bench, *, update: Forward | None = None
+) -> tuple[Timing, Timing]:
+    """Time the forward alone, and forward with backward; gradients are made, not accumulated.
+
+    Args:
+        update: the forward that a backward follows, where it is another
+    """
+    start = update or forward
+
+    def infer() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    return measure(infer, bench), measure(lambda: torch.autograd.grad(start(), leaves, grad_TD), bench)
+
+
+def mean_ms(rounds: list[Timing]) -> float:
+    """Mean of the rounds' medians."""
+    return float(np.mean([timing.median_ns for timing in rounds])) / 1e6
+
+
+def _row(rounds: list[tuple[Timing, Timing]], base: Mapping[str, list[float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for part, word in enumerate(("forward", "update")):
+        timings = [timing[part] for timing in rounds]
+        mean, medians = mean_ms(timings), [timing.median_ns for timing in timings]
+        row[f"{word}_ms"] = mean
+        for name in ("plain", "fused", "fused, parallel", "prepared"):
+            row[f"{word}_over_{name.replace(', ', '_')}_pct"] = 100 * (mean / base[name][part] - 1)
+        row[f"{word}_repeat_pct"] = 100 * (max(medians) / min(medians) - 1)
+        row[f"{word}_spread_pct"] = 100 * max(timing.spread for timing in timings)
+    return row
+
+
+def limits_of(rows: list[dict[str, Any]]) -> list[Limit]:
+    """The promise: a prepared layer without replicas costs at most 3 % more than the plain one."""
+    return [
+        Limit(
+            name=f"prepared over plain in %, {row['model']}, {row['tokens']} tokens, {word}",
+            value=row[f"{word}_over_plain_pct"],
+            at_most=LIMIT_PCT,
+        )
+        for row in rows
+        if row["variant"] == "prepared"
+        for word in ("forward", "update")
+    ]
+
+
+@contextmanager
+def group_of_one(device: str) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_layers(shapes: list[Shape], tokens: tuple[int, ...], bench: Bench) -> list[dict[str, Any]]:
+    """All cases."""
+    rows = []
+    with group_of_one(bench.device.type) as group:
+        for shape in shapes:
+            check_plain(shape, bench)
+            for count in tokens:
+                rows += measure_case(shape, count, bench, group)
+    return rows
+
+
+def smoke_shape() -> Shape:
+    """A shape that a CPU runs in milliseconds."""
+    return Shape(name="smoke", hidden=32, width=16, top_k=2, homes=4)
+
+
+def main() -> int:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description="The balanced layer beside a plain one.")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on the CPU, to try the script itself")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    bench = Bench.on("cpu" if given.cpu_smoke else "cuda", runs=given.runs)
+    if given.cpu_smoke:
+        rows = measure_layers([smoke_shape()], (8,), bench)
+        return publish("layer, smoke", rows, packages=("torch",))
+    rows = measure_layers([Shape.of(name) for name in given.models], tuple(given.tokens), bench)
+    note = f"{torch.cuda.get_device_name()}; bf16, medians of {given.runs} runs; update: forward and backward"
+    return publish("layer", rows, limits=limits_of(rows), note=note, packages=("torch",))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
