@@ -132,13 +132,15 @@ def candidates(
     """Homes worth pricing, [E] each: levelled inside nodes; across them; both; both with co-active experts together.
 
     The first two save displacements. They are left out for skew, where displacements are free, and where the search
-    starts from homes that already cross nodes: what paid in the window before is not put in question again.
+    starts from homes that already cross nodes: what paid in the window before is not put in question again. A warm
+    start does without the second.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R = owners(experts, ranks), problem.node_R
     inputs = search_inputs(load_MRE, problem)
     start_E = owner_E
-    if is_good_start(inputs, warm_home_E, owner_E, problem):
+    is_good = is_good_start(inputs, warm_home_E, owner_E, problem)
+    if is_good:
         start_E = warm_home_E
         problem = problem._replace(patience=problem.patience // 16, max_checks=problem.max_checks // 16)
     stays = bool((node_R[start_E] == node_R[owner_E]).all())
@@ -148,7 +150,7 @@ def candidates(
     nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
     found = [level_ranks(inputs, nodes_E, problem, level)]
     if stays and not problem.by_skew:
-        found = [level_ranks(inputs, start_E, problem, level), nodes_E, *found]
+        found = [level_ranks(inputs, start_E, problem, level), *([] if is_good else [nodes_E]), *found]
     if len(pair_EE) > 0 and not problem.by_skew:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
