@@ -40,17 +40,15 @@ from benchmarks.layer import (
     MODELS,
     REPLICAS,
     ROUNDS,
-    Inputs,
-    Shape,
     build_layer,
     distance,
     group_of_one,
     mean_ms,
     move_to_replicas,
     prepare_with_replicas,
-    smoke_shape,
     time_forward_and_update,
 )
+from benchmarks.plain_layer import Inputs, Shape, smoke_shape
 from benchmarks.profile_gpu import Bench, Timing, measure
 from benchmarks.results import Limit, publish
 from equipoise.core.itinerary import Visit

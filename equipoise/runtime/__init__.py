@@ -9,8 +9,10 @@ The layer, in the order in which a row meets it:
     dispatch.py      Dispatch: the way of every row, exchanged or prepared ahead
     spread.py        op: tokens to rows
     exchange.py      op: rows to other ranks and back
+    reorder.py       op: received rows slot by slot, and back
     expert_block.py  op: the experts' products over home and replica slots; activation.py between them
     combine.py       op: rows to tokens, added in the order given
+    fused.py         Triton kernels for combine and activation on a CUDA device; kernels.py chooses
     row_bits.py      the start-up check of the deterministic mode
     reference.py     the same layer densely, in one process: the specification
 

@@ -5,14 +5,15 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks import layer as bench_layer
-from benchmarks.layer import Inputs, fused_moe, limits_of, move_to_replicas, plain_moe, prepare_with_replicas
+from benchmarks.layer import limits_of, move_to_replicas, prepare_with_replicas
+from benchmarks.plain_layer import HeldBank, Inputs, fused_moe, plain_moe, smoke_shape
 from benchmarks.profile_gpu import Bench
 from benchmarks.pulls import HeldByLayer, PulledByVisit, build_stack, check_pulled, store_replicas
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.reference import dense_experts
 
 BENCH = Bench.on("cpu", runs=1)
-SHAPE = bench_layer.smoke_shape()
+SHAPE = smoke_shape()
 
 
 @pytest.mark.parametrize("is_parallel", [False, True], ids=["alone", "parallel"])
@@ -23,7 +24,7 @@ def test_the_baselines_are_a_moe_layer(kind, is_parallel):
     if kind == "plain":
         got_TD = plain_moe(given, home, is_parallel=is_parallel)
     else:
-        got_TD = fused_moe(given, home, bench_layer.HeldBank(SHAPE.weights(0, BENCH)), is_parallel=is_parallel)
+        got_TD = fused_moe(given, home, HeldBank(SHAPE.weights(0, BENCH)), is_parallel=is_parallel)
     assert_close(got_TD, wanted_TD)
 
 
