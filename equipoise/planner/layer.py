@@ -142,7 +142,7 @@ def candidates(
     is_good = is_good_start(inputs, warm_home_E, owner_E, problem)
     if is_good:
         start_E = warm_home_E
-        problem = problem._replace(patience=problem.patience // 16, max_checks=problem.max_checks // 16)
+        problem = problem._replace(patience=problem.patience // 8, max_checks=problem.max_checks // 8)
     stays = bool((node_R[start_E] == node_R[owner_E]).all())
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
@@ -160,7 +160,7 @@ def candidates(
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
     """Whether warm homes leave less than three quarters of what the owners' leave unlevel, within the budget.
 
-    Then a sixteenth of the search is enough; likewise where homes stayed at their owners, because nothing else paid.
+    Then an eighth of the search is enough; likewise where homes stayed at their owners, because nothing else paid.
     After an abrupt change they do not, and the search starts afresh.
     """
     away = int((warm_home_E != owner_E).sum())
