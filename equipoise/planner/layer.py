@@ -131,27 +131,28 @@ def candidates(
 ) -> list[np.ndarray]:
     """Homes worth pricing, [E] each: levelled inside nodes; across them; both; both with co-active experts together.
 
-    The first two save displacements. They are left out for skew, where displacements are free, and where the search
-    starts from homes that already cross nodes: what paid in the window before is not put in question again. A warm
-    start does without the second.
+    The first two save displacements, and are left out for skew, where displacements are free. From a good warm start,
+    whose ranks are level already, the homes as they were and a short search across nodes are enough.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R = owners(experts, ranks), problem.node_R
     inputs = search_inputs(load_MRE, problem)
-    start_E = owner_E
-    is_good = is_good_start(inputs, warm_home_E, owner_E, problem)
+    none_EE = np.zeros((experts, experts), dtype=np.int64)
+    start_E, is_good = owner_E, is_good_start(inputs, warm_home_E, owner_E, problem)
     if is_good:
         start_E = warm_home_E
-        problem = problem._replace(patience=problem.patience // 8, max_checks=problem.max_checks // 8)
-    stays = bool((node_R[start_E] == node_R[owner_E]).all())
+        problem = problem._replace(patience=problem.patience // 24, max_checks=problem.max_checks // 24)
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
-    none_EE = np.zeros((experts, experts), dtype=np.int64)
     nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
-    found = [level_ranks(inputs, nodes_E, problem, level)]
-    if stays and not problem.by_skew:
-        found = [level_ranks(inputs, start_E, problem, level), *([] if is_good else [nodes_E]), *found]
-    if len(pair_EE) > 0 and not problem.by_skew:
+    if problem.by_skew:
+        return [level_ranks(inputs, nodes_E, problem, level)]
+    if is_good:
+        found = [start_E, nodes_E]
+    else:
+        levelled = (level_ranks(inputs, home_E, problem, level) for home_E in (start_E, nodes_E))
+        found = [nodes_E, *levelled]
+    if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
     return found
@@ -160,7 +161,7 @@ def candidates(
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
     """Whether warm homes leave less than three quarters of what the owners' leave unlevel, within the budget.
 
-    Then an eighth of the search is enough; likewise where homes stayed at their owners, because nothing else paid.
+    Then a short search is enough; likewise where homes stayed at their owners, because nothing else paid.
     After an abrupt change they do not, and the search starts afresh.
     """
     away = int((warm_home_E != owner_E).sum())
