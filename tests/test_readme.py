@@ -73,7 +73,7 @@ def test_the_results_are_those_of_the_committed_report():
     }
     policies = ("eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
-    results = [row for row in rows if tuple(row[:3]) + ("static",) in times]
+    results = [row for row in rows if (*row[:3], "static") in times]
     assert len(results) == 7
     for row in results:
         case = tuple(row[:3])
