@@ -51,7 +51,7 @@ class Balancer:
 
     def __init__(
         self,
-        layers: Mapping[str, BalancedExperts],
+        layers: Mapping[str, BalancedExperts] | None = None,
         *,
         cluster: Cluster,
         model: ModelShape,
@@ -60,24 +60,43 @@ class Balancer:
         enabled: bool = True,
         worker: PlanWorker | None = None,
     ) -> None:
-        """Connect the ranks, share memory inside nodes, start planning processes. Every rank must call this.
+        """Say who balances what; memory and processes come with the layers. Every rank must call this.
 
         Args:
-            layers: balanced experts by module path; their `layer` is the index in `model.layer_numbers`
+            layers: balanced experts by module path; left out, an adapter attaches them
             group: the EP group, able to move CPU tensors
             enabled: False computes every expert at its owner and touches nothing
             worker: a planning process to use, instead of an own one
         """
-        options = options or BalancerOptions()
-        self.layers, self.model, self.group = in_plan_order(layers, model), model, group
+        self.cluster, self.model, self.group, self.enabled = cluster, model, group, enabled
+        self.options = options or BalancerOptions()
+        self.layers: dict[str, BalancedExperts] = {}
         self.report: WindowReport | None = None
         self._planned: Planned | None = None
         self._planner: WindowPlanner = OwnersOnly(cluster=cluster, model=model)
         self._engine: TransferEngine | None = None
-        if enabled:
-            transfer, homes = TransferOptions(**options.transfer_figures), [x.home for x in self.layers.values()]
+        if layers is not None:
+            self.attach(layers, worker=worker)
+
+    def attach(self, layers: Mapping[str, BalancedExperts], *, worker: PlanWorker | None = None) -> None:
+        """Connect the ranks, share memory inside nodes, start planning processes. Every rank must call this.
+
+        Args:
+            layers: balanced experts by module path; their `layer` is the index in `model.layer_numbers`
+        """
+        self.layers = in_plan_order(layers, self.model)
+        if self.enabled:
+            cluster, group, options, homes = (
+                self.cluster,
+                self.group,
+                self.options,
+                [x.home for x in self.layers.values()],
+            )
+            transfer = TransferOptions(**options.transfer_figures)
             self._engine = TransferEngine(homes, group=group, node_R=cluster.node_R, options=transfer)
-            self._planner = BackgroundPlanner(cluster=cluster, model=model, options=options, group=group, worker=worker)
+            self._planner = BackgroundPlanner(
+                cluster=cluster, model=self.model, options=options, group=group, worker=worker
+            )
 
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
         """Take the routes of the next window, count them, and have it planned; returns at once.
