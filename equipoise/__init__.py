@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Schedule,
         ScheduleError,
         TopologyError,
+        TrainingError,
         TransferError,
     )
     from equipoise.loads import count_loads, count_routes, skew
@@ -73,6 +74,7 @@ __all__ = [
     "InfeasiblePlanError",
     "TransferError",
     "AdapterError",
+    "TrainingError",
 ]
 
 

@@ -38,6 +38,7 @@ from equipoise.core.errors import (
     RoutesError,
     ScheduleError,
     TopologyError,
+    TrainingError,
     TransferError,
 )
 from equipoise.core.loads import LoadMatrix, Stage
@@ -68,4 +69,5 @@ __all__ = [
     "InfeasiblePlanError",
     "TransferError",
     "AdapterError",
+    "TrainingError",
 ]

@@ -7,7 +7,8 @@
     |-- TopologyError        a cluster or a model shape does not make sense, or the two do not fit
     |-- InfeasiblePlanError  a plan breaks a promise, cannot be made, or its file is damaged
     |-- TransferError        an expert could not be moved in time
-    `-- AdapterError         a framework is not what its adapter was checked with
+    |-- AdapterError         a framework is not what its adapter was checked with
+    `-- TrainingError        a setting, a dataset or a checkpoint of a training run is wrong
 
 Every message names the thing, the value, the limit and the fix. Knows nothing of the rest of the package.
 """
@@ -43,3 +44,7 @@ class TransferError(EquipoiseError, RuntimeError):
 
 class AdapterError(EquipoiseError, RuntimeError):
     """A framework is not what its adapter was checked with."""
+
+
+class TrainingError(EquipoiseError, ValueError):
+    """A setting, a dataset or a checkpoint of a training run is wrong."""

@@ -25,6 +25,7 @@ def test_every_error_is_ours_and_stands_in_the_drawn_tree(error):
         (errors.InfeasiblePlanError, ValueError),
         (errors.TransferError, RuntimeError),
         (errors.AdapterError, RuntimeError),
+        (errors.TrainingError, ValueError),
     ],
     ids=lambda e: e.__name__,
 )
