@@ -1,0 +1,413 @@
+"""What a simulation says: frozen result types, and the JSON document they make together.
+
+Knows figures and their names. Computes only sums and ratios of what it holds. Knows no terminal and no page.
+
+`Simulation.to_dict()`, format "equipoise-simulation-1" (seconds are floats, loads whole rows, arrays nested lists):
+    format         "equipoise-simulation-1"
+    model          {name, experts, top_k, layers, hidden, expert_width, expert_bytes}
+    cluster        {name, device, ep, nodes, ranks_per_node, node_R, memory_bytes}
+    profile        {device, kind}: whose figures the seconds are predicted with; kind is "measured" or "derived"
+    setting        what was assumed: every field of `StepSetting`
+    layer_numbers  [L] global numbers of the MoE layers
+    shown          {window, micro_step, group}: whose arrays and timeline stand below
+    notes          list of sentences: what is modelled and how, to be shown beside the figures
+    windows        one per window of the step, the same for all policies. Arrays are those of the shown group:
+        stage          "recompute" or "update"
+        micro_steps, groups
+        tokens_per_rank    mean tokens a source rank forwards per micro-step
+        load_LE        [L][E] rows of each layer and expert, over all micro-steps
+        before         a `Balance`, see below, with every expert at its owner
+    policies       one per policy compared, in the order asked for:
+        policy, slots      name, and replica slots per rank (0 where it takes none)
+        seconds        `Parts` of the whole step, rollout included
+        expert_s       the part spent in expert layers: compute, all-to-all, transfers, planning
+        step_s         the whole step; training_s is the same without rollout
+        expert_share   expert_s / training_s
+        of_balanced    throughput relative to `balanced`: its expert_s / this one's; null if balanced was not simulated
+        step_of_balanced   the same of training_s
+        speedup        static's expert_s / this one's; null if static was not simulated. step_speedup of training_s
+        exposed_share  transfers and planning that nothing hides, as a share of expert_s
+        memory         {experts_bytes, replicas_bytes, received_bytes_X, limit_bytes}; X ranks of the shown group
+        windows        one per window:
+            seconds        `Parts` of the slowest group
+            slowest        that group's number; group_s [G] seconds of every group
+            ranks          {compute, attention, all_to_all, edges, wait, bubble}: each [G][X] seconds of every rank;
+                           busy is the first four, idle the last two; all six add up to the group's seconds
+            paths          list of {path, moved_s, exposed_s, hidden_s, bytes}; path is peer, host or return
+            after          a `Balance` of the shown group with this policy
+            byte_RR        [R][R] bytes of all-to-all from source to destination rank, shown group, all exchanges
+        timeline       list of {rank, lane, name, start_s, end_s} of the shown micro-step, 0 at its start; lane is
+                       compute, all-to-all, pull or return. Empty where no timeline was asked for
+    sweep          null, or
+        axes           {name: values} that were swept: ep, slots, micro (samples per micro-step), tokens (per rank)
+        points         list of {ep, slots, micro, tokens, skew, seconds {policy: expert_s}, saved_share, of_balanced};
+                       micro is null where it was not swept; skew is the mean before; saved_share is static's expert_s
+                       minus equipoise's, over static's
+        break_even     null, or {worth, curves}: curves is a list of {skew, tokens, points}; tokens is the least number
+                       per rank from which on the plan saves `worth`, null if none of those tried;
+                       points is a list of {tokens, saved_share}
+`Parts`: {compute, all_to_all_inside, all_to_all_across, pull, return, publish, collect, planning, attention, bubble,
+rollout, other, total}. `Balance`: {skew_M [M], busiest_M [M], mean_M [M], rank_load_MR [M][R], rank_load_LR [L][R]}.
+With pipeline stages X counts ranks stage by stage: X = P * R, rank r of stage p is p * R + r. Without, X = R.
+
+Invariants (asserted by the tests):
+1. The parts of a window add up to the seconds of its slowest group.
+2. Of every path, exposed + hidden = moved, and neither is negative.
+3. The six kinds of seconds of a rank add up to its group's seconds.
+4. The document is plain JSON: it survives a round trip, without NaN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from equipoise.core import Cluster, ModelShape, Stage
+from equipoise.core.value import Value
+from equipoise.cost import Profile
+
+FORMAT = "equipoise-simulation-1"
+Lane = Literal["compute", "all-to-all", "pull", "return"]
+PathName = Literal["peer", "host", "return"]
+RANK_PARTS = ("compute", "attention", "all_to_all", "edges", "wait", "bubble")
+"""What a rank does with its seconds; the first four are busy, the others idle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Seconds on the critical path, by part."""
+
+    compute: float = 0.0
+    """Experts of the busiest rank, layer by layer."""
+    all_to_all_inside: float = 0.0
+    """Exchanges whose busiest link is inside a node."""
+    all_to_all_across: float = 0.0
+    """Exchanges whose busiest link crosses nodes."""
+    pull: float = 0.0
+    """What pulls take beyond what hides them."""
+    return_: float = 0.0
+    """What returning gradients and adding them takes beyond what hides it."""
+    publish: float = 0.0
+    collect: float = 0.0
+    planning: float = 0.0
+    """Planning on the critical path."""
+    attention: float = 0.0
+    """Attention and shared experts of the MoE layers, of the rank with most tokens."""
+    bubble: float = 0.0
+    """Waiting for other pipeline stages."""
+    rollout: float = 0.0
+    """As given."""
+    other: float = 0.0
+    """As given: optimizer, head, anything else that balance does not touch."""
+
+    @property
+    def transfers(self) -> float:
+        """Moving experts, where nothing hides it."""
+        return self.pull + self.return_ + self.publish + self.collect
+
+    @property
+    def experts(self) -> float:
+        """Everything that balancing experts changes."""
+        return self.compute + self.all_to_all_inside + self.all_to_all_across + self.transfers + self.planning
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def training(self) -> float:
+        """All parts but rollout."""
+        return self.total - self.rollout
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def to_dict(self) -> dict[str, float]:
+        """Every part and the total, for JSON."""
+        return {**{f.name.rstrip("_"): getattr(self, f.name) for f in fields(self)}, "total": self.total}
+
+
+class Event(NamedTuple):
+    """One bar of a timeline."""
+
+    rank: int
+    lane: Lane
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathUse:
+    """How one path was used in a window, by the slowest group."""
+
+    path: PathName
+    moved_s: float
+    """What its transfers would take in the open: per visit the busiest rank's, added up."""
+    exposed_s: float
+    bytes: int
+    """Over all ranks of the group."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {**asdict(self), "hidden_s": self.moved_s - self.exposed_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Balance(Value):
+    """How level the ranks of one group are in one window."""
+
+    skew_M: np.ndarray
+    """[M] busiest rank over mean rank, mean over layers."""
+    busiest_M: np.ndarray
+    """[M] rows of the busiest rank of each layer, added up over layers."""
+    mean_M: np.ndarray
+    """[M] rows of the mean rank, added up over layers."""
+    rank_load_MR: np.ndarray
+    """[M, R] rows of each rank, added up over layers."""
+    rank_load_LR: np.ndarray
+    """[L, R] rows of each rank, added up over micro-steps."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arrays, for JSON."""
+        return {f.name: getattr(self, f.name).tolist() for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WindowLoads(Value):
+    """What one window computes, whatever the policy."""
+
+    stage: Stage
+    micro_steps: int
+    groups: int
+    tokens_per_rank: float
+    load_LE: np.ndarray
+    before: Balance
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "stage": self.stage,
+            "micro_steps": self.micro_steps,
+            "groups": self.groups,
+            "tokens_per_rank": self.tokens_per_rank,
+            "load_LE": self.load_LE.tolist(),
+            "before": self.before.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WindowResult(Value):
+    """One window under one policy."""
+
+    seconds: Parts
+    """Of the slowest group."""
+    slowest: int
+    group_s_G: np.ndarray
+    rank_s_KGX: np.ndarray
+    """[K, G, X] seconds of every rank by kind, in the order of RANK_PARTS."""
+    paths: tuple[PathUse, ...]
+    after: Balance
+    byte_RR: np.ndarray
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "seconds": self.seconds.to_dict(),
+            "slowest": self.slowest,
+            "group_s": self.group_s_G.tolist(),
+            "ranks": {name: self.rank_s_KGX[k].tolist() for k, name in enumerate(RANK_PARTS)},
+            "paths": [use.to_dict() for use in self.paths],
+            "after": self.after.to_dict(),
+            "byte_RR": self.byte_RR.tolist(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory(Value):
+    """Bytes of one rank that expert parallelism takes; attention, optimizer and the rest are not counted."""
+
+    experts_bytes: int
+    """Weights of the home slots of all its layers."""
+    replicas_bytes: int
+    """Weights and gradients of replica slots."""
+    received_bytes_X: np.ndarray
+    """[X] rows received at the worst moment, with what the expert block makes of them."""
+    limit_bytes: int
+    """Of the device."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {f.name: np.asarray(getattr(self, f.name)).tolist() for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyResult(Value):
+    """A whole step under one policy."""
+
+    policy: str
+    slots: int
+    windows: tuple[WindowResult, ...]
+    memory: Memory
+    given: Parts
+    """Parts that were handed in: rollout and other."""
+    timeline: tuple[Event, ...] = ()
+
+    @property
+    def seconds(self) -> Parts:
+        """The step, by part."""
+        return sum((w.seconds for w in self.windows), self.given)
+
+    def to_dict(self, *, balanced: "PolicyResult | None", static: "PolicyResult | None") -> dict[str, Any]:
+        """The figures, for JSON, with ratios to the ceiling and to doing nothing where these were simulated."""
+        seconds = self.seconds
+        ceiling = None if balanced is None else balanced.seconds
+        floor = None if static is None else static.seconds
+        return {
+            "policy": self.policy,
+            "slots": self.slots,
+            "seconds": seconds.to_dict(),
+            "expert_s": seconds.experts,
+            "step_s": seconds.total,
+            "training_s": seconds.training,
+            "expert_share": ratio(seconds.experts, seconds.training),
+            "of_balanced": None if ceiling is None else ratio(ceiling.experts, seconds.experts),
+            "step_of_balanced": None if ceiling is None else ratio(ceiling.training, seconds.training),
+            "speedup": None if floor is None else ratio(floor.experts, seconds.experts),
+            "step_speedup": None if floor is None else ratio(floor.training, seconds.training),
+            "exposed_share": ratio(seconds.transfers + seconds.planning, seconds.experts),
+            "memory": self.memory.to_dict(),
+            "windows": [window.to_dict() for window in self.windows],
+            "timeline": [event._asdict() for event in self.timeline],
+        }
+
+
+class Shown(NamedTuple):
+    """Whose arrays and timeline a result holds."""
+
+    window: int = 0
+    micro_step: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint:
+    """One corner of a sweep."""
+
+    ep: int
+    slots: int
+    micro: int | None
+    tokens: int
+    """Per rank and micro-step."""
+    skew: float
+    """Mean before."""
+    seconds: dict[str, float]
+    """Seconds of expert layers by policy."""
+
+    @property
+    def saved_share(self) -> float:
+        """What equipoise saves of static's seconds."""
+        return 1 - ratio(self.seconds["equipoise"], self.seconds["static"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        balanced = self.seconds.get("balanced")
+        of_balanced = None if balanced is None else ratio(balanced, self.seconds["equipoise"])
+        return {**asdict(self), "saved_share": self.saved_share, "of_balanced": of_balanced}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEvenCurve:
+    """What a plan saves at one skew, over tokens per rank."""
+
+    skew: float
+    points: tuple[tuple[int, float], ...]
+    """(tokens per rank and micro-step, saved share), ascending."""
+    worth: float
+
+    @property
+    def tokens(self) -> int | None:
+        """The least tokens per rank from which on every larger number tried pays; None if the largest does not."""
+        found = None
+        for tokens, saved in reversed(self.points):
+            if saved < self.worth:
+                break
+            found = tokens
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        points = [{"tokens": tokens, "saved_share": saved} for tokens, saved in self.points]
+        return {"skew": self.skew, "tokens": self.tokens, "points": points}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Points of a sweep and the break-even curves."""
+
+    axes: dict[str, tuple[int, ...]]
+    points: tuple[SweepPoint, ...]
+    curves: tuple[BreakEvenCurve, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        break_even = None
+        if self.curves:
+            break_even = {"worth": self.curves[0].worth, "curves": [curve.to_dict() for curve in self.curves]}
+        return {
+            "axes": {name: list(values) for name, values in self.axes.items()},
+            "points": [point.to_dict() for point in self.points],
+            "break_even": break_even,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulation(Value):
+    """A step replayed under one or several policies."""
+
+    model: ModelShape
+    cluster: Cluster
+    profile: Profile
+    setting: dict[str, Any]
+    """What was assumed, as plain JSON content."""
+    shown: Shown
+    windows: tuple[WindowLoads, ...]
+    policies: tuple[PolicyResult, ...]
+    notes: tuple[str, ...]
+    sweep: Sweep | None = None
+
+    def policy(self, name: str) -> PolicyResult | None:
+        """The result of one policy; None if it was not simulated."""
+        return next((result for result in self.policies if result.policy == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document, see the top of this file."""
+        model, cluster = self.model, self.cluster
+        ends = {"balanced": self.policy("balanced"), "static": self.policy("static")}
+        return {
+            "format": FORMAT,
+            "model": _named(model, ("name", "experts", "top_k", "layers", "hidden", "expert_width", "expert_bytes")),
+            "cluster": {
+                **_named(cluster, ("name", "device", "ep", "nodes", "ranks_per_node", "memory_bytes")),
+                "node_R": list(cluster.node_R),
+            },
+            "profile": {"device": self.profile.device, "kind": self.profile.kind},
+            "setting": self.setting,
+            "layer_numbers": list(model.layer_numbers),
+            "shown": self.shown._asdict(),
+            "notes": list(self.notes),
+            "windows": [window.to_dict() for window in self.windows],
+            "policies": [result.to_dict(**ends) for result in self.policies],
+            "sweep": None if self.sweep is None else self.sweep.to_dict(),
+        }
+
+
+def ratio(part: float, whole: float) -> float:
+    """`part / whole`, and 1 where both are nothing."""
+    return part / whole if whole else 1.0
+
+
+def _named(value: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
