@@ -215,7 +215,7 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         for far in (0, 1)
     )
     slope_ps, min_rows = _row_prices(task, cost)
-    patience = max(200, min(4000, 25 * 2**31 // task.model.experts**4)) * task.options.effort
+    patience = _patience(task.model.experts, by_skew) * task.options.effort
     return LayerProblem(
         node_R=node_R,
         fill_node_R=np.zeros_like(node_R) if crosses else node_R,
@@ -232,6 +232,15 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         edge_inside_ns=inside_ns,
         edge_across_ns=across_ns,
     )
+
+
+def _patience(experts: int, by_skew: bool) -> int:
+    """States without improvement before the search for homes stops: more for few experts, whose swaps are coarse.
+
+    Skew is asked for offline, and the last permille cost most: up to 64 experts it is searched for eight times as long.
+    """
+    patience = max(200, min(4000, 25 * 2**31 // experts**4))
+    return patience * 8 if by_skew and experts <= 64 else patience
 
 
 def _row_prices(task: Task, cost: CostModel) -> tuple[int, int]:
