@@ -62,7 +62,7 @@ def publish(
     print(format_table(rows))
     for limit in limits:
         bounds = [f"{word} {end:g}" for word, end in (("at least", limit.at_least), ("at most", limit.at_most)) if end]
-        print(f"{'holds' if limit.holds else 'FAILS'}: {limit.name} is {limit.value:.4g}, {' and '.join(bounds)}")
+        print(f"{'holds' if limit.holds else 'FAILS'}: {limit.name} is {limit.value:.6g}, {' and '.join(bounds)}")
     if note:
         print(note)
     print(json.dumps(document))
