@@ -134,6 +134,7 @@ class BalancedExperts(nn.Module):
         way = self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK, visit)
         rows_ND = spread_rows(hidden_TD, token_N=way.token_N, index_TK=way.index_TK)
         received_ND = exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
+        window.arrived[visit.micro_step, self.layer] = len(received_ND)
         buffer_PD = reorder_rows(received_ND, there_P=way.source_P, back_N=way.place_N)
         out_PD = expert_block(
             buffer_PD, home, groups=way.groups, bank=window.bank, visit=visit, options=self.options.block

@@ -30,6 +30,8 @@ class Window:
             )
         self.plan, self.rank, self.bank = plan, rank, bank
         self.width = slots_per_rank(plan)
+        self.arrived: dict[tuple[int, int], int] = {}
+        """Rows that reached this rank, by micro-step and layer index; to be compared with the plan's."""
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
