@@ -1,0 +1,300 @@
+"""The transformers adapter: balance the experts of a Hugging Face MoE model in anyone's own training loop.
+
+    found = inspect(model)                                          # what is there, and what is unsupported
+    balancer = Balancer(cluster=cluster, model=found.shape, group=ep_group)
+    handle = install(model, balancer)                               # experts are cut to their owners
+    with balancer.window(routes):
+        with handle.micro_step(m, ids=routes[m]):                   # names the forward, replays its routes
+            loss = model(input_ids=..., use_cache=False).logits ...
+        loss.backward()
+    optimizer.step()                                                # made after install
+    uninstall(model)                                                # the model as it was, with the trained weights
+
+What install changes, and uninstall restores:
+1. Every experts module holds the parameters of the experts this rank owns, [E / R, ...], gpt-oss's in the runtime's
+   layout [out, in]. The full parameters stay the same objects and hold no memory meanwhile.
+2. `equipoise` is registered in transformers' `ALL_EXPERTS_FUNCTIONS`, and chosen by a copy of the configuration that
+   only this model's experts modules see: another model made from the same configuration is not touched.
+3. Hooks, see `transformers_routers`. Forward functions, routers, shared experts and dense layers stay as they are.
+4. `model.save_pretrained` writes the canonical checkpoint; every rank must call it.
+
+Knows the order of these steps. Written for transformers 5.10 up to 5.17 and tested with 5.17; a router that makes its
+gates otherwise than known is refused at install.
+
+Invariants (asserted by the tests, per family):
+1. Losses and all gradients are those of the whole model in one process, within fp32 rounding.
+2. With homes displaced and no replica, outputs and input gradients have the same bits as static expert parallelism.
+3. After uninstall: the same parameter objects, hooks, forward functions, configuration and state dict, byte by byte.
+4. `save_pretrained` writes the same bytes as the whole model would.
+5. A refused install changes nothing, and is refused on every rank.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from equipoise.adapters.protocol import MicroBatch, routes_from, schedule_from
+from equipoise.adapters.replay import Recorded, ReplayCounters, RouteIds
+from equipoise.adapters.shards import cut, gather, give_back, lend
+from equipoise.adapters.transformers_families import FAMILIES, Family, check_router
+from equipoise.adapters.transformers_model import Found, FoundLayer, inspect
+from equipoise.adapters.transformers_routers import Routers, record, replay, wrap_routers
+from equipoise.balancer import Balancer
+from equipoise.core.errors import AdapterError
+from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.experts import BalancedExperts, LayerOptions
+
+__all__ = [
+    "inspect",
+    "install",
+    "uninstall",
+    "Installed",
+    "wrap_routers",
+    "record",
+    "replay",
+    "routes_from",
+    "schedule_from",
+    "MicroBatch",
+    "Recorded",
+    "ReplayCounters",
+]
+
+NAME = "equipoise"
+"""Our function's name among transformers' experts functions."""
+KEPT = "_equipoise"
+"""Attribute of an installed model that holds its handle, and of an experts module that holds its layer."""
+
+
+def balanced_experts(module: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    """The experts function registered with transformers."""
+    return getattr(module, KEPT).compute(hidden_TD, ids_TK, gates_TK)
+
+
+class _LentExperts:
+    """One experts module, its full parameters kept aside while balanced experts stand in their place."""
+
+    def __init__(self, module: Any, family: Family, path: str) -> None:
+        self.module, self.path, self._family = module, path, family
+        self._full = {name: module._parameters[name] for name in family.tensors}
+        self._config = module.config
+
+    def cut(self, group: Any) -> ExpertWeights:
+        """This rank's experts in the runtime's layout."""
+        return ExpertWeights(*(self.to_runtime(cut(full, group)) for full in self._full.values()))
+
+    def swap(self, balanced: BalancedExperts, *, config: Any, layer: Any) -> None:
+        """Put the balanced parameters under the module's names."""
+        for (name, full), parameter in zip(self._full.items(), balanced.home.tensors(), strict=True):
+            parameter.requires_grad_(full.requires_grad)
+            self.module._parameters[name] = parameter
+            lend(full)
+        self.module.config = config
+        setattr(self.module, KEPT, layer)
+
+    def restore(self, group: Any) -> None:
+        """Put the full parameters back, with the owners' values. Every rank must call this."""
+        for name, full in self._full.items():
+            give_back(full, self.gathered(self.module._parameters[name], group))
+            self.module._parameters[name] = full
+        self.module.config = self._config
+        delattr(self.module, KEPT)
+
+    def gathered(self, shard: Tensor, group: Any, *, to: int | None = None) -> Any:
+        """[E, ...] in transformers' layout; None on a rank that gets nothing. Every rank must call this."""
+        full = gather(shard, group, to=to)
+        return None if full is None else self.to_runtime(full)
+
+    def to_runtime(self, weights: Tensor) -> Tensor:
+        """Weights in the runtime's layout, and back: where the two differ, the last axes are exchanged."""
+        if self._family.is_transposed and weights.ndim == 3:
+            return weights.transpose(1, 2).contiguous()
+        return weights
+
+
+class Installed:
+    """A model whose experts are balanced, seen from one rank."""
+
+    def __init__(self, model: nn.Module, balancer: Balancer, found: Found, lent: Mapping[str, _LentExperts]) -> None:
+        """Made by `install`."""
+        self.model, self.balancer, self.found = model, balancer, found
+        self._lent = lent
+        self.routers = Routers(model, found=found)
+
+    @property
+    def counters(self) -> ReplayCounters:
+        """Router calls and replayed rows so far."""
+        return self.routers.counters
+
+    @property
+    def expert_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the experts this rank owns, by name; their gradients are sums over the whole EP group."""
+        return {
+            f"{path}.{name}": parameter
+            for path, lent in self._lent.items()
+            for name, parameter in lent.module._parameters.items()
+        }
+
+    def micro_step(self, micro_step: int, *, ids: RouteIds | None = None, record: bool = False) -> Any:
+        """Put around the forward of one micro-step, in a `with`; backward may come later, also checkpointed.
+
+        Args:
+            micro_step: its number in the balancer's window
+            ids: what this rank's tokens replay, see `RouteIds`; None: the model routes itself
+            record: give a `Recorded`, which then holds the ids that were used
+        """
+        return self.routers.turn(micro_step, ids=ids, record=record)
+
+    def full(self, name: str, shard: Tensor, *, to: int | None = None) -> Tensor | None:
+        """Put together what is kept per owned expert, such as optimizer state. Every rank must call this.
+
+        Args:
+            name: of the expert parameter that `shard` is shaped like
+            to: the only rank that gets the result; None: every rank
+
+        Returns: [E, ...] in transformers' layout
+        """
+        return self._lent[name.rpartition(".")[0]].gathered(shard, self.balancer.group, to=to)
+
+    def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
+        """The state dict of the whole model, in canonical order. Every rank must call this.
+
+        Args:
+            to: the only rank that gets it, the others get {}; None: every rank
+        """
+        with self.balancer.canonical():
+            experts = {name: self.full(name, p, to=to) for name, p in self.expert_parameters.items()}
+            if to not in (None, dist.get_rank(self.balancer.group)):
+                return {}
+            return {name: experts.get(name, tensor) for name, tensor in self.model.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the weights of the whole model; each rank keeps those of its experts. Outside windows only."""
+        own = self.model.state_dict()
+        wrong = sorted(set(own) ^ set(state))
+        if wrong:
+            raise AdapterError(f"the state dict does not fit the model: {wrong[0]!r} is in one of them only")
+        experts = self.expert_parameters
+        for name, tensor in own.items():
+            if name in experts:
+                lent = self._lent[name.rpartition(".")[0]]
+                tensor.copy_(lent.to_runtime(cut(state[name], self.balancer.group)))
+            else:
+                tensor.copy_(state[name])
+
+    def save_pretrained(self, path: str | Path, **options: Any) -> None:
+        """Write what the whole model's `save_pretrained` would write. Every rank must call this; the first one writes.
+
+        Args:
+            options: of transformers' `save_pretrained`
+        """
+        state = self.state_dict(to=0)
+        if dist.get_rank(self.balancer.group) == 0:
+            type(self.model).save_pretrained(self.model, path, state_dict=state, **options)
+        dist.barrier(group=self.balancer.group)
+
+    def uninstall(self) -> None:
+        """Restore the model. Every rank must call this, with no window open."""
+        self.routers.unwrap()
+        with self.balancer.canonical():
+            for lent in self._lent.values():
+                lent.restore(self.balancer.group)
+        del self.model.save_pretrained
+        delattr(self.model, KEPT)
+
+
+def install(model: nn.Module, balancer: Balancer, *, options: LayerOptions | None = None) -> Installed:
+    """Cut the experts to their owners and let the balancer run them. Every rank of its group must call this.
+
+    Args:
+        model: the whole model, the same on every rank; make optimizers after this
+        balancer: made without layers, for `inspect(model).shape`
+        options: how experts compute; activation and combine order are the family's
+    """
+    found = _agreed(model, balancer)
+    family = FAMILIES[found.family]
+    lent = {x.experts_path: _LentExperts(model.get_submodule(x.experts_path), family, x.path) for x in found.layers}
+    options = replace_fields(options or LayerOptions(), activation=family.activation, combine_order="top_k")
+    balanced = {
+        path: BalancedExperts(one.cut(balancer.group), layer=index, group=balancer.group, options=options)
+        for index, (path, one) in enumerate(lent.items())
+    }
+    balancer.attach(balanced)
+    # From here on nothing fails: the model is either as it was, or wholly installed.
+    ALL_EXPERTS_FUNCTIONS.register(NAME, balanced_experts)
+    handle = Installed(model, balancer, found, lent)
+    config = _choosing(next(iter(lent.values())).module.config)
+    for layer, (path, one) in zip(handle.routers.layers, lent.items(), strict=True):
+        layer.balanced = balanced[path]
+        one.swap(balanced[path], config=config, layer=layer)
+    setattr(model, KEPT, handle)
+    model.save_pretrained = handle.save_pretrained  # type: ignore[assignment]  # restored by uninstall
+    return handle
+
+
+def uninstall(model: nn.Module) -> None:
+    """Restore the model exactly, with the weights it has now. Every rank must call this; then close the balancer."""
+    if KEPT not in vars(model):
+        raise AdapterError(f"this {type(model).__name__} has no balanced experts; install them first")
+    getattr(model, KEPT).uninstall()
+
+
+def _choosing(config: Any) -> Any:
+    """A copy of the configuration that chooses our experts function."""
+    chosen = copy.copy(config)
+    chosen._experts_implementation_internal = NAME
+    return chosen
+
+
+def _agreed(model: nn.Module, balancer: Balancer) -> Found:
+    """What `inspect` finds, or an error on every rank if any of them must refuse. Every rank must call this."""
+    found, reason = None, None
+    try:
+        found = _checked(model, balancer)
+    except AdapterError as error:
+        reason = str(error)
+    reasons: list[str | None] = [None] * dist.get_world_size(balancer.group)
+    dist.all_gather_object(reasons, reason, group=balancer.group)
+    for rank, one in enumerate(reasons):
+        if one is not None:
+            raise AdapterError(one if one == reason else f"rank {rank} cannot install: {one}")
+    assert found is not None, "no rank refused"
+    return found
+
+
+def _checked(model: nn.Module, balancer: Balancer) -> Found:
+    if KEPT in vars(model):
+        raise AdapterError(f"this {type(model).__name__} has balanced experts already; uninstall them first")
+    if balancer.layers:
+        raise AdapterError("the balancer has layers already; give every model a balancer of its own")
+    found = inspect(model)
+    if found.unsupported:
+        raise AdapterError("; ".join(found.unsupported))
+    ranks = dist.get_world_size(balancer.group)
+    if found.experts % ranks:
+        raise AdapterError(
+            f"`{found.layers[0].experts_path}`: {found.experts} experts do not divide by {ranks} ranks; use an EP group "
+            "whose size divides them"
+        )
+    for name in ("experts", "top_k", "layer_numbers", "hidden", "expert_width"):
+        there, wanted = getattr(found.shape, name), getattr(balancer.model, name)
+        if there != wanted:
+            raise AdapterError(
+                f"the model has {name} {there}, the balancer was made for {wanted}; give it inspect(model).shape"
+            )
+    _check_routers(model, found.layers, FAMILIES[found.family])
+    return found
+
+
+def _check_routers(model: nn.Module, layers: tuple[FoundLayer, ...], family: Family) -> None:
+    for layer in layers:
+        router = model.get_submodule(layer.router_path)
+        check_router(router, family, path=layer.router_path, version=transformers.__version__)
