@@ -8,6 +8,8 @@ Invariants (asserted by the tests):
 2. Without replicas nothing is charged for pulls or returns.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from equipoise.core.compiled import compiled
@@ -31,6 +33,17 @@ COMPUTE, EXCHANGE, PULL, RETURN = range(4)
 INSIDE, ACROSS, HOST_PULLS, PEER_PULLS = range(4, 8)
 """Further columns: rows exchanged inside and across nodes, replicas pulled by path, all ranks together."""
 COLUMNS = 8
+
+
+class Settled(NamedTuple):
+    """What every rank does in one (micro-step, layer)."""
+
+    rows_R: np.ndarray
+    """[R] rows it computes."""
+    busy_R: np.ndarray
+    """[R] its slots that have rows."""
+    link_R4: np.ndarray
+    """[R, 4] rows on its links, columns as in `links.py`."""
 
 
 @compiled
@@ -85,6 +98,21 @@ def price_holders(
 ) -> int:
     """`price` for traffic already added up, so that several holder tables on the same homes share that work."""
     home_E, nodes, rep_expert_RS, rep_rows_RS = holders
+    settled = settle(load_RE, base, holders, persistent)
+    line[:] = 0
+    for r in range(len(settled.rows_R)):
+        line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, settled.rows_R[r], settled.busy_R[r]))
+    _exchange(settled.link_R4, nodes.node_R, keep_permille_N, tables, line)
+    if not persistent and rep_expert_RS.shape[1] > 0:
+        forward_ns, backward_ns = windows_ns(base.row_R, len(home_E), tables)
+        _transfers(home_E, nodes.node_R, rep_expert_RS, rep_rows_RS, forward_ns, backward_ns, tables, line)
+    return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
+
+
+@compiled
+def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: bool) -> Settled:
+    """Say what every rank computes, and what its links carry, once replicas have taken their rows."""
+    home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     ranks, slots = rep_expert_RS.shape
     node_R = nodes.node_R
     quota_E = base.total_E.copy()
@@ -109,14 +137,7 @@ def price_holders(
                 reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
             else:
                 reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], scratch_3R)
-    line[:] = 0
-    for r in range(ranks):
-        line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, rows_R[r], busy_R[r]))
-    _exchange(link_R4, node_R, keep_permille_N, tables, line)
-    if not persistent and slots > 0:
-        forward_ns, backward_ns = windows_ns(base.row_R, len(home_E), tables)
-        _transfers(home_E, node_R, rep_expert_RS, rep_rows_RS, forward_ns, backward_ns, tables, line)
-    return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
+    return Settled(rows_R, busy_R, link_R4)
 
 
 @compiled

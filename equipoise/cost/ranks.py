@@ -1,0 +1,82 @@
+"""What every rank does in a window, entry by entry: rows, busy slots, busiest links, and nanoseconds of its experts.
+
+The planner needs only the busiest rank of an entry (`kernels.price`); whoever replays a window needs all of them. Both
+use the same kernels, so both see the same rows and the same seconds.
+
+Knows rows, holders and prices. Does not know plans or time of day.
+
+Invariants (asserted by the tests):
+1. The busiest rank's nanoseconds and those of the exchanges are the price line of `kernels.price`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from equipoise.core.compiled import compiled
+from equipoise.cost.kernels import compute_ns, settle
+from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.model import Tables
+
+
+class RankRows(NamedTuple):
+    """What the ranks of one layer do, micro-step by micro-step."""
+
+    rows_MR: np.ndarray
+    busy_MR: np.ndarray
+    """[M, R] slots that have rows."""
+    inside_M: np.ndarray
+    """[M] rows of the busiest link inside nodes."""
+    across_M: np.ndarray
+
+
+@compiled
+def rank_rows(
+    load_MRE: np.ndarray,
+    home_E: np.ndarray,
+    node_R: np.ndarray,
+    rep_expert_MRS: np.ndarray,
+    rep_rows_MRS: np.ndarray,
+    persistent: bool,
+) -> RankRows:
+    """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front."""
+    micro_steps, ranks = load_MRE.shape[:2]
+    rows_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
+    busy_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
+    inside_M = np.zeros(micro_steps, dtype=np.int64)
+    across_M = np.zeros(micro_steps, dtype=np.int64)
+    mask_NE, nodes = home_nodes(home_E, node_R), nodes_of(node_R)
+    for m in range(micro_steps):
+        base = traffic(load_MRE[m], home_E, node_R, mask_NE)
+        holders = Holders(home_E, nodes, rep_expert_MRS[m], rep_rows_MRS[m])
+        settled = settle(load_MRE[m], base, holders, persistent)
+        rows_MR[m] = settled.rows_R
+        busy_MR[m] = settled.busy_R
+        inside_M[m] = settled.link_R4[:, :2].max()
+        across_M[m] = settled.link_R4[:, 2:].max()
+    return RankRows(rows_MR, busy_MR, inside_M, across_M)
+
+
+def level_rows(load_MRE: np.ndarray, node_R: np.ndarray) -> RankRows:
+    """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`."""
+    ranks, experts = load_MRE.shape[1:]
+    row_MR = load_MRE.sum(axis=2)
+    near_R = np.bincount(node_R)[node_R]
+    mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
+    rows_MR = np.broadcast_to(mean_M1, row_MR.shape).copy()
+    return RankRows(
+        rows_MR=rows_MR,
+        busy_MR=np.where(rows_MR > 0, experts // ranks, 0),
+        inside_M=(row_MR * (near_R - 1) // ranks).max(axis=1),
+        across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1),
+    )
+
+
+@compiled
+def compute_ns_of(tables: Tables, rows_MR: np.ndarray, busy_MR: np.ndarray) -> np.ndarray:
+    """[M, R] nanoseconds of every rank's experts."""
+    ns_MR = np.zeros(rows_MR.shape, dtype=np.int64)
+    for m in range(rows_MR.shape[0]):
+        for r in range(rows_MR.shape[1]):
+            ns_MR[m, r] = compute_ns(tables, rows_MR[m, r], busy_MR[m, r])
+    return ns_MR
