@@ -74,7 +74,8 @@ class MicroBatch:
         tokens = int(self.token_BS.sum())
         if tokens != sum(self.lengths):
             raise ScheduleError(
-                f"samples have {sum(self.lengths)} tokens, the attention mask shows {tokens}; lengths are what is forwarded"
+                f"lengths add up to {sum(self.lengths)} tokens, the attention mask shows {tokens}; give the number of "
+                "tokens that are forwarded"
             )
 
     @property

@@ -49,6 +49,7 @@ from equipoise.adapters.transformers_model import Found, FoundLayer, inspect
 from equipoise.adapters.transformers_routers import Routers, record, replay, wrap_routers
 from equipoise.balancer import Balancer
 from equipoise.core.errors import AdapterError
+from equipoise.planning.worker import PlanWorker
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.experts import BalancedExperts, LayerOptions
 
@@ -211,13 +212,16 @@ class Installed:
         delattr(self.model, KEPT)
 
 
-def install(model: nn.Module, balancer: Balancer, *, options: LayerOptions | None = None) -> Installed:
+def install(
+    model: nn.Module, balancer: Balancer, *, options: LayerOptions | None = None, worker: PlanWorker | None = None
+) -> Installed:
     """Cut the experts to their owners and let the balancer run them. Every rank of its group must call this.
 
     Args:
         model: the whole model, the same on every rank; make optimizers after this
         balancer: made without layers, for `inspect(model).shape`
         options: how experts compute; activation and combine order are the family's
+        worker: a planning process to use, instead of an own one
     """
     found = _agreed(model, balancer)
     family = FAMILIES[found.family]
@@ -227,7 +231,7 @@ def install(model: nn.Module, balancer: Balancer, *, options: LayerOptions | Non
         path: BalancedExperts(one.cut(balancer.group), layer=index, group=balancer.group, options=options)
         for index, (path, one) in enumerate(lent.items())
     }
-    balancer.attach(balanced)
+    balancer.attach(balanced, worker=worker)
     # From here on nothing fails: the model is either as it was, or wholly installed.
     ALL_EXPERTS_FUNCTIONS.register(NAME, balanced_experts)
     handle = Installed(model, balancer, found, lent)
@@ -281,8 +285,8 @@ def _checked(model: nn.Module, balancer: Balancer) -> Found:
     ranks = dist.get_world_size(balancer.group)
     if found.experts % ranks:
         raise AdapterError(
-            f"`{found.layers[0].experts_path}`: {found.experts} experts do not divide by {ranks} ranks; use an EP group "
-            "whose size divides them"
+            f"`{found.layers[0].experts_path}`: {found.experts} experts do not divide by {ranks} ranks; use an EP "
+            "group whose size divides them"
         )
     for name in ("experts", "top_k", "layer_numbers", "hidden", "expert_width"):
         there, wanted = getattr(found.shape, name), getattr(balancer.model, name)

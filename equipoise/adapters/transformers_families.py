@@ -1,4 +1,4 @@
-"""The MoE families of transformers that the adapter knows: names of modules and tensors, layouts, and how gates are made.
+"""The MoE families of transformers that the adapter knows: module and tensor names, layouts, and how gates are made.
 
 One `Family` per `model_type`. Knows the router and experts classes of each, and nothing of how they are wrapped.
 
