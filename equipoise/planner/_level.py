@@ -28,28 +28,17 @@ def level(
     max_checks: int,
 ) -> np.ndarray:
     """Swap experts between groups until no group stands out in any micro-step. See `reference.level`."""
-    experts, micro_steps = share_EM.shape
-    groups = len(ranks_G)
+    experts, groups = len(share_EM), len(ranks_G)
     order = np.argsort(group_E, kind="mergesort")
     start_G = np.searchsorted(group_E[order], np.arange(groups + 1))
     common = common_multiple(ranks_G)
     weight_G = common // ranks_G
-    rows_GM = np.zeros((groups, micro_steps), dtype=np.int64)
-    for e in range(experts):
-        rows_GM[group_E[e]] += load_EM[e]
+    rows_GM, cost, away = _state(group_E, load_EM, groups, cost_EG, owner_E)
     dot_EE, bow_PP, square_P, pull_GP = _tables(share_EM, affinity_EE, order, start_G, weight_G)
-    cost, away = np.int64(0), np.int64(0)
-    for e in range(experts):
-        cost += cost_EG[e, group_E[e]]
-        away += group_E[e] != owner_E[e]
-    best, since = BIG, 0
-    best_order = order.copy()
-    best_rows_GM = rows_GM.copy()
-    best_away = away
-    tabu_P = np.zeros(experts, dtype=np.int64)
+    best, since, swap = BIG, 0, 0
+    best_order, best_rows_GM, best_away = order.copy(), rows_GM.copy(), away
+    tabu_P, edge_P = np.zeros(experts, dtype=np.int64), np.zeros(experts, dtype=np.int64)
     tenure = min(10, experts // 8 + 1)
-    edge = np.zeros(experts, dtype=np.int64)
-    swap = 0
     while True:
         value = cost + busiest(rows_GM, weight_G, common, weight_M)
         if value < best and away <= budget:
@@ -60,7 +49,7 @@ def level(
             break
         else:
             since += 1
-        p, q, change = _best_swap(start_G, pull_GP, bow_PP, square_P, tabu_P, swap, order, edge)
+        p, q, change = _best_swap(start_G, pull_GP, bow_PP, square_P, tabu_P, swap, order, edge_P)
         if p < 0:
             if tabu_P.max() <= swap:
                 break
@@ -69,14 +58,8 @@ def level(
             continue
         a, b = group_of(start_G, p), group_of(start_G, q)
         e, f = order[p], order[q]
-        for m in range(micro_steps):
-            d = load_EM[f, m] - load_EM[e, m]
-            rows_GM[a, m] += d
-            rows_GM[b, m] -= d
-        for i in range(experts):
-            d = dot_EE[f, order[i]] - dot_EE[e, order[i]]
-            pull_GP[a, i] += weight_G[a] * d
-            pull_GP[b, i] -= weight_G[b] * d
+        _move_rows(rows_GM, load_EM, e, f, a, b)
+        _move_pull(pull_GP, dot_EE, order, weight_G, e, f, a, b)
         cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
         away += _more_away(owner_E, e, f, a, b)
         _swap_positions(order, tabu_P, square_P, bow_PP, pull_GP, p, q)
@@ -85,22 +68,64 @@ def level(
             # An uphill swap is kept from being undone at once.
             low, high = (q, p) if e < f else (p, q)
             tabu_P[low], tabu_P[high] = rests(swap, tenure)
-    result = np.empty(experts, dtype=np.int64)
-    for g in range(groups):
-        for p in range(start_G[g], start_G[g + 1]):
-            result[best_order[p]] = g
+    result = _groups_of(best_order, start_G)
     polished = result.copy()
-    work_GM = best_rows_GM * weight_M
-    for g in range(groups):
-        work_GM[g] *= weight_G[g]
+    work_GM = best_rows_GM * weight_M * weight_G.reshape(-1, 1)
     room = budget - best_away
     polish(load_EM * weight_M, polished, work_GM, weight_G, common * cost_EG, owner_E, room, max_checks)
-    rows_GM[:] = 0
-    cost = np.int64(0)
-    for e in range(experts):
-        rows_GM[polished[e]] += load_EM[e]
-        cost += cost_EG[e, polished[e]]
+    rows_GM, cost, away = _state(polished, load_EM, groups, cost_EG, owner_E)
     return polished if cost + busiest(rows_GM, weight_G, common, weight_M) < best else result
+
+
+@compiled
+def _state(
+    group_E: np.ndarray, load_EM: np.ndarray, groups: int, cost_EG: np.ndarray, owner_E: np.ndarray
+) -> tuple[np.ndarray, int, int]:
+    """[G, M] rows of each group, the experts' prices together, and how many are away from their owner's group."""
+    rows_GM = np.zeros((groups, load_EM.shape[1]), dtype=np.int64)
+    cost, away = np.int64(0), np.int64(0)
+    for e in range(len(group_E)):
+        rows_GM[group_E[e]] += load_EM[e]
+        cost += cost_EG[e, group_E[e]]
+        away += group_E[e] != owner_E[e]
+    return rows_GM, cost, away
+
+
+@compiled
+def _move_rows(rows_GM: np.ndarray, load_EM: np.ndarray, e: int, f: int, a: int, b: int) -> None:
+    """Expert e leaves group a for b, and f comes back."""
+    for m in range(rows_GM.shape[1]):
+        d = load_EM[f, m] - load_EM[e, m]
+        rows_GM[a, m] += d
+        rows_GM[b, m] -= d
+
+
+@compiled
+def _move_pull(
+    pull_GP: np.ndarray,
+    dot_EE: np.ndarray,
+    order: np.ndarray,
+    weight_G: np.ndarray,
+    e: int,
+    f: int,
+    a: int,
+    b: int,
+) -> None:
+    """The same for the products of every position with the two groups' sums."""
+    for i in range(len(order)):
+        d = dot_EE[f, order[i]] - dot_EE[e, order[i]]
+        pull_GP[a, i] += weight_G[a] * d
+        pull_GP[b, i] -= weight_G[b] * d
+
+
+@compiled
+def _groups_of(order: np.ndarray, start_G: np.ndarray) -> np.ndarray:
+    """[E] group of each expert, from experts by position."""
+    group_E = np.empty(len(order), dtype=np.int64)
+    for g in range(len(start_G) - 1):
+        for p in range(start_G[g], start_G[g + 1]):
+            group_E[order[p]] = g
+    return group_E
 
 
 @compiled
@@ -189,7 +214,7 @@ def _best_swap(
     tabu_P: np.ndarray,
     swap: int,
     order: np.ndarray,
-    edge: np.ndarray,
+    edge_P: np.ndarray,
 ) -> tuple[int, int, int]:
     """The allowed pair of positions whose swap lowers the sum of squares most, and the change; -1, -1, BIG if none."""
     groups = len(start_G) - 1
@@ -197,7 +222,7 @@ def _best_swap(
     for a in range(groups - 1):
         for b in range(a + 1, groups):
             for q in range(start_G[b], start_G[b + 1]):
-                edge[q] = BIG if tabu_P[q] > swap else pull_GP[a, q] - pull_GP[b, q] + square_P[q]
+                edge_P[q] = BIG if tabu_P[q] > swap else pull_GP[a, q] - pull_GP[b, q] + square_P[q]
         for p in range(start_G[a], start_G[a + 1]):
             if tabu_P[p] > swap:
                 continue
@@ -207,11 +232,11 @@ def _best_swap(
                 constant = pull_GP[b, p] - pull_GP[a, p] + square_P[p]
                 small = BIG
                 for q in range(lo, hi):
-                    small = min(small, edge[q] + row[q])
+                    small = min(small, edge_P[q] + row[q])
                 if small >= BIG // 2 or small + constant > least:
                     continue
                 for q in range(lo, hi):
-                    if edge[q] + row[q] == small and (
+                    if edge_P[q] + row[q] == small and (
                         small + constant < least or _before(order[p], order[q], order[p0], order[q0])
                     ):
                         least, p0, q0 = small + constant, p, q
