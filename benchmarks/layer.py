@@ -45,8 +45,8 @@ from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.planner import plan
 from equipoise.runtime.assign import SourceSplit
 from equipoise.runtime.bank import ExpertWeights, ReplicaBank
-from equipoise.runtime.dispatch import PreparedDispatch, prepare_dispatch
 from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.prepared import PreparedDispatch, prepare_dispatch
 from equipoise.runtime.reference import dense_experts
 from equipoise.runtime.window import Window
 

@@ -53,8 +53,8 @@ from benchmarks.profile_gpu import Bench, Timing, measure
 from benchmarks.results import Limit, publish
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.bank import ExpertWeights, ReplicaBank
-from equipoise.runtime.dispatch import PreparedDispatch
 from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.prepared import PreparedDispatch
 
 TOKENS = (8192, 16384)
 LAYERS = 4

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from equipoise.core.errors import RoutesError
 from equipoise.core.plan import Plan
+from equipoise.runtime.ordering import stable_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     _check_ids(ids_N, len(split.home_slot_E))
     # Step 1: the key of a row is (expert, number among its expert's rows), as one integer.
     stride = ids_N.numel() + 1
-    key_N = ids_N * stride + _number_in_expert(ids_N)
+    key_N = ids_N * stride + _number_in_expert(ids_N, num_experts=len(split.home_slot_E))
     # Step 2: the first holder whose share ends beyond the row, among the holders of the same expert.
     end_H = split.expert_H * stride + split.end_H.clamp(max=stride - 1)
     at_N = torch.searchsorted(end_H, key_N, right=True)
@@ -103,9 +104,9 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     return slot_N.view(ids_TK.shape)
 
 
-def _number_in_expert(ids_N: Tensor) -> Tensor:
+def _number_in_expert(ids_N: Tensor, *, num_experts: int) -> Tensor:
     """[N] how many earlier rows chose the same expert."""
-    order_N = torch.argsort(ids_N, stable=True)
+    order_N = stable_order(ids_N, below=num_experts)
     sorted_N = ids_N[order_N]
     place_N = torch.arange(ids_N.numel(), device=ids_N.device)
     number_N = torch.empty_like(place_N)

@@ -1,7 +1,7 @@
 """`Dispatch`: the way of every row of one rank in one (micro-step, layer), there and back, as index tables.
 
 Knows slots and counts. Does not know hidden states or experts' weights; the only communication is one exchange of
-counts, and none where the plan knows every route.
+counts, and none where the plan knows every route. A way in two levels has a `relay` beside the direct tables.
 
 Steps:
 1. `sort_rows`: the source orders its rows by physical slot, so by (rank, local slot), then as given.
@@ -13,22 +13,19 @@ Invariants (asserted by the tests):
 1. Every row is sent once and received once; place and index tables are one-to-one.
 2. An expert's rows stand in the same order whichever slot holds them, so its products do not depend on where it sits.
 3. Groups start at multiples of `pad`; rows of padding are zero and reach no token.
-4. With planned routes, the prepared dispatch equals the exchanged one; ids with other counts cannot be prepared.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.core.errors import RoutesError
 from equipoise.core.plan import Plan
-from equipoise.runtime.assign import SourceSplit, assign_slots, physical_slots, slots_per_rank
-
-Tables = TypeVar("Tables", "Groups", "Dispatch")
+from equipoise.runtime.assign import physical_slots, slots_per_rank
+from equipoise.runtime.exchange import all_to_all
+from equipoise.runtime.ordering import stable_order
+from equipoise.runtime.relay import Relay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +76,17 @@ class Dispatch:
     source_P: Tensor
     """[buffer rows] the received row at each place; one past the last received row at a place of padding."""
     groups: Groups
+    relay: Relay | None = None
+    """The way there in two levels; None: rows go directly."""
 
     def is_same_way(self, other: "Dispatch") -> bool:
         """Whether all rows go the same way; waits for the device."""
         if (self.send_R, self.receive_R) != (other.send_R, other.receive_R):
             return False
-        return torch.equal(self.index_TK, other.index_TK) and torch.equal(self.place_N, other.place_N)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedDispatch:
-    """A dispatch made ahead of the layer, and the ids it was made for."""
-
-    dispatch: Dispatch
-    ids_TK: Tensor
-
-    def count_mismatches(self, ids_TK: Tensor) -> Tensor:
-        """Count, on the device and without waiting, the rows whose expert is not the prepared one."""
-        return (ids_TK != self.ids_TK).sum()
-
-    def to(self, device: str) -> "PreparedDispatch":
-        """Upload the tables, without waiting where they are in pinned memory."""
-        move = partial(_move, device=device)
-        groups = move(self.dispatch.groups, ("home_end_S", "replica_end_S"))
-        dispatch = replace(move(self.dispatch, ("token_N", "index_TK", "place_N", "source_P")), groups=groups)
-        return PreparedDispatch(dispatch=dispatch, ids_TK=self.ids_TK.to(device, non_blocking=True))
+        if not torch.equal(self.index_TK, other.index_TK) or not torch.equal(self.place_N, other.place_N):
+            return False
+        mine, theirs = self.relay or (), other.relay or ()
+        return all(_is_equal(one, two) for one, two in zip(mine, theirs, strict=True))
 
 
 def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
@@ -114,7 +97,8 @@ def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
         width: slots of one rank
     """
     slots_N = slots_TK.reshape(-1)
-    sorted_N, order_N = torch.sort(slots_N, stable=True)
+    order_N = stable_order(slots_N, below=num_ranks * width)
+    sorted_N = slots_N[order_N]
     index_N = torch.empty_like(order_N)
     index_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     # Unlike bincount, which looks for the largest value, this does not wait for a device.
@@ -128,9 +112,8 @@ def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Returns: [R source, S] rows that each source sends to each of this rank's slots
     """
-    receive_RS = torch.empty_like(count_RS)
-    dist.all_to_all_single(receive_RS, count_RS.contiguous(), group=group)
-    return receive_RS
+    ones_R = [1] * len(count_RS)
+    return all_to_all(count_RS, ones_R, ones_R, group)
 
 
 def planned_counts(plan: Plan, micro_step: int, layer: int, *, rank: int) -> Tensor:
@@ -172,42 +155,6 @@ def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: 
     )
 
 
-def prepare_dispatch(
-    ids_TK: Tensor, split: SourceSplit, receive_RS: Tensor, *, home_slots: int, pad: int = 1
-) -> PreparedDispatch:
-    """Make a whole dispatch ahead of its layer, without communication. Needs all routes of all sources to be planned.
-
-    Other ranks prepare to receive what the plan says, so ids that make other counts are refused.
-
-    Args:
-        ids_TK: [T, K] the ids this rank will replay
-        split: this rank's share of the plan there
-        receive_RS: what `planned_counts` says
-    """
-    num_ranks, width = receive_RS.shape
-    send = sort_rows(assign_slots(ids_TK, split), num_ranks=num_ranks, width=width)
-    _check_planned(send.count_RS, split)
-    dispatch = build_dispatch(send, receive_RS, home_slots=home_slots, pad=pad)
-    return PreparedDispatch(dispatch=dispatch, ids_TK=ids_TK)
-
-
-def _check_planned(count_RS: Tensor, split: SourceSplit) -> None:
-    planned_RS = torch.zeros_like(count_RS)
-    planned_RS.view(-1).index_add_(0, split.slot_H, split.rows_H)
-    wrong = (planned_RS != count_RS).nonzero()
-    if len(wrong):
-        rank, slot = wrong[0].tolist()
-        raise RoutesError(
-            f"slot {slot} of rank {rank} gets {int(count_RS[rank, slot])} rows from these ids, but the plan says "
-            f"{int(planned_RS[rank, slot])}; prepare with the ids that were counted, or let the layer exchange counts"
-        )
-
-
-def _move(tables: Tables, names: tuple[str, ...], *, device: str) -> Tables:
-    moved = {name: getattr(tables, name).to(device, non_blocking=True) for name in names}
-    return replace(tables, **moved)
-
-
 def _places(start_C: Tensor, length_C: Tensor, *, total: int) -> Tensor:
     """Places of received rows: cell after cell as they arrive, each cell's rows from its start on."""
     arrived_C = length_C.cumsum(0) - length_C
@@ -232,3 +179,7 @@ def _groups(end_S: Tensor, end: list[int], *, home_slots: int) -> Groups:
         num_replica_rows=all_rows - home_rows,
         num_replicas=sum(before < all_rows for before in end[home_slots - 1 : -1]),
     )
+
+
+def _is_equal(one: Tensor | list[int], two: Tensor | list[int]) -> bool:
+    return torch.equal(one, two) if isinstance(one, Tensor) and isinstance(two, Tensor) else one == two

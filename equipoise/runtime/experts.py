@@ -4,8 +4,9 @@ Knows the order of the ops and nothing of what they do inside. Does not know rou
 
 Steps of a forward:
 1. Home weights enter (`home`), best before the layer's attention: `enter`.
-2. Rows get slots (`assign`) and their way (`dispatch`).
-3. Tokens spread into rows (`spread`), rows travel (`exchange`) and are put slot by slot (`reorder`).
+2. Rows get slots (`assign`) and their way (`dispatch`); where the window has it made ahead, there is nothing to do.
+3. Tokens spread into rows (`spread`), rows travel (`exchange`; or both in `two_level`) and are put slot by slot
+   (`reorder`).
 4. Experts compute (`expert_block`); rows travel back and combine into tokens (`combine`).
 
 Invariants (asserted by the tests):
@@ -13,9 +14,12 @@ Invariants (asserted by the tests):
 2. With homes displaced, outputs and input gradients are bit-equal to static expert parallelism of the same size.
 3. In the deterministic mode that also holds for outputs with replicas.
 4. Plain, under both kinds of activation checkpointing and over several micro-steps, results are the same bits.
+5. So they are with dispatches made ahead or in the layer, direct or in two levels.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,13 +31,15 @@ from equipoise.runtime.activation import Activation
 from equipoise.runtime.assign import assign_slots
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.combine import CombineOrder, combine_rows, order_columns
-from equipoise.runtime.dispatch import Dispatch, PreparedDispatch, build_dispatch, exchange_counts, sort_rows
-from equipoise.runtime.exchange import exchange_rows
+from equipoise.runtime.dispatch import Dispatch, build_dispatch, exchange_counts, sort_rows
+from equipoise.runtime.exchange import all_to_all, exchange_rows
 from equipoise.runtime.expert_block import BlockOptions, Products, expert_block
 from equipoise.runtime.home import enter_home
+from equipoise.runtime.prepared import PreparedDispatch, prepare_entry, with_relay
 from equipoise.runtime.reorder import reorder_rows
 from equipoise.runtime.row_bits import check_row_bits
 from equipoise.runtime.spread import spread_rows
+from equipoise.runtime.two_level import DirectWay, send_by_relay
 from equipoise.runtime.window import Window
 
 DETERMINISTIC_PAD = 16
@@ -50,6 +56,8 @@ class LayerOptions:
     is_deterministic: bool = False
     """Pad groups so that an output's bits do not depend on replicas; refused where that does not suffice."""
     products: Products = "grouped"
+    dispatch: Literal["direct", "two_level"] = "direct"
+    """`direct` sends a token once for each of its experts; `two_level` once to each node, and then inside it."""
     is_checked: bool = False
     """Exchange counts also where a dispatch is prepared, and compare."""
 
@@ -131,10 +139,9 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         home = home or self.enter(visit)
         ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
-        way = self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK, visit)
-        rows_ND = spread_rows(hidden_TD, token_N=way.token_N, index_TK=way.index_TK)
-        received_ND = exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
-        window.arrived[visit.micro_step, self.layer] = len(received_ND)
+        way = self._way(ids_TK, visit, prepared)
+        window.traffic.note(*entry_of(visit), way, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
+        received_ND = self._send(hidden_TD, way)
         buffer_PD = reorder_rows(received_ND, there_P=way.source_P, back_N=way.place_N)
         out_PD = expert_block(
             buffer_PD, home, groups=way.groups, bank=window.bank, visit=visit, options=self.options.block
@@ -144,10 +151,10 @@ class BalancedExperts(nn.Module):
         return combine_rows(returned_ND, gates_TK, index_TK=way.index_TK)
 
     def prepare(self, ids_TK: Tensor, micro_step: int) -> PreparedDispatch:
-        """Make the dispatch of one micro-step ahead of its turn, on the ids' device, without communication."""
+        """Make a direct dispatch of one micro-step ahead of its turn, on the ids' device, without communication."""
         window = self._window_of(Visit(micro_step, "forward", self.layer))
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=self.options.combine_order)
-        return window.prepare(ids_TK, micro_step, self.layer, pad=self.options.pad)
+        return prepare_entry(ids_TK, window.plan, (micro_step, self.layer), rank=window.rank, pad=self.options.pad)
 
     def check_matched(self) -> None:
         """Raise if any row since the last check did not follow its prepared route; call before the optimizer runs."""
@@ -159,12 +166,28 @@ class BalancedExperts(nn.Module):
                 "gradients and replay the recorded routes, or run without prepared dispatch"
             )
 
+    def _way(self, ids_TK: Tensor, visit: Visit, given: PreparedDispatch | None) -> Dispatch:
+        """The way of the rows: given, made ahead by the window, or made here."""
+        prepared = given or self._window_of(visit).prepared(*entry_of(visit), device=str(ids_TK.device))
+        return self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK, visit)
+
     def _dispatch(self, ids_TK: Tensor, visit: Visit) -> Dispatch:
         window = self._window_of(visit)
-        slots_TK = assign_slots(ids_TK, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device)))
+        slots_TK = assign_slots(ids_TK, window.split(*entry_of(visit), device=str(ids_TK.device)))
         send = sort_rows(slots_TK, num_ranks=self.group.size(), width=window.width)
         receive_RS = exchange_counts(send.count_RS, self.group)
-        return build_dispatch(send, receive_RS, home_slots=window.plan.home_slots, pad=self.options.pad)
+        way = build_dispatch(send, receive_RS, home_slots=window.plan.home_slots, pad=self.options.pad)
+        if self.options.dispatch == "direct":
+            return way
+        return with_relay(way, nodes=window.nodes, swap=partial(all_to_all, group=self.group))
+
+    def _send(self, hidden_TD: Tensor, way: Dispatch) -> Tensor:
+        """Bring tokens, as rows, to the ranks that compute them."""
+        if way.relay is None:
+            rows_ND = spread_rows(hidden_TD, token_N=way.token_N, index_TK=way.index_TK)
+            return exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
+        direct = DirectWay(way.index_TK, way.send_R, way.receive_R)
+        return send_by_relay(hidden_TD, way.relay, direct=direct, group=self.group)
 
     def _matched(self, prepared: PreparedDispatch, ids_TK: Tensor, visit: Visit) -> Dispatch:
         if prepared.ids_TK.shape != ids_TK.shape:
@@ -186,6 +209,11 @@ class BalancedExperts(nn.Module):
         if self.window is None:
             raise InfeasiblePlanError(f"layer index {self.layer} has no plan yet; call begin(window) first")
         return self.window
+
+
+def entry_of(visit: Visit) -> tuple[int, int]:
+    """The (micro-step, layer) of a visit, by which windows keep what belongs to it."""
+    return visit.micro_step, visit.layer
 
 
 def _check_strides(home: ExpertWeights, *, layer: int, products: Products) -> None:

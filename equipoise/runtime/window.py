@@ -1,27 +1,38 @@
 """`Window`: one plan as one rank executes it, entry by entry, keyed by (micro-step, layer).
 
-Knows the plan, the rank and the bank that moves its replicas. Does not know hidden states, and keeps no cursor: a
-layer that is recomputed, or comes in pipeline order, finds the same entry again.
+Knows the plan, the rank, the bank that moves its replicas and the dispatches made ahead. Does not know hidden states,
+and keeps no cursor: a layer that is recomputed, or comes in pipeline order, finds the same entry again.
 """
 
-from torch import Tensor
+from typing import Protocol
 
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.plan import Plan
 from equipoise.runtime.assign import SourceSplit, slots_per_rank
 from equipoise.runtime.bank import ReplicaBank
-from equipoise.runtime.dispatch import PreparedDispatch, planned_counts, prepare_dispatch
+from equipoise.runtime.prepared import PreparedDispatch
+from equipoise.runtime.relay import Nodes
+from equipoise.runtime.traffic import Traffic
+
+
+class Ways(Protocol):
+    """Dispatches of a window, made in the background."""
+
+    def take(self, micro_step: int, layer: int) -> PreparedDispatch:
+        """Return one entry's dispatch; waits until it is made."""
+        ...
 
 
 class Window:
     """What the layers of one rank need of a plan. Shared by all of them."""
 
-    def __init__(self, plan: Plan, *, rank: int, bank: ReplicaBank) -> None:
+    def __init__(self, plan: Plan, *, rank: int, bank: ReplicaBank, ways: Ways | None = None) -> None:
         """Take a plan into execution.
 
         Args:
             rank: this process's rank in the EP group
             bank: moves the replicas of this plan
+            ways: the dispatches of all entries, on every rank or on none; None: layers make them, exchanging counts
         """
         if plan.persistent:
             raise InfeasiblePlanError(
@@ -30,8 +41,9 @@ class Window:
             )
         self.plan, self.rank, self.bank = plan, rank, bank
         self.width = slots_per_rank(plan)
-        self.arrived: dict[tuple[int, int], int] = {}
-        """Rows that reached this rank, by micro-step and layer index; to be compared with the plan's."""
+        self.nodes = Nodes(tuple(plan.cluster.node_R), rank)
+        self.traffic = Traffic((plan.loads.num_micro_steps, plan.loads.num_layers), self.nodes)
+        self._ways = ways
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
@@ -41,17 +53,6 @@ class Window:
             self._splits[key] = SourceSplit.of(self.plan, micro_step, layer, source=self.rank, device=device)
         return self._splits[key]
 
-    def prepare(self, ids_TK: Tensor, micro_step: int, layer: int, *, pad: int = 1) -> PreparedDispatch:
-        """Make the dispatch of one entry ahead, on the ids' device, without communication.
-
-        Needs every route of the entry to be planned. On CPU it can run in the background; upload with `.to(device)`.
-        """
-        loads = self.plan.loads
-        if loads.coverage_MLR is not None and not (loads.coverage_MLR == 1).all():
-            raise InfeasiblePlanError(
-                f"a dispatch can be prepared only where every route is known; coverage is down to "
-                f"{float(loads.coverage_MLR.min()):.3f}: let the layer exchange counts"
-            )
-        receive_RS = planned_counts(self.plan, micro_step, layer, rank=self.rank)
-        split = self.split(micro_step, layer, device=str(ids_TK.device))
-        return prepare_dispatch(ids_TK, split, receive_RS, home_slots=self.plan.home_slots, pad=pad)
+    def prepared(self, micro_step: int, layer: int, *, device: str) -> PreparedDispatch | None:
+        """One entry's dispatch where the layer computes, if dispatches are made ahead."""
+        return None if self._ways is None else self._ways.take(micro_step, layer).to(device)

@@ -9,8 +9,8 @@ from equipoise.core import LoadMatrix
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.runtime.assign import SourceSplit, assign_slots, slots_per_rank
 from equipoise.runtime.bank import ExpertWeights, NoReplicas
-from equipoise.runtime.dispatch import build_dispatch, planned_counts, prepare_dispatch, sort_rows
-from equipoise.runtime.window import Window
+from equipoise.runtime.dispatch import build_dispatch, planned_counts, sort_rows
+from equipoise.runtime.prepared import prepare_dispatch, prepare_entry
 from tests.runtime.cases import random_plan, random_routing, static_plan
 
 cases = given(
@@ -123,10 +123,8 @@ def test_partial_coverage_cannot_be_prepared():
     coverage[1, 0, 1] = 0.5
     loads = LoadMatrix(plan.loads.load_MLRE, coverage_MLR=coverage)
     partial = type(plan)(**{**fields_of(plan), "loads": loads})
-    empty = ExpertWeights(torch.zeros(4, 8, 4), torch.zeros(4, 4, 4))
-    window = Window(partial, rank=0, bank=NoReplicas(partial, empty))
     with pytest.raises(InfeasiblePlanError, match=r"coverage is down to 0\.500"):
-        window.prepare(torch.from_numpy(routing.ids[0][0][0]), 0, 0)
+        prepare_entry(torch.from_numpy(routing.ids[0][0][0]), partial, (0, 0), rank=0)
 
 
 def fields_of(plan):
