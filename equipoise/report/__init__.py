@@ -1,4 +1,47 @@
-"""Results to the terminal, to JSON and to one HTML file. Not built yet.
+"""Results to the terminal and to one HTML file that works offline.
 
-May import core, loads, sim and planner's result types; never torch.
+    page.py        what a page holds: answer, figures, charts, tables; the one description that both outputs draw
+    source.py      which result makes which page; to add one, write its maker and add it to `MAKERS`
+    analysis.py    the page of an analysis; simulation.py (with simulation_charts.py) of a simulation
+    load_charts.py, time_charts.py, byte_charts.py, sweep_charts.py
+                   one function per chart, from plain arrays (frame.py is what they share, binning.py keeps them small)
+    theme.py       colours, light and dark; words.py, figures as people read them; definitions.py, every word
+    render.py      the HTML file, from templates/
+    summary.py     the same as text; trace.py, a timeline as a Chrome trace
+
+May import core and sim's result types; never torch, never a terminal library. Figures come from result documents,
+which take skew from `loads.skew`, and from nowhere else.
 """
+
+from pathlib import Path
+
+from equipoise.report.page import Page
+from equipoise.report.render import render, write_page
+from equipoise.report.source import Result, build_page
+from equipoise.report.summary import as_text, summarise
+from equipoise.report.trace import chrome_trace
+
+
+def write_report(result: Result, path: str | Path, *, title: str | None = None) -> Page:
+    """Write the page of a result as one HTML file that works offline.
+
+    Args:
+        result: an `Analysis` or `Simulation`, its JSON document, the path of a file with one, or a run's folder
+        path: the HTML file
+        title: what the page is called; the file's name by default
+    """
+    page = build_page(result, title=title)
+    write_page(page, Path(path))
+    return page
+
+
+__all__ = [
+    "write_report",
+    "Page",
+    "build_page",
+    "render",
+    "write_page",
+    "summarise",
+    "as_text",
+    "chrome_trace",
+]

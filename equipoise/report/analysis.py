@@ -1,0 +1,165 @@
+"""The page of an analysis: a document of format "equipoise-analysis-2" (its fields: `equipoise/sim/analysis.py`).
+
+Chooses what is said and drawn. Takes every figure from the document; adds up nothing that the document adds up.
+"""
+
+from typing import Any
+
+from equipoise.report.byte_charts import memory
+from equipoise.report.load_charts import skew_by_layer, skew_by_width, skew_over_micro_steps
+from equipoise.report.page import Chart, Figure, Missing, Page
+from equipoise.report.time_charts import cost_parts
+from equipoise.report.words import count, num_bytes, percent, plural, ratio, seconds
+
+FORMAT = "equipoise-analysis-2"
+Document = dict[str, Any]
+
+_SIMULATE = "equipoise simulate ROUTES_OR_LOADS -o result.json --report report.html"
+_MISSING = (
+    ("Heat maps, timeline, byte matrix, time by rank", "An analysis keeps totals alone. A simulation has them:"),
+    ("Policies and sweeps", "An analysis prices one plan. A simulation compares policies and finds the break-even:"),
+)
+
+
+def analysis_page(document: Document, *, title: str) -> Page:
+    """Make the page of an analysis."""
+    where = f"{document['model']} on {document['cluster']}, EP {document['ep']}"
+    return Page(
+        title=title,
+        kind=f"Analysis of one step, {where}",
+        answer=_answer(document),
+        conditions=_conditions(document),
+        notes=(),
+        figures=_figures(document),
+        sections=(_parts(document), _over_micro_steps(document), *_by_layer_and_width(document), _memory(document)),
+        missing=tuple(Missing(title=name, words=words, command=_SIMULATE) for name, words in _MISSING),
+        document=document,
+    )
+
+
+def _answer(document: Document) -> str:
+    whole, plan = document["seconds"], document["plan"]
+    lost = f"{percent(whole['lost']['share'])} of the time in expert layers is lost to uneven experts"
+    if plan is None:
+        return f"{lost}; no plan was tried: {document['no_plan']}."
+    saved = percent(whole["saved"]["share"])
+    if not plan["worth_it"]:
+        return f"{lost}; a plan with {_slots(plan)} would recover {saved}, which is not worth it here."
+    return f"{lost}; a plan with {_slots(plan)} would recover {saved}."
+
+
+def _slots(plan: Document) -> str:
+    if not plan["slots"]:
+        return "placement alone, which takes no memory,"
+    return f"{plural(plan['slots'], 'replica slot')} ({num_bytes(plan['buffer_bytes'])} per GPU)"
+
+
+def _conditions(document: Document) -> tuple[str, ...]:
+    profile = document["profile"]
+    known = f"routes of {percent(document['coverage'])} of the tokens are known"
+    return (
+        f"Predicted, not measured on a cluster, from the loads of one step: {document['micro_steps']} micro-steps, "
+        f"{count(document['rows'])} rows, {percent(document['padding'])} of them padding; {known}.",
+        f"Expert compute: {profile['device']}, {profile['kind']}. Links: published rates and an assumed share of them.",
+        "Seconds are those of expert layers alone: no attention, no optimizer, no rollout.",
+    )
+
+
+def _figures(document: Document) -> tuple[Figure, ...]:
+    whole, plan, held = document["seconds"], document["plan"], document["memory"]
+    now = seconds(whole["now"]["total"])
+    found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), words=f"{_lost(whole)} of {now} per step")]
+    if plan is not None:
+        saved = f"{seconds(whole['saved']['seconds'])}, every cost charged"
+        stage = _longest_stage(document)
+        skew = plan["skew"][stage]
+        levelled = f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
+        found += [
+            Figure(label="Recovered by a plan", value=percent(whole["saved"]["share"]), words=saved),
+            Figure(label="Mean skew", value=levelled, words=f"busiest rank / mean rank, {stage}"),
+        ]
+    peak = f"received rows, rank {held['place']['rank']}, layer {held['place']['layer']}"
+    return (*found, Figure(label="Peak memory", value=num_bytes(held["peak_bytes"]), words=peak))
+
+
+def _lost(whole: Document) -> str:
+    return seconds(whole["lost"]["seconds"])
+
+
+def _longest_stage(document: Document) -> str:
+    stages = document["stages"]
+    return str(max(stages, key=lambda name: stages[name]["seconds"]["now"]["total"]))
+
+
+def _parts(document: Document) -> Chart:
+    bars: dict[str, dict[str, float]] = {}
+    for stage, found in document["stages"].items():
+        for which in ("now", "planned", "balanced"):
+            parts = found["seconds"][which]
+            if parts is not None:
+                names = {"compute": "compute", "all_to_all": "all-to-all", "transfers": "transfers"}
+                bars[f"{stage}, {which}"] = {words: parts[name] or 0.0 for name, words in names.items()}
+    whole = document["seconds"]
+    planned = "" if whole["planned"] is None else f", {seconds(whole['planned']['total'])} with the plan"
+    return cost_parts(
+        bars,
+        title="Where the seconds go",
+        caption=f"A step takes {seconds(whole['now']['total'])} in expert layers now{planned}, "
+        f"{seconds(whole['balanced']['total'])} if every rank were level.",
+        terms=("compute", "all-to-all", "transfers", "balanced", "lost", "saved"),
+    )
+
+
+def _over_micro_steps(document: Document) -> Chart:
+    stages, plan = document["stages"], document["plan"]
+    steps = [step for stage in stages.values() for step in stage["skew"]["micro_steps"]]
+    series = {"before": [s["mean"] for s in steps], "before, worst layer": [s["max"] for s in steps]}
+    words = f"The busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the mean load"
+    words += f", up to {ratio(max(series['before, worst layer']))} in single layers"
+    if plan is not None:
+        lengths = {name: len(stage["skew"]["micro_steps"]) for name, stage in stages.items()}
+        series["after"] = [plan["skew"][name]["after"]["mean"] for name, n in lengths.items() for _ in range(n)]
+        words += f"; with the plan {ratio(max(series['after']))} on average over each stage"
+    return skew_over_micro_steps(
+        series,
+        windows=[(name, len(stage["skew"]["micro_steps"])) for name, stage in stages.items()],
+        caption=f"{words}. Lines are means over layers.",
+    )
+
+
+def _by_layer_and_width(document: Document) -> tuple[Chart, Chart]:
+    stage = _longest_stage(document)
+    found = document["stages"][stage]
+    layers, numbers = found["skew"]["layers"], document["layer_numbers"]
+    means = [layer["mean"] for layer in layers]
+    worst = max(range(len(means)), key=lambda i: (means[i], -i))
+    widths = {int(ep): figures for ep, figures in found["widths"].items()}
+    widths.setdefault(document["ep"], {name: found["skew"][name] for name in ("mean", "p50", "p95", "max")})
+    return (
+        skew_by_layer(
+            {"mean": means, "max": [layer["max"] for layer in layers]},
+            layers=numbers,
+            caption=f"Layer {numbers[worst]} is the most uneven, {ratio(means[worst])} on average; "
+            f"the least uneven has {ratio(min(means))} ({stage}, before).",
+        ),
+        skew_by_width(
+            widths,
+            caption=f"The same rows at other widths, before: mean {ratio(widths[min(widths)]['mean'])} at EP "
+            f"{min(widths)}, {ratio(widths[max(widths)]['mean'])} at EP {max(widths)} ({stage}).",
+        ),
+    )
+
+
+def _memory(document: Document) -> Chart:
+    held = document["memory"]
+    place, limit = held["place"], held["limit_bytes"]
+    verdict = "No limit was given (--memory-gib)."
+    if limit is not None:
+        verdict = f"It fits into {num_bytes(limit)}." if held["fits"] else f"It does not fit into {num_bytes(limit)}."
+        verdict += "".join(f" {fix['words'][0].upper()}{fix['words'][1:]}." for fix in held["fixes"][:1])
+    return memory(
+        {"before": {"received rows": held["rank_peak_bytes"]}},
+        limit_bytes=limit,
+        caption=f"Rank {place['rank']} needs {num_bytes(held['peak_bytes'])} for {held['peak_rows']:,} rows in "
+        f"{place['stage']} micro-step {place['micro_step']}, layer {place['layer']}. {verdict}",
+    )

@@ -1,0 +1,98 @@
+"""Charts of bytes: who sends how much to whom, and what each rank's memory holds against its limit.
+
+Takes bytes of a result and draws them; computes none.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from equipoise.report.frame import Grid, frame, heat_map, limit_line
+from equipoise.report.page import Chart, Table, View
+from equipoise.report.theme import BLUE, GREY, ORANGE
+
+MIB, GIB = 2**20, 2**30
+_MEMORY_COLOURS = {"expert weights": GREY, "replica slots": ORANGE, "received rows": BLUE}
+
+RankBytes = Mapping[str, Sequence[int]]
+"""Bytes of every rank, by what they hold."""
+
+
+def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
+    """Bytes of all-to-all from source to destination rank, by view.
+
+    Args:
+        byte_RR: [source, destination] bytes, before and after
+        caption: what is seen
+    """
+    mebibytes = {name: bytes_ / MIB for name, bytes_ in byte_RR.items()}
+    ranks = range(next(iter(byte_RR.values())).shape[0])
+    grid = Grid(
+        rows="source",
+        columns="destination",
+        row_labels=ranks,
+        column_labels=ranks,
+        value="MiB",
+        format=",.4r",
+    )
+    high = max(float(matrix.max()) for matrix in mebibytes.values()) or 1.0
+    return Chart(
+        name="traffic",
+        title="Bytes from source to destination",
+        caption=caption,
+        scale="sequential",
+        terms=("all-to-all", "rank", "before", "after"),
+        wide=False,
+        **heat_map(mebibytes, grid, ends=(0.0, high), limits=(128, 128)),
+    )
+
+
+def memory(views: Mapping[str, RankBytes], *, limit_bytes: int | None, caption: str) -> Chart:
+    """What every rank's memory holds at worst, stacked, against the limit.
+
+    Args:
+        views: by before and after; one view where there is no plan
+        limit_bytes: what a rank has; None where it is not known
+        caption: what is seen
+    """
+    traces = [_column(held, values) for held_by in views.values() for held, values in held_by.items()]
+    owner = [view for view, held_by in views.items() for _ in held_by]
+    switch = [View(label=view.capitalize(), visible=tuple(o == view for o in owner)) for view in views]
+    rows = tuple(
+        (view, rank, held, value)
+        for view, held_by in views.items()
+        for held, values in held_by.items()
+        for rank, value in enumerate(values)
+    )
+    return Chart(
+        name="memory",
+        title="Memory per rank",
+        caption=caption,
+        traces=tuple(traces),
+        layout=_memory_layout(views, limit_bytes),
+        data=Table(columns=("view", "rank", "what", "bytes"), rows=rows),
+        terms=("received rows", "replica", "slot", "rank"),
+        views=tuple(switch) if len(switch) > 1 else (),
+        wide=False,
+    )
+
+
+def _memory_layout(views: Mapping[str, RankBytes], limit_bytes: int | None) -> dict[str, Any]:
+    layout = frame(height=320, x="rank", y="GiB", hover="x unified") | {"barmode": "stack", "bargap": 0.15}
+    layout["xaxis"] |= {"type": "category", "nticks": 32}
+    peak = max(sum(column) for held_by in views.values() for column in zip(*held_by.values(), strict=True))
+    top = max(peak, limit_bytes or 0) / GIB
+    layout["yaxis"]["range"] = [0, 1.12 * top]
+    return layout | ({} if limit_bytes is None else limit_line(limit_bytes / GIB, f"limit {limit_bytes / GIB:.3g} GiB"))
+
+
+def _column(held: str, values: Sequence[int]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "name": held,
+        "x": [str(rank) for rank in range(len(values))],
+        "y": [round(value / GIB, 5) for value in values],
+        "marker": {"color": _MEMORY_COLOURS[held]},
+        "hovertemplate": "%{y:.3f} GiB",
+    }

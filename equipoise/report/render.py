@@ -1,0 +1,137 @@
+"""Make one HTML file of a page: template, styles and script from package data, plotly's script from its package.
+
+Nothing is fetched when the page is opened: everything stands in the file, and its content policy forbids the rest.
+Templates hold no figures and no logic beyond loops: what is shown was made in Python.
+
+How data travels:
+    page-data     JSON: charts (traces, layout, views), themes
+    downloads     each a gzip of the text, base64: the result as JSON, every section's data as CSV
+
+Invariants (asserted by the tests):
+1. The file names no address outside itself, and a browser asks for none.
+2. Text of the result cannot end the script it stands in, nor become markup.
+3. The same page gives the same bytes.
+"""
+
+import base64
+import csv
+import gzip
+import io
+import json
+import os
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from equipoise.core import EquipoiseError
+from equipoise.report.definitions import DEFINITIONS
+from equipoise.report.page import Chart, Page, Table
+from equipoise.report.theme import themes
+
+TEMPLATES = "templates"
+
+
+def render(page: Page) -> str:
+    """Return the HTML of a page."""
+    jinja2, plotly_script = _libraries()
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("equipoise.report", TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return str(
+        environment.get_template("page.html").render(
+            page=page,
+            halves=pair_halves(page),
+            definitions=DEFINITIONS,
+            style=_template_text("page.css"),
+            script=_template_text("page.js"),
+            plotly_script=plotly_script,
+            page_data=_script_json({"charts": [_chart_data(c) for c in page.charts], "themes": themes()}),
+            downloads=_downloads(page),
+        )
+    )
+
+
+def write_page(page: Page, path: Path) -> int:
+    """Write a page whole or not at all, and return its bytes."""
+    content = render(page).encode()
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes files that only their owner may read; a page is to be shown around.
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except OSError as error:
+        raise EquipoiseError(f"{path} cannot be written: {error}") from error
+    return len(content)
+
+
+def pair_halves(page: Page) -> frozenset[str]:
+    """Sections that stand side by side: narrow charts that follow each other, two and two; one left over is wide."""
+    halves: list[str] = []
+    waiting: str | None = None
+    for section in page.sections:
+        is_narrow = isinstance(section, Chart) and not section.wide
+        if is_narrow and waiting is not None:
+            halves += [waiting, section.name]
+        waiting = section.name if is_narrow and waiting is None else None
+    return frozenset(halves)
+
+
+def as_csv(table: Table) -> str:
+    """A table as CSV, with its columns first; what is not known is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(table.rows)
+    return text.getvalue()
+
+
+def _libraries() -> tuple[Any, str]:
+    """The template engine and plotly's script, which a bare install does not have."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise EquipoiseError(
+            f"a page needs {error.name}, which is not installed; run: pip install 'equipoise[report]'"
+        ) from error
+    return jinja2, get_plotlyjs()
+
+
+def _template_text(name: str) -> str:
+    return (resources.files("equipoise.report") / TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _chart_data(chart: Chart) -> dict[str, Any]:
+    """A chart as the script draws it, with the first of its views."""
+    shown = chart.views[0].visible if chart.views else (True,) * len(chart.traces)
+    return {
+        "name": chart.name,
+        "traces": [{**trace, "visible": visible} for trace, visible in zip(chart.traces, shown, strict=True)],
+        "layout": chart.layout,
+        "views": [{"visible": view.visible, "layout": view.layout} for view in chart.views],
+        "scale": chart.scale,
+    }
+
+
+def _downloads(page: Page) -> dict[str, str]:
+    """Packed text of every file the page offers, by its name."""
+    files = {"result.json": json.dumps(page.document, indent=1)}
+    files |= {f"{section.name}.csv": as_csv(section.data) for section in page.sections}
+    return {name: _pack(text) for name, text in files.items()}
+
+
+def _pack(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _script_json(document: dict[str, Any]) -> str:
+    """JSON that may stand inside a script element: no character of it can end the element or open a comment."""
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

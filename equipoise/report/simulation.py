@@ -1,0 +1,139 @@
+"""The page of a simulation: a document of format "equipoise-simulation-1" (its fields: `equipoise/sim/result.py`).
+
+Chooses what is said; `simulation_charts.py` chooses what is drawn. Takes every figure from the document.
+
+Which policy is "after": `equipoise` if it was simulated, else the fastest that is neither `static` nor `balanced`.
+
+Invariants (asserted by the tests):
+1. Shares are of static's `expert_s`: lost is static less balanced, recovered is static less after.
+2. A policy that was not simulated is never spoken of, and a part it would give is named as missing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from equipoise.report.page import Figure, Missing, Page
+from equipoise.report.simulation_charts import draw_simulation
+from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
+from equipoise.sim.trial import WORTH
+
+FORMAT = "equipoise-simulation-1"
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The policies that the page speaks of; None where one was not simulated."""
+
+    static: Document | None
+    after: Document | None
+    balanced: Document | None
+
+    @classmethod
+    def of(cls, document: Document) -> "Compared":
+        """Find them among the document's policies."""
+        found = {policy["policy"]: policy for policy in document["policies"]}
+        static, balanced = found.pop("static", None), found.pop("balanced", None)
+        after = found.get("equipoise") or min(found.values(), key=lambda policy: policy["expert_s"], default=None)
+        return cls(static=static, after=after, balanced=balanced)
+
+    def share(self, policy: Document) -> float:
+        """What a policy would give back of static's seconds in expert layers."""
+        assert self.static is not None, "only asked for where static was simulated"
+        return 1 - policy["expert_s"] / self.static["expert_s"] if self.static["expert_s"] else 0.0
+
+
+def simulation_page(document: Document, *, title: str) -> Page:
+    """Make the page of a simulation."""
+    compared, cluster, model = Compared.of(document), document["cluster"], document["model"]
+    nodes = f"{plural(cluster['nodes'], 'node')} of {cluster['ranks_per_node']} {cluster['name'].upper()}"
+    return Page(
+        title=title,
+        kind=f"Simulation of one step, {model['name']} on {nodes}, EP {cluster['ep']}",
+        answer=_answer(compared),
+        conditions=_conditions(document),
+        notes=tuple(document["notes"]),
+        figures=_figures(document, compared),
+        sections=draw_simulation(document, before=compared.static, after=compared.after),
+        missing=_missing(document, compared),
+        document=document,
+    )
+
+
+def _answer(compared: Compared) -> str:
+    static, after, balanced = compared.static, compared.after, compared.balanced
+    if static is None:
+        fastest = after or balanced
+        assert fastest is not None, "a simulation has at least one policy"
+        return f"With {fastest['policy']} a step takes {seconds(fastest['expert_s'])} in expert layers."
+    lost = f"A step takes {seconds(static['expert_s'])} in expert layers"
+    if balanced is not None:
+        lost = f"{percent(compared.share(balanced))} of the time in expert layers is lost to uneven experts"
+    if after is None:
+        return f"{lost}; no plan was simulated."
+    saved = compared.share(after)
+    words = f"{lost}; {_plan(after)} would recover {percent(saved)}"
+    return f"{words}." if saved >= WORTH else f"{words}, which is not worth it here."
+
+
+def _plan(after: Document) -> str:
+    name = "a plan" if after["policy"] == "equipoise" else after["policy"]
+    if not after["slots"]:
+        return f"{name} with placement alone"
+    taken = num_bytes(after["memory"]["replicas_bytes"])
+    return f"{name} with {plural(after['slots'], 'replica slot')} ({taken} per GPU)"
+
+
+def _conditions(document: Document) -> tuple[str, ...]:
+    windows, profile, model = document["windows"], document["profile"], document["model"]
+    steps = sum(window["micro_steps"] for window in windows)
+    tokens = np.mean([window["tokens_per_rank"] for window in windows])
+    groups = windows[0]["groups"]
+    return (
+        f"Predicted, not measured on a cluster: {plural(len(windows), 'window')} with {plural(steps, 'micro-step')} of "
+        f"{tokens:,.0f} tokens per rank, {model['layers']} layers of {model['experts']} experts, top-{model['top_k']}, "
+        f"{plural(groups, 'EP group')}.",
+        f"Expert compute: {profile['device']}, {profile['kind']}. Shares are of the time in expert layers: compute, "
+        "all-to-all and what moving experts costs.",
+    )
+
+
+def _figures(document: Document, compared: Compared) -> tuple[Figure, ...]:
+    """Label, value and words of the key numbers, as far as the policies for them were simulated."""
+    static, after, balanced = compared.static, compared.after, compared.balanced
+    found = []
+    if static is not None and balanced is not None:
+        lost = seconds(static["expert_s"] - balanced["expert_s"])
+        found.append(("Lost", percent(compared.share(balanced)), f"{lost} of {seconds(static['expert_s'])} per step"))
+    if static is not None and after is not None:
+        words = "of the time in expert layers" if balanced is None else f"{percent(after['of_balanced'])} of balanced"
+        found.append(("Recovered", percent(compared.share(after)), words))
+    if after is not None:
+        levelled = _mean_skew(document["windows"], "before"), _mean_skew(after["windows"], "after")
+        found.append(("Mean skew", " to ".join(map(ratio, levelled)), "busiest rank / mean rank"))
+        found.append(("Cost of moving", percent(after["exposed_share"]), "exposed, of expert time"))
+    if static is not None and after is not None:
+        words = f"training stages; experts are {percent(static['expert_share'])} of them"
+        found.append(("Whole step", f"{after['step_speedup']:.2f} x", words))
+    return tuple(Figure(label=label, value=value, words=words) for label, value, words in found)
+
+
+def _mean_skew(windows: list[Document], which: str) -> float:
+    """Mean over all micro-steps; each is the mean over as many layers."""
+    return float(np.mean(np.concatenate([window[which]["skew_M"] for window in windows])))
+
+
+def _missing(document: Document, compared: Compared) -> tuple[Missing, ...]:
+    command = "equipoise simulate ROUTES_OR_LOADS"
+    found = []
+    if compared.static is None or compared.after is None or compared.balanced is None:
+        words = "The comparison needs doing nothing, a plan and the ceiling:"
+        found.append(("Policies", words, f"{command} --policies static,equipoise,balanced"))
+    if document["sweep"] is None:
+        found.append(("Sweep and break-even", "Not asked for:", f"{command} --sweep ep=8,16 slots=0,1,2"))
+    if not any(policy["timeline"] for policy in document["policies"]):
+        found.append(("Timeline", "This result was written without one:", f"{command} -o result.json"))
+    found.append(("Predicted against measured", "Nothing was run. A training run has both:", "equipoise train"))
+    return tuple(Missing(title=title, words=words, command=line) for title, words, line in found)

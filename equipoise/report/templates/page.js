@@ -1,0 +1,82 @@
+"use strict";
+// Wires what was made in Python: draws the charts, switches views and colours, unpacks downloads. Computes no figure.
+(() => {
+  const data = JSON.parse(document.getElementById("page-data").textContent);
+  const root = document.documentElement;
+  const systemDark = matchMedia("(prefers-color-scheme: dark)");
+  const themeButton = document.getElementById("theme");
+  const PRINT_WIDTH = 680;
+  const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  let chosen = null;
+
+  const scheme = () => chosen ?? (systemDark.matches ? "dark" : "light");
+
+  function colours(chart, name) {
+    const theme = data.themes[name];
+    const patch = { template: theme.template };
+    if (chart.scale) patch["coloraxis.colorscale"] = theme.scales[chart.scale];
+    return patch;
+  }
+
+  async function draw(chart) {
+    await Plotly.newPlot(chart.name, chart.traces, chart.layout, CONFIG);
+    await Plotly.relayout(chart.name, colours(chart, scheme()));
+  }
+
+  function recolour(name) {
+    themeButton.textContent = name === "dark" ? "Light" : "Dark";
+    return Promise.all(data.charts.map((chart) => Plotly.relayout(chart.name, colours(chart, name))));
+  }
+
+  function choose(name) {
+    chosen = name;
+    root.dataset.scheme = name;
+    return recolour(name);
+  }
+
+  function switchView(button) {
+    const chart = data.charts.find((candidate) => candidate.name === button.dataset.chart);
+    const view = chart.views[Number(button.dataset.view)];
+    for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
+    return Plotly.update(chart.name, { visible: view.visible }, view.layout);
+  }
+
+  async function download(name) {
+    const packed = document.querySelector(`script[data-file="${CSS.escape(name)}"]`).textContent;
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(await new Response(unpacked).blob());
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  function forPaper() {
+    document.getElementById("definitions").open = true;
+    for (const chart of data.charts) {
+      Plotly.relayout(chart.name, { ...colours(chart, "light"), width: PRINT_WIDTH, autosize: false });
+    }
+  }
+
+  function forScreen() {
+    document.getElementById("definitions").open = false;
+    for (const chart of data.charts) {
+      Plotly.relayout(chart.name, { ...colours(chart, scheme()), width: null, autosize: true });
+    }
+  }
+
+  themeButton.addEventListener("click", () => choose(scheme() === "dark" ? "light" : "dark"));
+  systemDark.addEventListener("change", () => chosen === null && recolour(scheme()));
+  addEventListener("beforeprint", forPaper);
+  addEventListener("afterprint", forScreen);
+  for (const button of document.querySelectorAll("[data-view]")) {
+    button.addEventListener("click", () => switchView(button));
+  }
+  for (const button of document.querySelectorAll("[data-download]")) {
+    button.addEventListener("click", () => download(button.dataset.download));
+  }
+
+  themeButton.textContent = scheme() === "dark" ? "Light" : "Dark";
+  Promise.all(data.charts.map(draw)).then(() => { document.body.dataset.ready = "true"; });
+})();

@@ -1,0 +1,141 @@
+"""Results to make pages of: small ones by hand from the real result types, and one of the largest size."""
+
+import numpy as np
+
+from equipoise.core import Cluster, ModelShape
+from equipoise.cost import Profile
+from equipoise.sim.result import (
+    Balance,
+    BreakEvenCurve,
+    Event,
+    Memory,
+    Parts,
+    PathUse,
+    PolicyResult,
+    Shown,
+    Simulation,
+    Sweep,
+    SweepPoint,
+    WindowLoads,
+    WindowResult,
+)
+
+STEPS = {"recompute": 4, "update": 6}
+"""Micro-steps of the small result's windows."""
+
+
+def balance(rng, *, micro_steps, layers, ranks, spread):
+    """Ranks that differ by about `spread`."""
+    load_MLR = 1000 * (1 + spread * rng.random((micro_steps, layers, ranks)))
+    load_MLR = load_MLR.astype(np.int64)
+    skew_ML = load_MLR.max(axis=2) / load_MLR.mean(axis=2)
+    return Balance(
+        skew_M=skew_ML.mean(axis=1),
+        busiest_M=load_MLR.max(axis=2).sum(axis=1),
+        mean_M=load_MLR.mean(axis=2).sum(axis=1),
+        rank_load_MR=load_MLR.sum(axis=1),
+        rank_load_LR=load_MLR.sum(axis=0),
+    )
+
+
+def timeline(*, ranks, layers, waits):
+    """One micro-step: exchange, compute, exchange in every layer, with pulls beside."""
+    events = []
+    for rank in range(ranks):
+        for layer in range(layers):
+            start, busy = layer * 1e-3, 4e-4 * (1 + waits * rank / ranks)
+            events.append(Event(rank, "all-to-all", f"layer {layer} dispatch", start, start + 2e-4))
+            events.append(Event(rank, "compute", f"layer {layer}", start + 2e-4, start + 2e-4 + busy))
+            events.append(Event(rank, "pull", f"layer {layer} expert 3", start, start + 3e-4))
+            if rank % 2:
+                events.append(Event(rank, "return", f"layer {layer} expert 3", start + 7e-4, start + 8e-4))
+    return tuple(events)
+
+
+def policy(rng, name, *, slots, slow, layers, ranks, timed=True):
+    """A step under one policy, `slow` times as slow as the fastest."""
+    windows = []
+    for steps in STEPS.values():
+        parts = Parts(compute=0.4 * slow, all_to_all_inside=0.2, all_to_all_across=0.1, attention=0.3)
+        parts = parts + Parts(pull=0.002, return_=0.001, publish=0.003, collect=0.003) if slots else parts
+        kinds = np.array([0.4, 0.3, 0.3, 0.001, 0.1 * slow, 0.0])
+        windows.append(
+            WindowResult(
+                seconds=parts,
+                slowest=0,
+                group_s_G=np.array([parts.total]),
+                rank_s_KGX=np.broadcast_to(kinds[:, None, None], (6, 1, ranks))
+                * (0.9 + 0.1 * rng.random((1, 1, ranks))),
+                paths=(PathUse(path="peer", moved_s=0.02, exposed_s=0.002, bytes=2**30),) if slots else (),
+                after=balance(rng, micro_steps=steps, layers=layers, ranks=ranks, spread=slow - 1),
+                byte_RR=rng.integers(2**20, 2**26, size=(ranks, ranks)),
+            )
+        )
+    return PolicyResult(
+        policy=name,
+        slots=slots,
+        windows=tuple(windows),
+        memory=Memory(
+            experts_bytes=8 * 2**30,
+            replicas_bytes=slots * 57 * 10**6,
+            received_bytes_X=rng.integers(2**30, 3 * 2**30, size=ranks),
+            limit_bytes=80 * 2**30,
+        ),
+        given=Parts(rollout=3.0, other=0.1),
+        timeline=timeline(ranks=ranks, layers=layers, waits=slow - 1) if timed else (),
+    )
+
+
+def swept():
+    """A sweep over EP width and slots, with its break-even."""
+    points = tuple(
+        SweepPoint(
+            ep=ep,
+            slots=slots,
+            micro=None,
+            tokens=8192,
+            skew=1.5,
+            seconds={"static": 2.0, "equipoise": 1.9 - 0.05 * slots - ep / 100, "balanced": 1.5},
+        )
+        for ep in (8, 16, 32)
+        for slots in (0, 1, 2)
+    )
+    curves = (
+        BreakEvenCurve(skew=1.2, worth=0.01, points=((256, -0.02), (1024, 0.005), (4096, 0.03))),
+        BreakEvenCurve(skew=2.0, worth=0.01, points=((256, 0.002), (1024, 0.06), (4096, 0.2))),
+        BreakEvenCurve(skew=1.01, worth=0.01, points=((256, -0.03), (1024, -0.01), (4096, 0.001))),
+    )
+    return Sweep(axes={"ep": (8, 16, 32), "slots": (0, 1, 2)}, points=points, curves=curves)
+
+
+POLICIES = (("static", 0, 1.5), ("eplb-oracle", 1, 1.3), ("equipoise", 1, 1.02), ("balanced", 0, 1.0))
+
+
+def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, sweep=True, timed=True):
+    """A simulation of made-up figures that fit together, as the simulator would write it."""
+    rng = np.random.default_rng(0)
+    model = ModelShape.preset("qwen3-30b-a3b", layers=layers, experts=experts, top_k=4)
+    return Simulation(
+        model=model,
+        cluster=Cluster.preset("h100", nodes=max(1, ranks // 8), ranks_per_node=min(8, ranks)),
+        profile=Profile.read("h100"),
+        setting={"rollout_s": 3.0},
+        shown=Shown(window=1, micro_step=2, group=0),
+        windows=tuple(
+            WindowLoads(
+                stage=stage,
+                micro_steps=steps,
+                groups=1,
+                tokens_per_rank=8192.0,
+                load_LE=rng.integers(10, 4000, size=(layers, experts)),
+                before=balance(rng, micro_steps=steps, layers=layers, ranks=ranks, spread=0.6),
+            )
+            for stage, steps in STEPS.items()
+        ),
+        policies=tuple(
+            policy(rng, name, slots=slots, slow=slow, layers=layers, ranks=ranks, timed=timed)
+            for name, slots, slow in policies
+        ),
+        notes=("Compute and all-to-all do not overlap.", "Links are priced by their published rate."),
+        sweep=swept() if sweep else None,
+    )
