@@ -1,0 +1,192 @@
+"""`play`: the same window as `replay.py`, event by event: the specification of the fast form, and maker of timelines.
+
+Every rank is a programme that says what it does next (`_Stage.rank_programme`): be busy, meet the others, wait for
+transfers. The clock and the lanes are in `clockwork.py`. Nothing is computed ahead, so nothing is clever here.
+
+The model is the one described in `replay.py`. Never optimised: use it for small cases.
+
+Knows nanoseconds. Does not know plans.
+
+Invariants (asserted by the tests):
+1. Same seconds as `replay.py`, on any work.
+2. Nothing is transferred during an all-to-all of its ranks.
+3. Bars of one rank's compute lane do not overlap.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from equipoise.core.itinerary import PATHS
+from equipoise.sim.clockwork import NANO, Programme, Signal, Transfer, World
+from equipoise.sim.course import Course, Pass, course_of, waits_for
+from equipoise.sim.result import Event
+from equipoise.sim.work import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Played:
+    """What happened."""
+
+    total: int
+    """Nanoseconds, edges included."""
+    bars: tuple[tuple[int, Event], ...]
+    """(pipeline stage, bar) in the order they ended."""
+    visit_start: dict[tuple[int, int], int]
+    """Nanoseconds at which each (pipeline stage, visit) began."""
+
+
+def play(works: list[Work], *, depth: int = 1) -> Played:
+    """Play one EP group's window; arguments as in `replay`."""
+    world, starts = World(), dict[tuple[int, int], int]()
+    ends = [0] * len(works)
+    for p, work in enumerate(works):
+        course = course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=len(works))
+        stage = _Stage(world, work, course, p, len(works), starts)
+        for rank in range(work.shape[2]):
+            world.start(stage.rank_programme(rank))
+    world.run()
+    for p, work in enumerate(works):
+        passes = work.shape[0] * (2 if work.has_backward else 1)
+        assert ("window", p) in world.given or not passes, f"pipeline stage {p} never came to its end"
+        ends[p] = world.met[("end", p)] + work.collect
+    return Played(total=max(ends), bars=tuple(world.bars), visit_start=starts)
+
+
+@dataclass(slots=True, eq=False)
+class _Stage:
+    """One pipeline stage: its ranks' programmes and its transfers."""
+
+    world: World
+    work: Work
+    course: Course
+    p: int
+    stages: int
+    starts: dict[tuple[int, int], int]
+
+    def rank_programme(self, rank: int) -> Programme:
+        work, p, world = self.work, self.p, self.world
+        layers = work.shape[1]
+        yield (world.busy(p, (rank, "compute", "publish"), work.publish),)
+        for index, one in enumerate(self.course.passes):
+            needed = waits_for(one, self.stages)
+            if needed is not None:
+                yield (("sent", needed),)
+            for v in range(index * layers, (index + 1) * layers):
+                yield (self._together(("visit", p, v), lambda v=v: self._open_visit(v)),)  # type: ignore[misc]
+                yield from self._visit(rank, v, one)
+            yield (self._together(("pass", p, index), lambda one=one: self._send(one)),)  # type: ignore[misc]
+        yield (self._together(("window", p), self._close),)
+
+    def _visit(self, rank: int, v: int, one: Pass) -> Programme:
+        """One rank's part in one visit: the steps of the model, in order."""
+        work, world, p, m = self.work, self.world, self.p, one.micro_step
+        layer = int(self.course.itinerary.layer_V[v])
+        at = (m, layer, rank)
+        if one.phase == 0:
+            opened = int(work.planning_ML[m, layer] + work.push_ML[m, layer])
+            yield (world.busy(p, (rank, "compute", f"react {layer}"), opened),)
+        if one.phase == 0 or work.repeats_forward:
+            yield (world.busy(p, (rank, "compute", f"attention {layer}"), int(work.attention_MLR[at])),)
+            yield (self._exchange(rank, ("dispatch", p, v), at),)
+            yield self._pulled(v, rank)
+            yield (world.busy(p, (rank, "compute", f"experts {layer}"), int(work.forward_MLR[at])),)
+            yield (self._exchange(rank, ("combine", p, v), at),)
+        if one.phase == 1:
+            yield (self._exchange(rank, ("combine backward", p, v), at),)
+            yield self._pulled(v, rank)
+            yield (world.busy(p, (rank, "compute", f"experts backward {layer}"), int(work.backward_MLR[at])),)
+            world.give(("ended", p, v, rank))
+            yield (self._exchange(rank, ("dispatch backward", p, v), at),)
+            took = int(work.attention_backward_MLR[at])
+            yield (world.busy(p, (rank, "compute", f"attention backward {layer}"), took),)
+            back = self._returns_to(v, rank)
+            if back:
+                yield back
+                yield (world.busy(p, (rank, "compute", f"add {layer}"), work.tables.add_ns),)
+
+    def _together(self, signal: Signal, then: Callable[[], None]) -> Signal:
+        def last() -> None:
+            then()
+            self.world.give(signal)
+
+        return self.world.meet(signal, self.work.shape[2], last)
+
+    def _exchange(self, rank: int, signal: Signal, at: tuple[int, int, int]) -> Signal:
+        """Meet all ranks, then exchange; transfers stand still."""
+        world, p, took = self.world, self.p, int(self.work.exchange_ML[at[0], at[1]])
+
+        def begin() -> None:
+            world.pause(p)
+            for r in range(self.work.shape[2]):
+                bar = Event(r, "all-to-all", f"{signal[0]} {at[1]}", world.now / NANO, (world.now + took) / NANO)
+                world.bars.append((p, bar))
+            world.at(world.now + took, end)
+
+        def end() -> None:
+            world.resume(p)
+            world.give(signal)
+
+        # The meeting itself is an event, so that transfers ending at this moment end first.
+        return world.meet(signal, self.work.shape[2], lambda: world.at(world.now, begin))
+
+    def _open_visit(self, v: int) -> None:
+        """Issue the pulls that may start here, and queue this visit's returns behind them."""
+        self.starts[(self.p, v)] = self.world.now
+        course = self.course
+        for issued in course.issue_visit_I[course.issue_start_V[v] : course.issue_start_V[v + 1]].tolist():
+            seen: set[tuple[int, int]] = set()
+            for at in self._replicas(issued):
+                self._queue_pull(issued, at, seen)
+        if course.itinerary.phase_V[v] == 1:
+            homes: set[int] = set()
+            for at in self._replicas(v):
+                self._queue_return(v, at, homes)
+        self.world.dispatch(self.p)
+
+    def _queue_pull(self, v: int, at: int, seen: set[tuple[int, int]]) -> None:
+        transfers, t, p = self.work.transfers, self.work.tables, self.p
+        rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
+        path = int(transfers.path_P2[at, int(self.course.itinerary.phase_V[v])])
+        took, fixed = (t.host_ns, t.host_fixed_ns) if path else (t.peer_ns, t.peer_fixed_ns)
+        lanes = (("host", p, rank),) if path else (("in", p, rank), ("out", p, home))
+        name = f"pull from {PATHS[path]} {self.course.itinerary.layer_V[v]}"
+        left = int(took + (0 if (path, rank) in seen else fixed))
+        seen.add((path, rank))
+        # Pulls are ready when they are issued.
+        self.world.given.add(("now",))
+        done = ("pulled", p, v, at)
+        self.world.queue(p, Transfer(name, "pull", rank, lanes, left, ("now",), done))
+
+    def _queue_return(self, v: int, at: int, homes: set[int]) -> None:
+        transfers, t, p = self.work.transfers, self.work.tables, self.p
+        rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
+        left = int(t.return_ns + (t.add_ns if home in homes else 0))
+        homes.add(home)
+        name = f"return {self.course.itinerary.layer_V[v]}"
+        lanes = (("out", p, rank), ("in", p, home))
+        transfer = Transfer(name, "return", rank, lanes, left, ("ended", p, v, rank), ("returned", p, v, at))
+        self.world.queue(p, transfer)
+
+    def _replicas(self, v: int) -> range:
+        itinerary = self.course.itinerary
+        entry = int(itinerary.micro_step_V[v]) * self.work.shape[1] + int(itinerary.layer_V[v])
+        start_ML = self.work.transfers.start_ML
+        return range(int(start_ML[entry]), int(start_ML[entry + 1]))
+
+    def _pulled(self, v: int, rank: int) -> tuple[Signal, ...]:
+        """Signals of this rank's pulls for the visit; none where nothing is pulled for it."""
+        itinerary = self.course.itinerary
+        if not itinerary.pulls_V[v] or itinerary.resident_V[v]:
+            return ()
+        return tuple(("pulled", self.p, v, at) for at in self._replicas(v) if self.work.transfers.rank_P[at] == rank)
+
+    def _returns_to(self, v: int, rank: int) -> tuple[Signal, ...]:
+        home_P = self.work.transfers.home_P
+        return tuple(("returned", self.p, v, at) for at in self._replicas(v) if home_P[at] == rank)
+
+    def _send(self, one: Pass) -> None:
+        took = int(self.work.send_M[one.micro_step])
+        self.world.at(self.world.now + took, lambda: self.world.give(("sent", one)))
+
+    def _close(self) -> None:
+        self.world.met[("end", self.p)] = self.world.now

@@ -1,0 +1,271 @@
+"""`replay`: run one EP group's window on a clock, visit by visit, all ranks at once. The fast form of `events.py`.
+
+The model, in the words of one visit (one layer of one micro-step on one pipeline stage):
+1. Forward: attention of every rank; dispatch, an all-to-all in which all ranks meet; experts, which wait for the pulls
+   of this visit; combine, where all meet again.
+2. Backward: the forward pass again where activations are not kept; the two exchanges around the experts' backward; then
+   attention's backward. A rank that is home to replicas waits there for their gradients, and adds them.
+3. A visit begins when all ranks have ended the one before.
+4. Pulls of a visit are issued at the start of an earlier visit, by the itinerary. A pull holds its rank's host lane, or
+   its rank's incoming and its source's outgoing NVLink lane; a return holds its rank's outgoing and its home's incoming
+   lane. Lanes serve in order of issue. All of them stand still during an all-to-all, which has the links to itself.
+
+Because every rank is in the all-to-all at the same time, lanes keep a clock of their own that leaves exchanges out:
+a transfer's end is known when it is issued. That is all that makes this form fast.
+
+Knows nanoseconds. Does not know plans.
+
+Invariants (asserted by the tests):
+1. Same seconds as `events.py`, on any work.
+2. Parts add up to the time of the clock.
+3. Nothing is faster for more rows, more transfers or fewer bytes per second.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from equipoise.core.compiled import compiled
+from equipoise.core.value import Value
+from equipoise.cost.model import Tables
+from equipoise.sim.course import Course, Pass, course_of, in_order, waits_for
+from equipoise.sim.work import Work
+
+COMPUTE, INSIDE, ACROSS, PULL, RETURN, PLANNING, ATTENTION = range(7)
+"""Parts of a stage's busy time, nanoseconds each."""
+PEER, HOST, BACK = range(3)
+"""Paths: weights from a peer, weights from the host store, gradients back home."""
+HOST_LANE, IN_LANE, OUT_LANE = range(3)
+
+
+class _Figures(NamedTuple):
+    """Everything a visit reads."""
+
+    forward_MLR: np.ndarray
+    backward_MLR: np.ndarray
+    attention_MLR: np.ndarray
+    attention_backward_MLR: np.ndarray
+    exchange_ML: np.ndarray
+    is_across_ML: np.ndarray
+    planning_ML: np.ndarray
+    push_ML: np.ndarray
+    start_ML: np.ndarray
+    rank_P: np.ndarray
+    home_P: np.ndarray
+    path_P2: np.ndarray
+    visit_V3: np.ndarray
+    """[V, 3] micro-step, phase, layer."""
+    issue_start_V: np.ndarray
+    issue_visit_I: np.ndarray
+    tables: Tables
+    repeats_forward: bool
+
+
+class _Clock(NamedTuple):
+    """Everything a visit changes."""
+
+    exchanged: np.ndarray
+    """[1] nanoseconds of all-to-all so far: what the lanes' clock leaves out."""
+    lane_3R: np.ndarray
+    """[3, R] when each lane is free, on the lanes' clock."""
+    arrive_2VR: np.ndarray
+    """[2, V, R] when a rank's pulls of a visit have arrived, by path, on the lanes' clock."""
+    part_K: np.ndarray
+    exposed_3: np.ndarray
+    moved_3: np.ndarray
+    """[3] what each path's transfers would take in the open, or did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replayed(Value):
+    """What happened; all times in nanoseconds."""
+
+    total: int
+    """From the window's start to its end, edges included."""
+    part_PK: np.ndarray
+    """[pipeline stages, 7] busy time by part."""
+    exposed_P3: np.ndarray
+    moved_P3: np.ndarray
+    """[pipeline stages, 3] by path."""
+
+
+def replay(works: list[Work], *, depth: int = 1) -> Replayed:
+    """Replay one EP group's window.
+
+    Args:
+        works: one per pipeline stage, first to last
+        depth: visits ahead that pulls may start
+    """
+    stages = len(works)
+    courses = [course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=stages) for p, work in enumerate(works)]
+    figures = [_figures(work, course) for work, course in zip(works, courses, strict=True)]
+    clocks = [_clock(work, course) for work, course in zip(works, courses, strict=True)]
+    now_P = [work.publish for work in works]
+    ended: dict[Pass, int] = {}
+    for index, one in in_order(courses):
+        p, needed = one.pipeline_stage, waits_for(one, stages)
+        # Pipeline stages cannot begin before what they need has been sent.
+        ready = 0 if needed is None else ended[needed] + int(works[needed.pipeline_stage].send_M[one.micro_step])
+        layers = works[p].shape[1]
+        now_P[p] = int(_run_pass(figures[p], clocks[p], index * layers, layers, max(now_P[p], ready)))
+        ended[one] = now_P[p]
+    return Replayed(
+        total=max(now + work.collect for now, work in zip(now_P, works, strict=True)),
+        part_PK=np.stack([clock.part_K for clock in clocks]),
+        exposed_P3=np.stack([clock.exposed_3 for clock in clocks]),
+        moved_P3=np.stack([np.maximum(clock.moved_3, clock.exposed_3) for clock in clocks]),
+    )
+
+
+def _figures(work: Work, course: Course) -> _Figures:
+    # Copies, because a read-only array would compile the kernel a second time.
+    names = _Figures._fields[:8]
+    itinerary, transfers = course.itinerary, work.transfers
+    return _Figures(
+        **{name: np.array(getattr(work, name)) for name in names},
+        start_ML=np.array(transfers.start_ML),
+        rank_P=np.array(transfers.rank_P),
+        home_P=np.array(transfers.home_P),
+        path_P2=np.array(transfers.path_P2),
+        visit_V3=np.stack([itinerary.micro_step_V, itinerary.phase_V, itinerary.layer_V], axis=1),
+        issue_start_V=np.array(course.issue_start_V),
+        issue_visit_I=np.array(course.issue_visit_I),
+        tables=work.tables,
+        repeats_forward=work.repeats_forward,
+    )
+
+
+def _clock(work: Work, course: Course) -> _Clock:
+    ranks = work.shape[2]
+    zeros = [np.zeros(shape, dtype=np.int64) for shape in (1, (3, ranks), (2, len(course.itinerary), ranks), 7, 3, 3)]
+    return _Clock(*zeros)
+
+
+@compiled
+def _run_pass(f: _Figures, clock: _Clock, first: int, layers: int, now: int) -> int:
+    for v in range(first, first + layers):
+        m, phase, layer = f.visit_V3[v]
+        _issue_pulls(f, clock, v, now)
+        if phase == 0:
+            now += f.planning_ML[m, layer] + f.push_ML[m, layer]
+            clock.part_K[PLANNING] += f.planning_ML[m, layer]
+            clock.part_K[PULL] += f.push_ML[m, layer]
+            now = _forward(f, clock, v, now)
+        else:
+            if f.repeats_forward:
+                now = _forward(f, clock, v, now)
+            now = _backward(f, clock, v, now)
+    return now
+
+
+@compiled
+def _issue_pulls(f: _Figures, clock: _Clock, visit: int, now: int) -> None:
+    """Put the pulls that may start at this visit on their lanes."""
+    t, lane_3R = f.tables, clock.lane_3R
+    for i in range(f.issue_start_V[visit], f.issue_start_V[visit + 1]):
+        v = f.issue_visit_I[i]
+        m, phase, layer = f.visit_V3[v]
+        entry = m * f.exchange_ML.shape[1] + layer
+        load_3R = np.zeros(lane_3R.shape, dtype=np.int64)
+        for p in range(f.start_ML[entry], f.start_ML[entry + 1]):
+            rank, home, path = f.rank_P[p], f.home_P[p], f.path_P2[p, phase]
+            # A batch pays the fixed part of a path once.
+            is_first = clock.arrive_2VR[path, v, rank] == 0
+            begin = now - clock.exchanged[0]
+            if path == HOST:
+                took = t.host_ns + (t.host_fixed_ns if is_first else 0)
+                begin = max(begin, lane_3R[HOST_LANE, rank])
+            else:
+                took = t.peer_ns + (t.peer_fixed_ns if is_first else 0)
+                begin = max(begin, max(lane_3R[IN_LANE, rank], lane_3R[OUT_LANE, home]))
+                lane_3R[OUT_LANE, home] = begin + took
+                load_3R[OUT_LANE, home] += took
+            lane = HOST_LANE if path == HOST else IN_LANE
+            lane_3R[lane, rank] = begin + took
+            load_3R[lane, rank] += took
+            clock.arrive_2VR[path, v, rank] = begin + took
+        clock.moved_3[HOST] += load_3R[HOST_LANE].max()
+        clock.moved_3[PEER] += load_3R[IN_LANE:].max()
+
+
+@compiled
+def _exchange(f: _Figures, clock: _Clock, m: int, layer: int, now: int) -> int:
+    """All ranks meet; lanes stand still."""
+    took = f.exchange_ML[m, layer]
+    clock.exchanged[0] += took
+    clock.part_K[ACROSS if f.is_across_ML[m, layer] else INSIDE] += took
+    return now + took
+
+
+@compiled
+def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now: int) -> int:
+    """Experts of every rank, after their pulls; returns when the last rank is through."""
+    lane_now = now - clock.exchanged[0]
+    last, level, late_path = np.int64(0), np.int64(0), 0
+    for r in range(len(compute_R)):
+        peer, host = clock.arrive_2VR[PEER, visit, r], clock.arrive_2VR[HOST, visit, r]
+        end = max(np.int64(0), max(peer, host) - lane_now) + compute_R[r]
+        if end > last:
+            last, late_path = end, (PEER if peer >= host else HOST)
+        level = max(level, compute_R[r])
+    clock.part_K[COMPUTE] += level
+    clock.part_K[PULL] += last - level
+    clock.exposed_3[late_path] += last - level
+    return int(now + last)
+
+
+@compiled
+def _forward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
+    m, _, layer = f.visit_V3[visit]
+    attention = f.attention_MLR[m, layer].max()
+    clock.part_K[ATTENTION] += attention
+    now = _exchange(f, clock, m, layer, now + attention)
+    now = _experts(f, clock, visit, f.forward_MLR[m, layer], now)
+    return _exchange(f, clock, m, layer, now)
+
+
+@compiled
+def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
+    m, _, layer = f.visit_V3[visit]
+    now = _exchange(f, clock, m, layer, now)
+    began = now - clock.exchanged[0]
+    now = _experts(f, clock, visit, f.backward_MLR[m, layer], now)
+    back_R = _return(f, clock, visit, began)
+    now = _exchange(f, clock, m, layer, now)
+    lane_now = now - clock.exchanged[0]
+    attention_R = f.attention_backward_MLR[m, layer]
+    level = attention_R.max()
+    last = level
+    for r in range(len(attention_R)):
+        if back_R[r] > 0:
+            last = max(last, max(attention_R[r], back_R[r] - lane_now) + f.tables.add_ns)
+    clock.part_K[ATTENTION] += level
+    clock.part_K[RETURN] += last - level
+    clock.exposed_3[BACK] += last - level
+    return now + last
+
+
+@compiled
+def _return(f: _Figures, clock: _Clock, visit: int, began: int) -> np.ndarray:
+    """[R] when the last gradient arrives at each home, on the lanes' clock; 0 where none does."""
+    m, _, layer = f.visit_V3[visit]
+    t, lane_3R = f.tables, clock.lane_3R
+    back_R = np.zeros(lane_3R.shape[1], dtype=np.int64)
+    load_2R = np.zeros((2, lane_3R.shape[1]), dtype=np.int64)
+    entry = m * f.exchange_ML.shape[1] + layer
+    for p in range(f.start_ML[entry], f.start_ML[entry + 1]):
+        rank, home = f.rank_P[p], f.home_P[p]
+        pulled = max(clock.arrive_2VR[PEER, visit, rank], clock.arrive_2VR[HOST, visit, rank])
+        ended = max(began, pulled) + f.backward_MLR[m, layer, rank]
+        begin = max(ended, max(lane_3R[OUT_LANE, rank], lane_3R[IN_LANE, home]))
+        # Gradients are added up as they arrive, so all but the first keep their home busy longer.
+        took = t.return_ns + (t.add_ns if back_R[home] > 0 else 0)
+        lane_3R[OUT_LANE, rank] = begin + took
+        lane_3R[IN_LANE, home] = begin + took
+        back_R[home] = begin + took
+        load_2R[0, rank] += took
+        load_2R[1, home] += took
+    if f.start_ML[entry + 1] > f.start_ML[entry]:
+        clock.moved_3[BACK] += load_2R.max() + t.add_ns
+    return back_R

@@ -1,0 +1,56 @@
+"""`StepSetting`: what a simulation assumes about the step around the experts.
+
+Knows no loads. Config is never changed after construction; unknown names are errors, because this is a dataclass.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from equipoise.core import InfeasiblePlanError
+from equipoise.core.value import require_int
+from equipoise.loads.forecast import Activations
+from equipoise.sim.result import Shown
+
+Planning = Literal["hidden", "exposed"]
+"""`hidden`: a window is planned while what comes before it runs (rollout, or the window before), and only what is left
+then counts; `exposed`: all of it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSetting:
+    """The step around the experts."""
+
+    pipeline_stages: int = 1
+    """Pipeline stages (one forward, one backward); each has its own ranks and an equal share of the layers."""
+    activations: Activations = "kept"
+    """Whether the backward pass repeats the forward pass of a layer (`recomputed`)."""
+    rollout_s: float = 0.0
+    """Seconds of rollout, as measured or hoped for: handed through, and what planning can hide behind."""
+    other_s: float = 0.0
+    """Seconds per step of what is not simulated: optimizer, embedding, head, gradient reduction."""
+    planning: Planning = "hidden"
+    planning_s: float = 0.0
+    """Seconds that planning one window takes."""
+    depth: int = 1
+    """Visits ahead that pulls may start; depth + 1 buffers."""
+    shown: Shown = field(default_factory=Shown)
+    """Whose arrays and timeline the result holds."""
+    has_timeline: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_stages", "depth"):
+            require_int(f"StepSetting.{name}", getattr(self, name), low=1, error=InfeasiblePlanError)
+        for name in ("rollout_s", "other_s", "planning_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InfeasiblePlanError(
+                    f"StepSetting.{name} is {getattr(self, name)}; it must be a number of seconds, at least 0"
+                )
+        for name, allowed in (("activations", Activations), ("planning", Planning)):
+            if getattr(self, name) not in get_args(allowed):
+                raise InfeasiblePlanError(
+                    f"StepSetting.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return {**asdict(self), "shown": self.shown._asdict()}

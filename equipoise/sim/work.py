@@ -1,0 +1,210 @@
+"""`Work`: what one EP group has to do in one window, in nanoseconds per rank; a plan translated for replaying.
+
+Steps of `work_of`:
+1. Settle every entry: rows and busy slots of each rank, rows of the busiest links (`cost.ranks`).
+2. Price them: forward and backward of each rank's experts, one exchange, attention of each source (`cost`).
+3. List the transfers: pulls ahead of each visit with their path, returns after it.
+4. Edges and charges in the open come from the plan's own seconds.
+
+Knows plans and prices. Does not know the order of things: that is `replay.py`, and `events.py` beside it.
+
+Invariants (asserted by the tests):
+1. Of every entry, the busiest rank's forward + backward and the exchanges are the planner's own compute and all-to-all,
+   up to the rank that is busiest in one phase alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from equipoise.core import Stage
+from equipoise.core.plan import Plan
+from equipoise.core.value import Value
+from equipoise.cost import CostModel
+from equipoise.cost.model import Tables
+from equipoise.cost.ranks import RankRows, compute_ns_of, level_rows, rank_rows
+from equipoise.loads.forecast import Activations
+from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
+from equipoise.planner.pricing import count_before
+from equipoise.sim.clockwork import NANO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfers(Value):
+    """Replicas of a window, sorted by entry (micro-step * L + layer); empty where weights do not move in it."""
+
+    start_ML: np.ndarray
+    """[M * L + 1] where each entry's replicas begin."""
+    rank_P: np.ndarray
+    home_P: np.ndarray
+    path_P2: np.ndarray
+    """[P, 2] 0 peer, 1 host; forward and backward."""
+    has_pulls: bool
+    """Whether weights are pulled ahead; where not, they are pushed in the open, and only gradients return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work(Value):
+    """One EP group's window on one pipeline stage; all times in nanoseconds."""
+
+    stage: Stage
+    forward_MLR: np.ndarray
+    """Experts of each rank."""
+    backward_MLR: np.ndarray
+    """Experts of each rank, zero in recompute."""
+    attention_MLR: np.ndarray
+    """Attention and shared experts of each rank, forward."""
+    attention_backward_MLR: np.ndarray
+    exchange_ML: np.ndarray
+    """One all-to-all."""
+    is_across_ML: np.ndarray
+    """[M, L] bool, whether its busiest link crosses nodes."""
+    planning_ML: np.ndarray
+    """Planning between router and dispatch, of policies that react."""
+    push_ML: np.ndarray
+    """Weights pushed in the open, of policies that react."""
+    send_M: np.ndarray
+    """Hidden states from one pipeline stage to the next."""
+    transfers: Transfers
+    tables: Tables
+    publish: int
+    collect: int
+    repeats_forward: bool
+    """Whether backward repeats the forward pass."""
+    rows_MLR: np.ndarray
+    """[M, L, R] rows of each rank."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Micro-steps, layers, ranks."""
+        micro_steps, layers, ranks = self.forward_MLR.shape
+        return micro_steps, layers, ranks
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients flow."""
+        return self.stage == "update"
+
+
+def work_of(plan: Plan, *, depth: int = 1, activations: Activations = "kept") -> Work:
+    """Translate a plan of one window and EP group.
+
+    Args:
+        plan: of any policy
+        depth: visits ahead that pulls may start
+        activations: whether the backward pass repeats the forward pass
+    """
+    costs = {
+        stage: CostModel.of(plan.cluster, plan.model, stage=stage, depth=depth)
+        for stage in ("recompute", plan.loads.stage)
+    }
+    settled = _settle(plan)
+    rows_MLR, busy_MLR = (np.stack([getattr(s, name) for s in settled], axis=1) for name in ("rows_MR", "busy_MR"))
+    most = int(busy_MLR.max(initial=1))
+    tables = {stage: cost.tables(most) for stage, cost in costs.items()}
+    forward_MLR, both_MLR = (
+        np.stack([compute_ns_of(tables[stage], s.rows_MR, s.busy_MR) for s in settled], axis=1)
+        for stage in ("recompute", plan.loads.stage)
+    )
+    own = tables[plan.loads.stage]
+    token_MLR = -(-plan.loads.load_MLRE.sum(axis=3) // plan.model.top_k)
+    inside_ML, across_ML = (
+        np.stack([rows_M * ps for rows_M in rows], axis=1)
+        for rows, ps in (([s.inside_M for s in settled], own.inside_ps), ([s.across_M for s in settled], own.across_ps))
+    )
+    has_backward = plan.loads.stage == "update"
+    planning_ML, push_ML = _open_charges(plan)
+    return Work(
+        stage=plan.loads.stage,
+        forward_MLR=forward_MLR,
+        backward_MLR=np.maximum(0, both_MLR - forward_MLR) if has_backward else np.zeros_like(forward_MLR),
+        attention_MLR=token_MLR * own.window_ps // 1000,
+        attention_backward_MLR=token_MLR * own.backward_window_ps // 1000 * has_backward,
+        exchange_ML=own.exchange_fixed_ns + np.maximum(inside_ML, across_ML) // 1000,
+        is_across_ML=across_ML > inside_ML,
+        planning_ML=planning_ML,
+        push_ML=push_ML,
+        send_M=token_MLR.max(axis=(1, 2)) * own.across_ps // 1000,
+        transfers=_transfers(plan),
+        tables=own,
+        publish=round(plan.seconds.publish * NANO),
+        collect=round(plan.seconds.collect * NANO),
+        repeats_forward=activations == "recomputed" and has_backward,
+        rows_MLR=rows_MLR,
+    )
+
+
+def without_transfers(work: Work) -> Work:
+    """The same work if weights moved for nothing: no pull, no return, no edge."""
+    micro_steps, layers, _ = work.shape
+    return replace(work, transfers=_no_transfers(micro_steps * layers), publish=0, collect=0)
+
+
+def _settle(plan: Plan) -> list[RankRows]:
+    """What every rank does, layer by layer."""
+    load_MLRE, node_R = plan.loads.load_MLRE, plan.cluster.node_array_R
+    if plan.policy == "balanced":
+        return [level_rows(load_MLRE[:, layer], node_R) for layer in range(plan.loads.num_layers)]
+    expert_MLRS, rows_MLRS = slots_of(plan)
+    return [
+        rank_rows(
+            # Copies, because a read-only array would compile the kernels a second time.
+            np.array(load_MLRE[:, layer]),
+            np.array(plan.home_LE[layer]),
+            node_R,
+            np.array(expert_MLRS[:, layer]),
+            np.array(rows_MLRS[:, layer]),
+            plan.persistent,
+        )
+        for layer in range(plan.loads.num_layers)
+    ]
+
+
+def slots_of(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Replica slots of a plan: ([M, L, R, S] expert, -1 where empty; [M, L, R, S] rows)."""
+    table, ranks = plan.replica_table, plan.cluster.ep
+    shape_ML = (plan.loads.num_micro_steps, plan.loads.num_layers)
+    place_P = table.entry_P * ranks + table.rank_P
+    slot_P = count_before(place_P[None, :])[0]
+    width = int(slot_P.max(initial=-1)) + 1
+    expert = np.full((shape_ML[0] * shape_ML[1] * ranks, width), -1)
+    rows = np.zeros_like(expert)
+    expert[place_P, slot_P] = table.expert_P
+    rows[place_P, slot_P] = table.rows_P
+    shape = (*shape_ML, ranks, width)
+    return expert.reshape(shape), rows.reshape(shape)
+
+
+def _transfers(plan: Plan) -> Transfers:
+    """Pulls and returns; none where copies stay for the whole window."""
+    table = plan.replica_table
+    if plan.persistent:
+        return _no_transfers(len(table.start_ML) - 1)
+    return Transfers(
+        start_ML=table.start_ML,
+        rank_P=table.rank_P,
+        home_P=plan.home_LE[table.entry_P % plan.loads.num_layers, table.expert_P],
+        path_P2=table.path_P2,
+        has_pulls=plan.itinerary is not None,
+    )
+
+
+def _no_transfers(entries: int) -> Transfers:
+    none = np.zeros(0, dtype=np.int64)
+    return Transfers(
+        start_ML=np.zeros(entries + 1, dtype=np.int64),
+        rank_P=none,
+        home_P=none,
+        path_P2=np.zeros((0, 2), dtype=np.int64),
+        has_pulls=False,
+    )
+
+
+def _open_charges(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """([M, L] planning, [M, L] push): what a policy that reacts to the router does in the open."""
+    shape_ML = plan.ns_ML.shape
+    if plan.policy == "reactive":
+        has_replicas_ML = np.diff(plan.replica_table.start_ML).reshape(shape_ML) > 0
+        return np.full(shape_ML, REACTIVE_PLAN_NS), has_replicas_ML * REACTIVE_PUSH_NS
+    charged_ns = round(plan.seconds.planning * NANO) // max(1, shape_ML[0] * shape_ML[1])
+    return np.full(shape_ML, charged_ns), np.zeros(shape_ML, dtype=np.int64)

@@ -1,0 +1,65 @@
+"""Random and awkward work to replay: what `sim.work` makes of plans, without a plan."""
+
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import Cluster, ModelShape, Stage
+from equipoise.cost import CostModel
+from equipoise.sim.work import Transfers, Work
+
+TINY = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)
+
+
+def random_work(
+    rng: np.random.Generator,
+    *,
+    micro_steps: int = 3,
+    layers: int = 2,
+    ranks: int = 4,
+    stage: Stage = "update",
+    most_ns: int = 100_000,
+    replicas: int = 3,
+    **changes: Any,
+) -> Work:
+    """Work of random length, with up to `replicas` pulls and returns per entry."""
+    shape = (micro_steps, layers, ranks)
+    update = stage == "update"
+    tables = CostModel.of(Cluster.preset("h200", ep=ranks), TINY, stage=stage).tables(4)
+    values: dict[str, Any] = {
+        "stage": stage,
+        "forward_MLR": rng.integers(0, most_ns, shape),
+        "backward_MLR": rng.integers(0, most_ns, shape) * update,
+        "attention_MLR": rng.integers(0, most_ns, shape),
+        "attention_backward_MLR": rng.integers(0, most_ns, shape) * update,
+        "exchange_ML": rng.integers(0, most_ns // 2, shape[:2]),
+        "is_across_ML": rng.random(shape[:2]) < 0.5,
+        "planning_ML": np.zeros(shape[:2], dtype=np.int64),
+        "push_ML": np.zeros(shape[:2], dtype=np.int64),
+        "send_M": rng.integers(0, most_ns // 4, micro_steps),
+        "transfers": random_transfers(rng, entries=micro_steps * layers, ranks=ranks, most=replicas),
+        "tables": tables,
+        "publish": int(rng.integers(0, most_ns)),
+        "collect": int(rng.integers(0, most_ns)),
+        "repeats_forward": False,
+        "rows_MLR": np.ones(shape, dtype=np.int64),
+    }
+    return Work(**{**values, **changes})
+
+
+def random_transfers(rng: np.random.Generator, *, entries: int, ranks: int, most: int) -> Transfers:
+    """Up to `most` replicas per entry, each on another rank than its home, sorted by rank as plans have them."""
+    rank_P, home_P, start_ML = [], [], [0]
+    for _ in range(entries):
+        count = int(rng.integers(0, most + 1)) if ranks > 1 else 0
+        for rank in sorted(rng.integers(0, ranks, count).tolist()):
+            rank_P.append(rank)
+            home_P.append((rank + int(rng.integers(1, ranks))) % ranks)
+        start_ML.append(len(rank_P))
+    return Transfers(
+        start_ML=np.array(start_ML),
+        rank_P=np.array(rank_P, dtype=np.int64),
+        home_P=np.array(home_P, dtype=np.int64),
+        path_P2=rng.integers(0, 2, (len(rank_P), 2)),
+        has_pulls=True,
+    )
