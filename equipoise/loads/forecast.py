@@ -112,7 +112,7 @@ def forecast_memory(
         raise LoadsError("no windows were given; a forecast needs the loads of at least one")
     limit = None if limit_gib is None else _limit_bytes(limit_gib)
     rows = [rank_loads(window, ep=ep) for window in windows]
-    needs = [_bytes_MLR(r, w.stage, model, activations) for r, w in zip(rows, windows, strict=True)]
+    needs = [received_bytes_MLR(r, w.stage, model, activations) for r, w in zip(rows, windows, strict=True)]
     worst = max(range(len(needs)), key=lambda w: (int(needs[w].max()), -w))
     m, layer, rank = (int(i) for i in np.unravel_index(int(needs[worst].argmax()), needs[worst].shape))
     peak = int(needs[worst][m, layer, rank])
@@ -146,7 +146,8 @@ def _limit_bytes(limit_gib: float) -> int:
     return int(limit_gib * GIB)
 
 
-def _bytes_MLR(rows_MLR: np.ndarray, stage: Stage, model: ModelShape, activations: Activations) -> np.ndarray:
+def received_bytes_MLR(rows_MLR: np.ndarray, stage: Stage, model: ModelShape, activations: Activations) -> np.ndarray:
+    """[M, L, R] bytes that received rows need while their layer computes, those kept for backward included."""
     need = rows_MLR * row_bytes(stage, model)
     if activations == "kept" and stage == "update":
         kept = (model.hidden + 3 * model.expert_width) * model.weight_bytes
@@ -183,7 +184,9 @@ def _fixes(
 def _wider(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, wider: int, activations: Activations) -> Fix:
     """The peak of `wider` ranks, each with as many tokens as now: rows grow with the ranks, weights shrink."""
     rows = [rank_loads(w, ep=wider) * (wider // now) for w in windows]
-    peak = max(int(_bytes_MLR(r, w.stage, model, activations).max()) for r, w in zip(rows, windows, strict=True))
+    peak = max(
+        int(received_bytes_MLR(r, w.stage, model, activations).max()) for r, w in zip(rows, windows, strict=True)
+    )
     freed = windows[0].num_layers * model.expert_bytes * (model.experts // now - model.experts // wider)
     words = f"spread the experts over EP {wider}: frees {freed / GIB:.1f} GiB of weights, taken off here"
     return Fix(name="larger EP", words=words, peak_bytes=max(0, peak - freed))
