@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from equipoise.loads import count_loads, count_routes, skew
     from equipoise.planner import PlanOptions, plan, plan_step
+    from equipoise.report import write_report
     from equipoise.routes import diagnose, read_routes, write_routes
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ _HOMES = {
     "skew": "equipoise.loads",
     "plan": "equipoise.planner",
     "plan_step": "equipoise.planner",
+    "write_report": "equipoise.report",
     "PlanOptions": "equipoise.planner",
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "skew",
     "plan",
     "plan_step",
+    "write_report",
     "Cluster",
     "ModelShape",
     "Routes",

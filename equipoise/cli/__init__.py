@@ -11,6 +11,7 @@
     generate.py   a generated workload into the native store (`storing.py` writes it, for ingest too)
     analyze.py    seconds lost, what a plan gives back, skew, memory (`step_loads.py` counts what it needs,
                   `analysis_view.py` and `seconds_view.py` draw it)
+    report.py     a result as a page and as a summary
     parity.py     static against balanced training on local ranks
     formats.py    the forms that can be read
 

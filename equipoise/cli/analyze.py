@@ -19,6 +19,7 @@ from equipoise.cli.options import (
     LastRowOption,
     ModelOption,
     Reading,
+    ReportOption,
     ShortFlag,
     find_model,
 )
@@ -62,6 +63,7 @@ def analyze(
     last_row: LastRowOption = "recorded",
     allow_short: ShortFlag = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
+    report: ReportOption = None,
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -86,7 +88,8 @@ def analyze(
             activations="kept" if keep_activations else "recomputed",
             progress=show,
         )
-    _publish(analysis, source="a generated step" if dump is None else dump.name, out=out, as_json=as_json)
+    name = "a generated step" if dump is None else dump.name
+    _publish(analysis, source=name, out=out, report=report, as_json=as_json)
     if analysis.memory.fits is False:
         raise typer.Exit(1)
 
@@ -102,14 +105,17 @@ def _tried_slots(slots: int | None, *, plan: bool) -> int | None:
     return (1 if slots is None else slots) if plan else None
 
 
-def _publish(analysis: "Analysis", *, source: str, out: Path | None, as_json: bool) -> None:
+def _publish(analysis: "Analysis", *, source: str, out: Path | None, report: Path | None, as_json: bool) -> None:
     from equipoise.cli.analysis_view import show
+    from equipoise.cli.report import write_page_of
 
     console, document = screen(as_json=as_json), analysis.to_dict()
     show(analysis, console, source=source)
     if out is not None:
         _write(document, out)
         console.print(f"Written: {out}")
+    if report is not None:
+        write_page_of(analysis, report, console, title=source)
     if as_json:
         print_json(document)
 

@@ -14,8 +14,9 @@ from equipoise.cli.ingest import ingest
 from equipoise.cli.loads import loads
 from equipoise.cli.parity import parity
 from equipoise.cli.plan import plan
+from equipoise.cli.report import report
 
-VERBS = (analyze, doctor, ingest, count, loads, plan, generate, parity, formats)
+VERBS = (analyze, doctor, ingest, count, loads, plan, report, generate, parity, formats)
 
 HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
 

@@ -31,6 +31,9 @@ LastRowOption = Annotated[
 ShortFlag = Annotated[
     bool, typer.Option("--allow-short", help="Accept samples whose recording stopped early; the rest stays unknown.")
 ]
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", help="Also write the page of the result to this HTML file.")
+]
 DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or folder in any form.", show_default=False)]
 
 

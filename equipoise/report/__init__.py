@@ -7,6 +7,7 @@
                    one function per chart, from plain arrays (frame.py is what they share, binning.py keeps them small)
     theme.py       colours, light and dark; words.py, figures as people read them; definitions.py, every word
     render.py      the HTML file, from templates/
+    doctor.py      the doctor's verdict, as a table
     summary.py     the same as text; trace.py, a timeline as a Chrome trace
 
 May import core and sim's result types; never torch, never a terminal library. Figures come from result documents,
@@ -14,6 +15,7 @@ which take skew from `loads.skew`, and from nowhere else.
 """
 
 from pathlib import Path
+from typing import Any
 
 from equipoise.report.page import Page
 from equipoise.report.render import render, write_page
@@ -22,15 +24,18 @@ from equipoise.report.summary import as_text, summarise
 from equipoise.report.trace import chrome_trace
 
 
-def write_report(result: Result, path: str | Path, *, title: str | None = None) -> Page:
+def write_report(
+    result: Result, path: str | Path, *, title: str | None = None, doctor: Path | dict[str, Any] | None = None
+) -> Page:
     """Write the page of a result as one HTML file that works offline.
 
     Args:
         result: an `Analysis` or `Simulation`, its JSON document, the path of a file with one, or a run's folder
         path: the HTML file
         title: what the page is called; the file's name by default
+        doctor: what `equipoise doctor --json` printed about its routes, or the path of a file with it
     """
-    page = build_page(result, title=title)
+    page = build_page(result, title=title, doctor=doctor)
     write_page(page, Path(path))
     return page
 

@@ -20,8 +20,6 @@ STYLES = {
     "balanced": (GREY, "dash"),
 }
 """Colour and dash of the lines that mean the same in every chart."""
-LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
-"""Above the chart, in the order of the stack."""
 MAX_SHOWN_WINDOWS = 8
 """More windows than these are not named in a chart: the names would lie on each other."""
 
@@ -31,7 +29,8 @@ def frame(*, height: int, x: str, y: str, hover: Literal["closest", "x unified"]
     return {
         "height": height,
         "hovermode": hover,
-        "legend": LEGEND,
+        # The page writes the legend itself, where it can wrap.
+        "showlegend": False,
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": y}},
     }
@@ -67,8 +66,7 @@ def window_marks(windows: Sequence[tuple[str, int]]) -> dict[str, Any]:
         {"x": s, "y": 1, "yref": "paper", "text": name, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
         for s, (name, _) in zip(starts, windows, strict=True)
     ]
-    # The legend moves above the names.
-    return {"shapes": lines, "annotations": words, "legend": {**LEGEND, "y": 1.1}}
+    return {"shapes": lines, "annotations": words, "margin": {"t": 24}}
 
 
 def limit_line(value: float, words: str) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def limit_line(value: float, words: str) -> dict[str, Any]:
     return {
         "shapes": [{**across, "line": {"width": 1.25, "dash": "dash"}}],
         "annotations": [
-            {"xref": "paper", "x": 1, "y": value, "text": words, "xanchor": "right", "yanchor": "bottom"}
+            {"xref": "paper", "x": 0, "y": value, "text": words, "xanchor": "left", "yanchor": "bottom"}
             | {"showarrow": False}
         ],
     }

@@ -65,6 +65,12 @@ class Chart:
     wide: bool = True
     """Whether it takes the whole width of the page."""
 
+    @property
+    def legend(self) -> tuple[tuple[str, str, str], ...]:
+        """(name, colour, dash) of every series, once; nothing where there is only one, or where cells are coloured."""
+        found = {trace["name"]: _ink(trace) for trace in self.traces if trace["type"] != "heatmap"}
+        return tuple((name, *ink) for name, ink in found.items()) if len(found) > 1 else ()
+
     def __post_init__(self) -> None:
         assert self.traces and all(_points(trace) for trace in self.traces), f"chart {self.name} has no data"
         assert self.caption and self.data.rows, f"chart {self.name} has no caption or no table"
@@ -130,6 +136,15 @@ class Page:
     def charts(self) -> tuple[Chart, ...]:
         """The sections that are drawn."""
         return tuple(section for section in self.sections if isinstance(section, Chart))
+
+
+def _ink(trace: dict[str, Any]) -> tuple[str, str]:
+    """Colour and dash of a series; a bar is a block."""
+    return (
+        (trace["marker"]["color"], "block")
+        if trace["type"] == "bar"
+        else (trace["line"]["color"], trace["line"]["dash"])
+    )
 
 
 def _points(trace: dict[str, Any]) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 from equipoise.core import EquipoiseError
 from equipoise.report.definitions import DEFINITIONS
-from equipoise.report.page import Chart, Page, Table
+from equipoise.report.page import Cell, Chart, Page, Table
 from equipoise.report.theme import themes
 
 TEMPLATES = "templates"
@@ -42,6 +42,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["shown"] = show_cell
     return str(
         environment.get_template("page.html").render(
             page=page,
@@ -81,6 +82,13 @@ def pair_halves(page: Page) -> frozenset[str]:
             halves += [waiting, section.name]
         waiting = section.name if is_narrow and waiting is None else None
     return frozenset(halves)
+
+
+def show_cell(value: Cell) -> str:
+    """A cell of a table on the page: as many decimals in every row, so that columns align."""
+    if value is None:
+        return ""
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def as_csv(table: Table) -> str:

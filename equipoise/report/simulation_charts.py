@@ -21,8 +21,8 @@ Policy = dict[str, Any]
 
 EXPERT_PARTS = {
     "compute": "compute",
-    "all_to_all_inside": "all-to-all inside nodes",
-    "all_to_all_across": "all-to-all across nodes",
+    "all_to_all_inside": "all-to-all inside",
+    "all_to_all_across": "all-to-all across",
     "pull": "pull",
     "return": "return",
     "publish": "publish",

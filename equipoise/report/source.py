@@ -9,11 +9,13 @@ Knows which maker makes which page. A result that cannot be understood is refuse
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from equipoise.core import EquipoiseError
 from equipoise.report import analysis, simulation
+from equipoise.report.doctor import NO_VERDICT, doctor_listing
 from equipoise.report.page import Page
 
 Document = dict[str, Any]
@@ -34,12 +36,13 @@ MAKERS: dict[str, Callable[..., Page]] = {
 """Who makes the page of a document, by its format."""
 
 
-def build_page(result: Result, *, title: str | None = None) -> Page:
+def build_page(result: Result, *, title: str | None = None, doctor: Path | Document | None = None) -> Page:
     """Make the page of a result.
 
     Args:
         result: a result, its document, or the path of a file or a run's folder
         title: what the page is called; the file's name by default
+        doctor: what the doctor says of its routes: the JSON it printed, or the path of a file with it
     """
     document, name = read_document(result)
     maker = MAKERS.get(str(document.get("format")))
@@ -47,11 +50,15 @@ def build_page(result: Result, *, title: str | None = None) -> Page:
         known = ", ".join(MAKERS)
         raise EquipoiseError(f"{name} has format {document.get('format')!r}; a page can be made of {known}")
     try:
-        return maker(document, title=title or name)
+        page = maker(document, title=title or name)
     except KeyError as error:
         raise EquipoiseError(
             f"{name} says it is {document['format']} but has no field {error}; write it again with this version"
         ) from error
+    if doctor is None:
+        return replace(page, missing=(*page.missing, NO_VERDICT))
+    diagnosis, where = read_document(doctor)
+    return replace(page, sections=(*page.sections, doctor_listing(diagnosis, name=where)))
 
 
 def read_document(result: Result) -> tuple[Document, str]:

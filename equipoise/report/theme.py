@@ -50,7 +50,6 @@ def _template(scheme: str) -> dict[str, Any]:
             "xaxis": axis,
             "yaxis": axis,
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
-            "legend": {"font": {"color": INK[scheme]}},
             "hoverlabel": {"bgcolor": GROUND[scheme], "bordercolor": GRID[scheme], "font": {"color": INK[scheme]}},
             "coloraxis": {"colorbar": _colorbar(scheme)},
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": QUIET[scheme], "activecolor": INK[scheme]},

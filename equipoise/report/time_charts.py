@@ -13,8 +13,8 @@ from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMI
 PART_COLOURS = {
     "compute": BLUE,
     "all-to-all": SKY,
-    "all-to-all inside nodes": SKY,
-    "all-to-all across nodes": GREEN,
+    "all-to-all inside": SKY,
+    "all-to-all across": GREEN,
     "transfers": ORANGE,
     "pull": ORANGE,
     "return": YELLOW,
@@ -118,7 +118,8 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
     ranks = 1 + max(e["rank"] for found in events.values() for e in found)
     layout = frame(height=max(260, min(760, 110 + 34 * ranks)), x="milliseconds since the micro-step began", y="rank")
     layout |= {"barmode": "overlay", "bargap": 0}
-    layout["yaxis"] |= {"autorange": "reversed", "nticks": 16, "showgrid": False, "zeroline": False}
+    layout["yaxis"] |= {"range": [ranks - 0.5, -0.5], "showgrid": False, "zeroline": False}
+    layout["yaxis"]["dtick"] = max(1, ranks // 16)
     layout["xaxis"] |= {"range": [0, 1e3 * max(e["end_s"] for found in drawn.values() for e in found)]}
     columns = ("rank", "lane", "name", "start_s", "end_s")
     table = Table(

@@ -29,6 +29,7 @@ FLAGS = {
         "--allow-short",
         "-o",
         "--out",
+        "--report",
         "--demo",
         "--json",
     },
@@ -75,6 +76,7 @@ FLAGS = {
         "--out",
         "--json",
     },
+    "report": {"-o", "--out", "--trace", "--doctor", "--title", "--json"},
     "parity": {"--ranks", "--nodes", "--slots", "--steps", "--json"},
     "formats": {"--json"},
 }

@@ -1,0 +1,93 @@
+"""Show a result on the terminal, and write it as one HTML page that works offline.
+
+    equipoise report result.json -o report.html
+    equipoise report result.json --trace trace.json --doctor doctor.json
+
+Takes what `analyze -o` or `simulate -o` wrote, or the folder of a training run. `--trace` writes the timeline as a
+Chrome trace, which ui.perfetto.dev opens beside one of torch.profiler. Computes nothing: `equipoise.report` does.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from equipoise.cli.options import JsonFlag
+from equipoise.cli.output import print_json, screen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from equipoise.report import Page
+
+
+def report(
+    result: Annotated[
+        Path, typer.Argument(help="A result (.json) of analyze or simulate, or a run's folder.", show_default=False)
+    ],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the page to this HTML file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline to this file, as a Chrome trace.")] = None,
+    doctor: Annotated[
+        Path | None, typer.Option(help="What `equipoise doctor --json` printed about the routes.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="What the page is called; the file's name if left out.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a result, and write its page and its trace."""
+    from equipoise.report import build_page, chrome_trace, write_page
+
+    console = screen(as_json=as_json)
+    page = build_page(result, title=title, doctor=doctor)
+    events = None if trace is None else chrome_trace(page.document)
+    show(page, console)
+    if out is not None:
+        size = write_page(page, out)
+        console.print(f"\nWritten: {out} ({size / 1e6:.1f} MB); open it in a browser, no network needed")
+    if trace is not None:
+        _write_trace(events, trace)
+        console.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing")
+    if as_json:
+        print_json(_document(page, out=out, trace=trace))
+
+
+def show(page: "Page", console: "Console") -> None:
+    """Print a page's summary."""
+    from rich.text import Text
+
+    from equipoise.report import summarise
+
+    for place, block in enumerate(summarise(page, width=max(40, console.width - 1))):
+        console.print(Text(("\n" if place else "") + block.heading, style="bold"))
+        for line in block.lines:
+            console.print(Text(line), soft_wrap=True)
+
+
+def write_page_of(result: Any, path: Path, console: "Console", *, title: str) -> None:
+    """Write the page of a verb's result and say where; what `--report` of other verbs does."""
+    from equipoise.report import write_report
+
+    write_report(result, path, title=title)
+    console.print(f"Written: {path}; open it in a browser, no network needed")
+
+
+def _document(page: "Page", *, out: Path | None, trace: Path | None) -> dict[str, Any]:
+    """The summary for programs; the figures themselves are in the result."""
+    return {
+        "kind": page.kind,
+        "answer": page.answer,
+        "figures": {f.label: f.value for f in page.figures},
+        "charts": [chart.name for chart in page.charts],
+        "missing": [part.title for part in page.missing],
+        "report": None if out is None else str(out),
+        "trace": None if trace is None else str(trace),
+    }
+
+
+def _write_trace(events: Any, path: Path) -> None:
+    from equipoise.core import EquipoiseError
+
+    try:
+        path.write_text(json.dumps(events) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise EquipoiseError(f"{path} cannot be written: {error}") from error
