@@ -1,0 +1,171 @@
+"""Checkpoints: whole or not there. Canonical weights, every rank's optimizer and random state, and the next step.
+
+A checkpoint is a folder `step-000010`, the state before step 10:
+    model/            what `save_pretrained` of the whole model writes, in canonical order; also usable with --model
+    reference.pt      weights of the KL's reference, where there is one
+    rank-00000.pt     per rank: optimizer state by parameter name, random state
+    meta.json         format, step, seed, ranks, EP size, mode
+
+Steps of a write:
+1. All ranks write into `.step-000010.partial`; every file is flushed to disk.
+2. All ranks agree that all went well; one that failed stops the run on every rank, and the partial folder goes.
+3. The first rank renames the folder, which is the moment from which on it exists, and drops the oldest ones.
+
+Knows files and agreement. Does not know training. On several machines the folder must be on a shared file system.
+
+Invariants (asserted by the tests):
+1. Killed or out of disk at any point of a write, the newest checkpoint before it is still the newest, and whole.
+2. A run that is resumed has the bits of one that was not interrupted: weights, optimizer, samples, metrics.
+3. A checkpoint of other ranks, EP size, mode or seed is refused by name.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import TrainingError
+from equipoise.rl.layout import Layout, gather_objects
+
+FORMAT = "equipoise-checkpoint-1"
+_NAME = "step-{:06d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What training goes on with."""
+
+    step: int
+    """The next step to train."""
+    weights: Mapping[str, Tensor]
+    """The whole model."""
+    optimizer: Mapping[str, Any]
+    """State of this rank's parameters, by name."""
+    reference: Mapping[str, Tensor] | None
+    random: Tensor
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, layout: Layout, *, facts: Mapping[str, Any], keep: int) -> None:
+        """Keep checkpoints in `folder`.
+
+        Args:
+            facts: what a checkpoint must have in common with the run that goes on from it
+            keep: newest ones that stay
+        """
+        self._folder, self._layout, self._facts, self._keep = folder, layout, dict(facts), keep
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        found = sorted(self._folder.glob("step-*/meta.json"))
+        return found[-1].parent if found else None
+
+    def save(self, state: State, *, save_model: Callable[[Path], None]) -> Path:
+        """Write a checkpoint. Every rank must call this.
+
+        Args:
+            state: this rank's; its weights are not used, `save_model` writes them
+            save_model: writes the whole model into a folder; called on the first rank
+        """
+        target = self._folder / _NAME.format(state.step)
+        partial = self._folder / f".{target.name}.partial"
+        trouble = self._attempt(lambda: self._prepare(partial))
+        trouble = trouble or self._attempt(lambda: self._write(partial, state, save_model))
+        if trouble:
+            if self._layout.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            newest = self.newest()
+            raise TrainingError(
+                f"checkpoint {target} could not be written: {trouble}; "
+                + (f"{newest} is still valid, resume from it" if newest else "there is no earlier one")
+            )
+        trouble = self._attempt(lambda: self._finish(partial, target))
+        if trouble:
+            raise TrainingError(f"checkpoint {target} could not be put in place: {trouble}")
+        return target
+
+    def load(self, path: Path, *, weights: Mapping[str, Tensor]) -> State:
+        """Read this rank's part of a checkpoint.
+
+        Args:
+            weights: of the whole model, read from `model/` by the caller
+        """
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        for name, value in {"format": FORMAT, **self._facts}.items():
+            if meta.get(name) != value:
+                raise TrainingError(f"checkpoint {path}: {name} is {meta.get(name)!r}, this run has {value!r}")
+        own = torch.load(path / self._own_name, weights_only=True)
+        reference = path / "reference.pt"
+        return State(
+            step=meta["step"],
+            weights=weights,
+            optimizer=own["optimizer"],
+            random=own["random"],
+            reference=torch.load(reference, weights_only=True) if reference.exists() else None,
+        )
+
+    @property
+    def _own_name(self) -> str:
+        return f"rank-{self._layout.rank:05d}.pt"
+
+    def _prepare(self, partial: Path) -> None:
+        if self._layout.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def _write(self, partial: Path, state: State, save_model: Callable[[Path], None]) -> None:
+        write_torch(partial / self._own_name, {"optimizer": dict(state.optimizer), "random": state.random})
+        if self._layout.is_first:
+            save_model(partial / "model")
+            if state.reference is not None:
+                write_torch(partial / "reference.pt", dict(state.reference))
+            meta = {"format": FORMAT, "step": state.step, **self._facts}
+            (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+            for file in (partial / "meta.json", *(partial / "model").iterdir()):
+                flush(file)
+
+    def _finish(self, partial: Path, target: Path) -> None:
+        if not self._layout.is_first:
+            return
+        flush(partial)
+        if target.exists():
+            # Trained anew after a resume from an earlier one: the bits are the same.
+            shutil.rmtree(target)
+        partial.rename(target)
+        flush(self._folder)
+        for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+            shutil.rmtree(old)
+
+    def _attempt(self, work: Callable[[], None]) -> str | None:
+        """Do something on every rank; return what went wrong on the first one that failed. Every rank must call."""
+        trouble = None
+        try:
+            work()
+        except OSError as error:
+            trouble = f"rank {self._layout.rank}: {error.strerror or error}"
+        return next((words for words in gather_objects(trouble, self._layout) if words), None)
+
+
+def write_torch(path: Path, content: Any) -> None:
+    """Write tensors and plain values, down to the disk."""
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold a file or a folder's list of files."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

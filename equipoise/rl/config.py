@@ -1,0 +1,246 @@
+"""`TrainConfig`: every setting of a training run, with its default and its range.
+
+Knows names and ranges of settings. Does not know files (`config_file` does) nor torch; whether a model fits the ranks
+is `model`'s to judge.
+
+Invariants (asserted by the tests):
+1. A value out of its range is refused by name, value and limit, before anything is built.
+2. Prompts, samples and micro-batches come out even, so that every rank makes the same visits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from equipoise.core.errors import TrainingError
+
+Family = Literal["qwen3-moe", "olmoe", "mixtral", "deepseek-v3", "gpt-oss"]
+Mode = Literal["off", "static", "equipoise"]
+"""`off`: plain data parallel, all experts on every rank. `static`: contiguous expert parallelism. `equipoise`: planned."""
+Replay = Literal["R3", "R2", "off"]
+"""`R3`: both stages replay the rollout's routes. `R2`: recompute records, update replays. `off`: nothing is replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The model: a local HF checkpoint, or a random one of these sizes."""
+
+    path: str = ""
+    """A folder with a HF checkpoint; empty: a random model of the sizes below."""
+    family: Family = "qwen3-moe"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    experts: int = 16
+    top_k: int = 2
+    expert_width: int = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """What is asked, and how an answer is judged."""
+
+    data: str = ""
+    """A JSONL file of {"prompt": ..., "answer": ...}; empty: the embedded arithmetic."""
+    reward: str = ""
+    """`module:function` of (prompt, response, answer) -> float; empty: exact answers, with some credit for a part."""
+    domains: tuple[str, ...] = ("add", "sub", "reverse", "largest")
+    """Kinds of embedded questions; each makes loads of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """Supervised steps before the first rollout, so that some answers are right."""
+
+    steps: int = 0
+    batch: int = 64
+    """Questions per step, over all ranks."""
+    learning_rate: float = 3e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How samples are made."""
+
+    source: str = ""
+    """Empty: our own sampling; a folder of recorded rollouts, one file per step; or the URL of an engine."""
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """What the URL speaks."""
+    prompts: int = 16
+    """Questions per step, over all ranks."""
+    samples: int = 8
+    """Samples per question: one group of GRPO."""
+    max_new_tokens: int = 12
+    temperature: float = 1.0
+    allow_missing_routes: bool = False
+    """Use samples whose routes are broken, without foresight, instead of refusing them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateConfig:
+    """GRPO and its optimizer."""
+
+    replay: Replay = "R3"
+    mini_batches: int = 2
+    """Optimizer steps per RL step."""
+    micro_batch: int = 16
+    """Samples per rank and micro-step, packed without padding."""
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    adam_eps: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: float = 0.0
+    """Weight of the KL to the weights after warm-up; 0: no reference copy is kept."""
+    max_grad_norm: float = 1.0
+    activation_checkpointing: Literal["none", "reentrant", "non-reentrant"] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceConfig:
+    """Who computes which expert."""
+
+    mode: Mode = "equipoise"
+    slots: int = 1
+    """Replica slots per rank; 0 for placement alone."""
+    objective: Literal["seconds", "skew"] = "skew"
+    """`seconds` charges every cost and may do nothing; `skew` levels rows whatever it costs."""
+    cluster: str = "h200"
+    """Whose links and kernels are priced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept to resume from."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackConfig:
+    """Where metrics go beside `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    wandb_project: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Every setting of one run."""
+
+    steps: int = 4
+    """RL steps: rollout, recompute, update."""
+    seed: int = 0
+    ranks: int = 2
+    """Training processes; under torchrun they must be as many as it started."""
+    ranks_per_node: int = 0
+    """Ranks that share a declared node; 0: all of them."""
+    ep: int = 0
+    """Ranks of one EP group; 0: all ranks."""
+    timeout_s: float = 120.0
+    """Bound on every wait of a rank for another."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        _check_shares(self)
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks of one EP group."""
+        return self.ep or self.ranks
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of one declared node."""
+        return self.ranks_per_node or self.ranks
+
+    @property
+    def rank_samples(self) -> int:
+        """Samples of one rank in one step."""
+        return self.rollout.prompts // self.ranks * self.rollout.samples
+
+
+_LOWEST: dict[str, float] = {
+    "steps": 1,
+    "seed": 0,
+    "ranks": 1,
+    "ranks_per_node": 0,
+    "ep": 0,
+    "timeout_s": 1,
+    "model.layers": 1,
+    "model.hidden": 8,
+    "model.heads": 1,
+    "model.experts": 2,
+    "model.top_k": 1,
+    "model.expert_width": 4,
+    "warmup.steps": 0,
+    "warmup.batch": 1,
+    "rollout.prompts": 1,
+    "rollout.samples": 2,
+    "rollout.max_new_tokens": 1,
+    "update.mini_batches": 1,
+    "update.micro_batch": 1,
+    "update.kl": 0,
+    "balance.slots": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+_POSITIVE = (
+    "warmup.learning_rate",
+    "rollout.temperature",
+    "update.learning_rate",
+    "update.adam_eps",
+    "update.clip_low",
+    "update.clip_high",
+    "update.max_grad_norm",
+)
+
+
+def change(config: TrainConfig, **parts: Any) -> TrainConfig:
+    """Return a copy with some settings changed; a part is given as a mapping of its changed fields."""
+    values = {k: replace(getattr(config, k), **v) if isinstance(v, Mapping) else v for k, v in parts.items()}
+    return replace(config, **values)
+
+
+def _setting(config: TrainConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for name, low in _LOWEST.items():
+        if not _setting(config, name) >= low:
+            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be at least {low:g}")
+    for name in _POSITIVE:
+        if not _setting(config, name) > 0:
+            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be above 0")
+
+
+def _check_shares(config: TrainConfig) -> None:
+    """Whatever is shared out over ranks, windows and micro-steps must come out even: every rank has equal visits."""
+    samples, mini = config.rank_samples, config.update.mini_batches
+    for what, number, parts, by in (
+        ("rollout.prompts", config.rollout.prompts, config.ranks, "ranks"),
+        ("ranks", config.ranks, config.group_ranks, "ep"),
+        ("ranks", config.ranks, config.node_ranks, "ranks_per_node"),
+        ("samples of a rank (prompts / ranks * samples)", samples, mini, "update.mini_batches"),
+        ("samples of a mini-batch and rank", samples // mini, config.update.micro_batch, "update.micro_batch"),
+        ("warmup.batch", config.warmup.batch, config.ranks, "ranks"),
+    ):
+        if number % parts or number < parts:
+            raise TrainingError(f"{what}: {number} does not divide by {by} {parts}; change one of them")

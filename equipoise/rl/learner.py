@@ -1,0 +1,214 @@
+"""`Learner`: the model that is trained, whoever computes its experts: on every rank, at their owners, or as planned.
+
+    off         all experts on every rank; gradients of everything are summed over ranks
+    static      experts at their owners, contiguous; the rest is data parallel
+    equipoise   the same, and windows are planned
+
+Knows the adapter, the balancer and the optimizer. Does not know samples, losses or files.
+
+Invariants (asserted by the tests):
+1. After `step`, what is not sharded has the same bits on every rank.
+2. The gradient norm is the one over the whole model, each expert counted once.
+3. `state_dict` is the whole model in canonical order, in every mode.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from equipoise.adapters import transformers as adapter
+from equipoise.adapters.transformers_families import family_of
+from equipoise.balancer import Balancer, BalancerOptions
+from equipoise.core import ModelShape
+from equipoise.planning.report import WindowReport
+from equipoise.planning.rows import RankRows
+from equipoise.rl.batch import MicroBatch
+from equipoise.rl.config import Mode, TrainConfig
+from equipoise.rl.layout import Layout, build_cluster, sum_over
+from equipoise.rl.model import packed_inputs
+from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.norm import gradient_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Rows that one window brought to this rank, and what its plan had said."""
+
+    rows_ML: Any
+    """[M, L] rows that arrived; None where experts are on every rank."""
+    planned_ML: Any
+    """[M, L] rows that the plan announced; None where there was no plan, or some rank's routes were not all known."""
+
+
+class Learner:
+    """One rank's share of the model being trained."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, layout: Layout, *, mode: Mode) -> None:
+        """Share out the experts and make the optimizer. Every rank must call this.
+
+        Args:
+            model: the whole model, the same on every rank; the learner owns it until `close`
+        """
+        self.model, self.mode, self._config, self._layout = model, mode, config, layout
+        self.shape: ModelShape = adapter.inspect(model).shape
+        self.balancer: Balancer | None = None
+        self._handle: adapter.Installed | None = None
+        if mode == "off":
+            self.routers = adapter.wrap_routers(model)
+        else:
+            self.balancer = self._build_balancer(is_enabled=mode == "equipoise")
+            self._handle = adapter.install(model, self.balancer)
+            self.routers = self._handle.routers
+        _use_checkpointing(model, config.update.activation_checkpointing)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.update.learning_rate,
+            weight_decay=config.update.weight_decay,
+            eps=config.update.adam_eps,
+        )
+
+    def submit(self, rows: RankRows) -> None:
+        """Announce the next window, to be planned in the background; returns at once. Every rank must call this."""
+        if self.balancer is not None:
+            self.balancer.submit(rows, stage=rows.stage)
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Run the oldest announced window in a `with` block. Every rank must enter."""
+        if self.balancer is None:
+            yield
+            return
+        self.balancer.begin()
+        yield
+        self.balancer.end()
+
+    @property
+    def report(self) -> WindowReport | None:
+        """What the balancer says of the last window."""
+        return None if self.balancer is None else self.balancer.report
+
+    def forward(self, micro_step: int, batch: MicroBatch, *, replay: bool = True, record: bool = False) -> Any:
+        """Return (logits [T, V], recorded ids [L, T, K] or None) of one micro-batch. Every rank must call this."""
+        ids = batch.ids_LTK if replay else None
+        with self.routers.turn(micro_step, ids=ids, record=record) as recorded:
+            logits_TV = self.model(**packed_inputs(self.model, batch.input_T, batch.position_T)).logits[0]
+        return logits_TV, recorded.ids_LTK if record else None
+
+    def arrival(self) -> Arrival:
+        """Rows of the last window on this rank; before the next one begins."""
+        if self.balancer is None:
+            return Arrival(rows_ML=None, planned_ML=None)
+        window = next(iter(self.balancer.layers.values())).window
+        assert window is not None, "a window was run"
+        rows_ML = window.traffic.arrived_ML.copy()
+        rank = dist.get_rank(self._layout.ep_group)
+        coverage_MLR = window.plan.loads.coverage_MLR
+        is_planned = self.mode == "equipoise" and (coverage_MLR is None or bool((coverage_MLR == 1).all()))
+        return Arrival(rows_ML=rows_ML, planned_ML=window.plan.rank_load_MLR[:, :, rank] if is_planned else None)
+
+    def step(self) -> float:
+        """Reduce gradients, clip them, and run the optimizer; return the norm. Every rank must call this."""
+        self._reduce()
+        norm = self._gradient_norm()
+        if norm > self._config.update.max_grad_norm:
+            scale = self._config.update.max_grad_norm / (norm + 1e-6)
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model in canonical order, on every rank. Every rank must call this."""
+        return dict(self.model.state_dict()) if self._handle is None else self._handle.state_dict()
+
+    def owned_parts(self) -> dict[tuple[str, int, int], Tensor]:
+        """What this rank holds itself, by (name, first expert, number of experts; 0 for what is not sharded)."""
+        experts = {} if self._handle is None else self._handle.expert_parameters
+        parts = {(name, 0, 0): tensor for name, tensor in self.model.state_dict().items() if name not in experts}
+        rank = dist.get_rank(self._layout.ep_group)
+        is_transposed = family_of(self.model.config.model_type).is_transposed
+        for name, shard in experts.items():
+            tensor = shard.transpose(1, 2) if is_transposed and shard.ndim == 3 else shard
+            parts[name, rank * len(shard), len(shard)] = tensor
+        return parts
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the weights of a whole model; outside windows only."""
+        if self._handle is None:
+            self.model.load_state_dict(state)
+        else:
+            self._handle.load_state_dict(state)
+
+    def close(self) -> None:
+        """Put the model together again and free everything else. Every rank must call this."""
+        if self._handle is None:
+            self.routers.unwrap()
+            return
+        self._handle.uninstall()
+        assert self.balancer is not None, "installed with one"
+        self.balancer.close()
+
+    def abandon(self) -> None:
+        """Free processes and memory after an error, without speaking to other ranks."""
+        if self.balancer is not None:
+            self.balancer.close()
+
+    def _build_balancer(self, *, is_enabled: bool) -> Balancer:
+        config = self._config
+        checkpointing = config.update.activation_checkpointing != "none"
+        options = BalancerOptions(
+            slots=config.balance.slots,
+            objective=config.balance.objective,
+            order="recompute" if checkpointing else "plain",
+            timeout_s=config.timeout_s,
+        )
+        return Balancer(
+            cluster=build_cluster(config, self.shape),
+            model=self.shape,
+            group=self._layout.ep_group,
+            options=options,
+            enabled=is_enabled,
+        )
+
+    def _reduce(self) -> None:
+        """Sum gradients over the ranks that hold the same parameters. Every rank must call this."""
+        experts = {} if self._handle is None else self._handle.expert_parameters
+        shared = [p for name, p in self.model.named_parameters() if name not in experts and p.requires_grad]
+        sum_over([_gradient(parameter) for parameter in shared], self._layout.world)
+        if experts and self._layout.owner_group is not None:
+            sum_over([_gradient(parameter) for parameter in experts.values()], self._layout.owner_group)
+
+    def _gradient_norm(self) -> float:
+        experts = set() if self._handle is None else set(self._handle.expert_parameters)
+        rest = [p for name, p in self.model.named_parameters() if name not in experts and p.grad is not None]
+        squared = sum(float(p.grad.double().square().sum()) for p in rest)
+        if self.balancer is None:
+            return squared**0.5
+        layers = [_gradients(layer.home) for layer in self.balancer.layers.values()]
+        return gradient_norm(layers, group=self._layout.ep_group, other_squared=squared)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, made of zeros where no token of this rank reached the parameter."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _gradients(home: ExpertWeights) -> ExpertWeights:
+    return ExpertWeights(*(None if tensor is None else _gradient(tensor) for tensor in home))
+
+
+def _use_checkpointing(model: Any, kind: str) -> None:
+    if kind == "none":
+        model.gradient_checkpointing_disable()
+    else:
+        options = {"use_reentrant": kind == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

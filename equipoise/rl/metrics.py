@@ -1,0 +1,248 @@
+"""Metrics: one line of figures per step, the same in the terminal, in `metrics.jsonl`, TensorBoard and W&B.
+
+Every figure is defined in `docs/metrics.md`, in the same order. Figures of ranks are put together as said there: sums
+for rows and bytes, the slowest rank for waits.
+
+`metrics.jsonl`: one JSON object per step, `step` first. A resumed run drops the lines after its checkpoint, so that the
+file of an interrupted and resumed run is that of an uninterrupted one, but for times.
+
+Knows tallies of ranks. Does not know how anything is shown.
+
+Invariants (asserted by the tests):
+1. Skew is that of `equipoise.loads`: before from recorded routes at owners, after from rows that arrived.
+2. A metric that is documented is written, and one that is written is documented.
+3. A sink that fails to start is an error; one that fails later never stops training.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from equipoise.core.errors import TrainingError
+from equipoise.loads import skew_ML
+from equipoise.rl.config import TrackConfig
+from equipoise.rl.stages import StepTally
+
+_LOG = logging.getLogger(__name__)
+TIMES = ("seconds", "rollout_s", "tokens_per_s", "planning_s", "waited_s", "exposed_s")
+"""Figures that depend on the machine's mood; all others are the same in every run of one seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What one rank says of one step, small enough to be gathered."""
+
+    tally: StepTally
+    rewards: Sequence[float]
+    num_right: int
+    known_rows: int
+    rows: int
+    tokens: int
+    rollout_kl: float
+    seconds: float
+    rollout_s: float
+
+
+def step_metrics(step: int, figures_R: Sequence[RankFigures], *, ep: int) -> dict[str, Any]:
+    """Put the ranks' figures of one step together.
+
+    Args:
+        figures_R: of every rank, in rank order
+        ep: ranks of one EP group
+    """
+    tallies = [figures.tally for figures in figures_R]
+    rewards = np.concatenate([np.asarray(figures.rewards) for figures in figures_R])
+    first, seconds = tallies[0], max(figures.seconds for figures in figures_R)
+    trained = max(first.sums["trained"], 1.0)
+    known, rows = (sum(getattr(f, name) for f in figures_R) for name in ("known_rows", "rows"))
+    given = sum(t.given_rows for t in tallies)
+    return {
+        "step": step,
+        "reward": float(rewards.mean()),
+        "right_share": sum(f.num_right for f in figures_R) / len(rewards),
+        "loss": float(np.mean(first.losses)),
+        "loss_size": float(np.mean(first.sizes)),
+        "ratio": _sum(tallies, "ratio") / trained,
+        "clipped_share": _sum(tallies, "clipped") / trained,
+        "kl": _sum(tallies, "kl_old") / trained,
+        "kl_reference": _sum(tallies, "kl_reference") / trained,
+        "kl_rollout": sum(f.rollout_kl for f in figures_R) / len(figures_R),
+        "grad_norm": float(np.mean(first.norms)),
+        "skew_before": skew_before(tallies, ep=ep),
+        "skew_after": skew_after(tallies, ep=ep),
+        "coverage": known / max(rows, 1),
+        "replayed_rows": sum(t.replayed_rows for t in tallies),
+        "differing_share": sum(t.differing_rows for t in tallies) / max(given, 1),
+        "checked_windows": sum(t.checked_windows for t in tallies),
+        **_transfers(tallies),
+        "planning_s": max((r.planning_s for t in tallies for r in t.reports), default=0.0),
+        "waited_s": max(sum(r.waited_s for r in t.reports) for t in tallies),
+        "exposed_s": max(sum(sum(r.exposed_s.values()) for r in t.reports) for t in tallies),
+        "rollout_s": max(figures.rollout_s for figures in figures_R),
+        "seconds": seconds,
+        "tokens_per_s": sum(figures.tokens for figures in figures_R) / max(seconds, 1e-9),
+    }
+
+
+def skew_before(tallies: Sequence[StepTally], *, ep: int) -> float:
+    """Mean skew of the update's micro-steps and layers with every expert at its owner."""
+    ratios = []
+    for group in _groups(tallies, ep):
+        for load_RMLE in zip(*(t.rows["update"] for t in group), strict=True):
+            total_MLE = np.sum(load_RMLE, axis=0)
+            ratios.append(skew_ML(total_MLE.reshape(*total_MLE.shape[:2], ep, -1).sum(axis=3)).reshape(-1))
+    return float(np.concatenate(ratios).mean())
+
+
+def skew_after(tallies: Sequence[StepTally], *, ep: int) -> float | None:
+    """Mean skew of the rows that arrived in the update; None where every rank has all experts."""
+    if not tallies[0].arrived["update"]:
+        return None
+    ratios = []
+    for group in _groups(tallies, ep):
+        for rows_RML in zip(*(t.arrived["update"] for t in group), strict=True):
+            ratios.append(skew_ML(np.stack(rows_RML, axis=2)).reshape(-1))
+    return float(np.concatenate(ratios).mean())
+
+
+def _groups(tallies: Sequence[StepTally], ep: int) -> list[Sequence[StepTally]]:
+    return [tallies[at : at + ep] for at in range(0, len(tallies), ep)]
+
+
+def _sum(tallies: Sequence[StepTally], name: str) -> float:
+    return sum(t.sums.get(name, 0.0) for t in tallies)
+
+
+def _transfers(tallies: Sequence[StepTally]) -> dict[str, Any]:
+    """What was moved, over all ranks, and what the plans had predicted, of the first rank's group."""
+    bytes_by_path: dict[str, int] = {}
+    for report in (r for t in tallies for r in t.reports):
+        for path, count in report.bytes.items():
+            bytes_by_path[path] = bytes_by_path.get(path, 0) + count
+    mine = tallies[0].reports
+    return {
+        "static_s": sum(r.static_s for r in mine),
+        "saved_s": sum(r.static_s - r.predicted_s for r in mine),
+        "displaced": sum(r.displaced for r in mine),
+        "replicas": sum(r.replicas for r in mine),
+        "bytes": bytes_by_path,
+    }
+
+
+class Sink(Protocol):
+    """A place for metrics."""
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Take one step's figures."""
+        ...
+
+    def close(self) -> None:
+        """Finish."""
+        ...
+
+
+class JsonLines:
+    """`metrics.jsonl`."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        """Open the file; lines of steps from `first_step` on are dropped, because they are trained anew."""
+        kept = [line for line in _lines(path) if json.loads(line)["step"] < first_step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """A folder of event files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open it, or raise with the words to install it."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise TrainingError(
+                "setting track.tensorboard is true, but tensorboard is not installed; "
+                "run: pip install 'equipoise[tensorboard]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Add every number as a scalar."""
+        for name, value in numbers(metrics).items():
+            self._writer.add_scalar(name, value, int(metrics["step"]))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases."""
+
+    def __init__(self, project: str, *, config: Mapping[str, Any]) -> None:
+        """Start the run, or raise with the words to install it."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise TrainingError(
+                f"setting track.wandb_project is {project!r}, but wandb is not installed; "
+                "run: pip install 'equipoise[wandb]'"
+            ) from error
+        self._run: Any = wandb.init(project=project, config=dict(config))
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Log every number."""
+        self._run.log(numbers(metrics), step=int(metrics["step"]))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class Sinks:
+    """All places that a run writes its metrics to; only the first rank has one."""
+
+    def __init__(self, folder: Path, config: TrackConfig, *, first_step: int, settings: Mapping[str, Any]) -> None:
+        """Open them all; one that cannot start is an error here, and never one later."""
+        self._sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", first_step=first_step)]
+        if config.tensorboard:
+            self._sinks.append(TensorBoard(folder / "tensorboard"))
+        if config.wandb_project:
+            self._sinks.append(WeightsAndBiases(config.wandb_project, config=settings))
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Write one step everywhere."""
+        for sink in list(self._sinks):
+            try:
+                sink.write(metrics)
+            except Exception:  # noqa: BLE001  # reporting must not stop training
+                _LOG.exception("metrics are no longer written to %s", type(sink).__name__)
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        """Close them all."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as flat numbers: `bytes` becomes one per path, what is None is left out."""
+    flat = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+    return flat | {f"bytes.{path}": count for path, count in metrics.get("bytes", {}).items()}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

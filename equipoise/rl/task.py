@@ -1,0 +1,167 @@
+"""`Task`: questions with answers that can be checked, drawn by step from a seed, and what an answer is worth.
+
+Embedded domains, each with hot experts of its own because its questions look different:
+    add      12+7=        19
+    sub      31-7=        24
+    reverse  rev 4172=    2714
+    largest  max 417=     7
+Or a JSONL file, one {"prompt": text, "answer": text} per line, in any order.
+
+Knows text. Does not know tokens or models.
+
+Invariants (asserted by the tests):
+1. The questions of a step depend on seed and step alone, so a resumed run asks what an uninterrupted one asks.
+2. Every embedded answer is right and earns 1; what is wrong earns at most `PART`.
+3. A broken line, an empty file, or a reward that cannot be imported is refused by name.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from equipoise.core.errors import TrainingError
+from equipoise.rl.config import TaskConfig
+
+PART = 0.2
+"""Most that a wrong answer earns, for the share of its characters that are right."""
+
+Reward = Callable[[str, str, str], float]
+"""(prompt, response, answer) to what it is worth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt and what should follow it."""
+
+    prompt: str
+    answer: str
+    domain: str = ""
+
+
+class Task(Protocol):
+    """A source of questions."""
+
+    def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
+        """The questions of one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The embedded questions; domains take turns."""
+
+    domains: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        strangers = [name for name in self.domains if name not in _DOMAINS]
+        if strangers or not self.domains:
+            raise TrainingError(f"setting task.domains is {list(self.domains)}; known: {', '.join(_DOMAINS)}")
+
+    def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
+        """The questions of one step, domain by domain."""
+        rng = np.random.default_rng([seed, step])
+        return [_ask(self.domains[i % len(self.domains)], rng) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Questions of a file, in an order of its own in every pass."""
+
+    listed: tuple[Question, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Dataset":
+        """Read a JSONL file of prompts and answers."""
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainingError(f"setting task.data: {path} cannot be read: {error}") from error
+        found = tuple(_question(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip())
+        if not found:
+            raise TrainingError(f"setting task.data: {path} holds no question")
+        return cls(found)
+
+    def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
+        """The next `count` questions of an endless reading; every pass has an order of its own."""
+        size = len(self.listed)
+        places = range(step * count, (step + 1) * count)
+        orders = {n: np.random.default_rng([seed, n]).permutation(size) for n in {p // size for p in places}}
+        return [self.listed[int(orders[p // size][p % size])] for p in places]
+
+
+def open_task(config: TaskConfig) -> Task:
+    """Return the questions that the settings name."""
+    return Dataset.read(config.data) if config.data else Arithmetic(config.domains)
+
+
+def find_reward(name: str) -> Reward:
+    """Import `module:function`, or return `exact_reward` for an empty name."""
+    if not name:
+        return exact_reward
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TrainingError(f"reward {name!r} cannot be imported as module:function: {error}") from error
+    if not callable(found):
+        raise TrainingError(
+            f"reward {name!r} is a {type(found).__name__}; give a function of (prompt, response, answer)"
+        )
+    checked: Reward = found
+    return checked
+
+
+def exact_reward(prompt: str, response: str, answer: str) -> float:
+    """1 for the answer, else `PART` of the share of characters that are right in their place."""
+    if response == answer:
+        return 1.0
+    right = sum(a == b for a, b in zip(response, answer, strict=False))
+    return PART * right / max(len(response), len(answer))
+
+
+def _ask(domain: str, rng: np.random.Generator) -> Question:
+    prompt, answer = _DOMAINS[domain](rng)
+    return Question(prompt=prompt, answer=answer, domain=domain)
+
+
+def _add(rng: np.random.Generator) -> tuple[str, str]:
+    a, b = int(rng.integers(0, 20)), int(rng.integers(0, 10))
+    return f"{a}+{b}=", str(a + b)
+
+
+def _sub(rng: np.random.Generator) -> tuple[str, str]:
+    a, b = int(rng.integers(10, 30)), int(rng.integers(0, 10))
+    return f"{a}-{b}=", str(a - b)
+
+
+def _reverse(rng: np.random.Generator) -> tuple[str, str]:
+    digits = "".join(str(d) for d in rng.integers(0, 10, size=rng.integers(2, 5)))
+    return f"rev {digits}=", digits[::-1]
+
+
+def _largest(rng: np.random.Generator) -> tuple[str, str]:
+    digits = [str(d) for d in rng.integers(0, 10, size=rng.integers(2, 5))]
+    return f"max {''.join(digits)}=", max(digits)
+
+
+_DOMAINS: dict[str, Callable[[np.random.Generator], tuple[str, str]]] = {
+    "add": _add,
+    "sub": _sub,
+    "reverse": _reverse,
+    "largest": _largest,
+}
+
+
+def _question(line: str, place: str) -> Question:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise TrainingError(f"{place} is not JSON: {error}") from error
+    if not isinstance(record, dict) or not all(isinstance(record.get(k), str) for k in ("prompt", "answer")):
+        raise TrainingError(f'{place}: expected {{"prompt": text, "answer": text}}, got {line.strip()[:60]}')
+    return Question(prompt=record["prompt"], answer=record["answer"], domain=str(record.get("domain", "")))

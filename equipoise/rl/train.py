@@ -1,0 +1,160 @@
+"""RL post-training of a Mixture-of-Experts model, balanced by foresight: the loop.
+
+One step, in this order, the same on every rank:
+1. sync: canonical weights go to the rollout copy, proved by hash.
+2. rollout: the copy answers this rank's questions and records its routes; histograms are counted as samples end.
+3. announce: recompute and the first update window are planned in the background from here on,
+4. reward: while answers are judged and advantages made.
+5. recompute: old log-probabilities, forward only, replaying the routes.
+6. update: GRPO, one optimizer step per window; the next window is planned meanwhile.
+7. metrics, and a checkpoint where one is due.
+
+Knows the order of things; each line's how is in the file it names.
+
+Invariants (asserted by the tests):
+1. One seed, one result: samples, losses and weights have the same bits in every run, also in a resumed one.
+2. Losses and weights do not depend on the mode, within the limits of `compare`.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from equipoise.rl.batch import split_windows
+from equipoise.rl.config import Mode, TrainConfig
+from equipoise.rl.events import Event, Show, ignore
+from equipoise.rl.grpo import group_advantages
+from equipoise.rl.layout import Layout, gather_objects
+from equipoise.rl.learner import Learner
+from equipoise.rl.metrics import RankFigures, step_metrics
+from equipoise.rl.model import copy_model, open_tokenizer
+from equipoise.rl.rollout import Request, Sampler
+from equipoise.rl.sample import Sample
+from equipoise.rl.stages import Stages
+from equipoise.rl.sync import sync_weights
+from equipoise.rl.task import Question, find_reward, open_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """One rank's rollout of one step."""
+
+    questions: list[Question]
+    samples: list[Sample]
+    """A question's samples side by side."""
+    seconds: float
+
+
+class Trainer:
+    """One rank of a training run."""
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, layout: Layout, *, mode: Mode | None = None, show: Show = ignore
+    ) -> None:
+        """Share out the experts and make the rollout copy. Every rank must call this.
+
+        Args:
+            model: the whole model with the weights to start from, the same on every rank
+            mode: other than the configured one, in a comparison
+        """
+        self.config, self.layout, self._show = config, layout, show
+        self.task, self.reward = open_task(config.task), find_reward(config.task.reward)
+        self.tokenizer = open_tokenizer(config.model)
+        self.reference = copy_model(model) if config.update.kl else None
+        self.sampler = Sampler(copy_model(model), config=config.rollout, tokenizer=self.tokenizer)
+        self.learner = Learner(model, config, layout, mode=mode or config.balance.mode)
+        self.stages = Stages(self.learner, config, layout, reference=self.reference)
+        self.experience: Experience | None = None
+        """The last step's rollout."""
+
+    def step(self, step: int, *, given: Experience | None = None) -> dict[str, Any]:
+        """Train one step and return its metrics. Every rank must call this.
+
+        Args:
+            given: a rollout to train on instead of an own one, in a comparison
+        """
+        begin = time.monotonic()
+        experience = given or self._roll_out(step)
+        self.experience = experience
+        samples, config = experience.samples, self.config.update
+        windows = split_windows(samples, mini_batches=config.mini_batches, micro_batch=config.micro_batch)
+        windows = [[batch.to(self.config.model.device) for batch in window] for window in windows]
+        self.stages.announce(windows)
+        rewards = self._judge(step, experience)
+        advantage_B = group_advantages(rewards, samples=self.config.rollout.samples)
+        self._tell(step, "recompute")
+        old, windows = self.stages.recompute(windows)
+        self._tell(step, "update")
+        self.stages.update(windows, old, advantage_B)
+        figures = RankFigures(
+            tally=self.stages.tally,
+            rewards=rewards,
+            num_right=self._count_right(experience),
+            known_rows=sum(sample.known_rows for sample in samples),
+            rows=sum(sample.ids_TLK.shape[0] * sample.ids_TLK.shape[1] for sample in samples),
+            tokens=sum(len(sample.tokens_T) for sample in samples),
+            rollout_kl=_rollout_kl(samples, windows, old),
+            seconds=time.monotonic() - begin,
+            rollout_s=experience.seconds,
+        )
+        return step_metrics(step, gather_objects(figures, self.layout), ep=self.config.group_ranks)
+
+    def close(self) -> None:
+        """Put the model together again and free the rest. Every rank must call this."""
+        self.learner.close()
+
+    def _roll_out(self, step: int) -> Experience:
+        self._tell(step, "sync")
+        version = sync_weights(self.learner, self.sampler.model, self.layout)
+        self._tell(step, "rollout")
+        begin, share = time.monotonic(), self.config.rollout.prompts // self.layout.ranks
+        questions = self.task.questions(self.config.rollout.prompts, seed=self.config.seed, step=step)
+        first = self.layout.rank * share
+        request = Request(
+            step=step,
+            first=first,
+            questions=questions[first : first + share],
+            seed=seed_of(self.config.seed, step, self.layout.rank),
+            weight_version=version[:12],
+        )
+        found = dict(self.sampler.generate(request))
+        samples = [found[place] for place in range(len(found))]
+        return Experience(questions=list(request.questions), samples=samples, seconds=time.monotonic() - begin)
+
+    def _judge(self, step: int, experience: Experience) -> list[float]:
+        self._tell(step, "reward")
+        return [
+            float(self.reward(question.prompt, self.tokenizer.decode(sample.response_T.tolist()), question.answer))
+            for question, sample in self._answered(experience)
+        ]
+
+    def _count_right(self, experience: Experience) -> int:
+        decode = self.tokenizer.decode
+        return sum(decode(s.response_T.tolist()) == q.answer for q, s in self._answered(experience))
+
+    def _answered(self, experience: Experience) -> list[tuple[Question, Sample]]:
+        count = self.config.rollout.samples
+        return [(experience.questions[place // count], sample) for place, sample in enumerate(experience.samples)]
+
+    def _tell(self, step: int, name: str) -> None:
+        self._show(Event("stage", {"step": step, "name": name, "rank": self.layout.rank}))
+
+
+def seed_of(*parts: int) -> int:
+    """One seed from several numbers, without the accidents of adding them."""
+    return int(np.random.SeedSequence(list(parts)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _rollout_kl(samples: list[Sample], windows: Any, old: Any) -> float:
+    """Mean k3 estimate of the KL between the engine's log-probabilities and recompute's, on response tokens."""
+    if any(sample.log_probs_T is None for sample in samples):
+        return 0.0
+    batches = [batch for window in windows for batch in window]
+    trainer = torch.cat([o[b.is_response_T] for o, b in zip([o for w in old for o in w], batches, strict=True)]).cpu()
+    engine = torch.from_numpy(np.concatenate([s.log_probs_T for s in samples if s.log_probs_T is not None])).float()
+    gap = trainer.float() - engine
+    return float((torch.expm1(gap) - gap).mean())
