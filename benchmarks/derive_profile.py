@@ -3,25 +3,8 @@
     python -m benchmarks.derive_profile h100 -o equipoise/cost/profiles/h100.json
     python -m benchmarks.derive_profile a100 -o equipoise/cost/profiles/a100.json
 
-Knows the file and the roofline; measures nothing and needs nothing but Python. Published figures come from
-`equipoise/core/presets/clusters`.
-
-The profile, one JSON object (nanoseconds and bytes; every part names its `source`):
-    format      "equipoise-profile-1"
-    device      the device's name
-    kind        "measured", or "derived" from a measured one
-    made_by, commit, driver, torch, date   what made the figures; of the measured profile where derived
-    compute     a list, one entry per expert shape:
-        hidden, expert_width    D and F of the expert
-        slots, rows             the axes of the tables: non-empty slots and total rows of one rank, ascending
-        forward_ns              [slots][rows] forward of the expert block
-        update_ns               [slots][rows] forward and backward, input and weight gradients
-        spread                  largest (p90 - p10) / median of any cell
-    attention   forward_flops_per_s, backward_flops_per_s: one layer's projections and causal attention; a pair of
-                tokens is counted once, backward is counted as twice the forward operations
-    pull        host_bytes_per_s, host_fixed_ns: pinned host memory to device; peer_*: another device of the node
-    add         bytes_per_s: gradient add, two reads and a write counted
-    all_to_all  inside_share, across_share of the published link rate inside and across nodes; fixed_ns per exchange
+Knows the file and the roofline; measures nothing. Published figures come from
+`equipoise/core/presets/clusters`; what the file holds, from `equipoise/cost/profile.py`.
 
 Invariants (asserted by the tests):
 1. A derived cell is the measured one times the ratio of the two devices' floors (operations or bytes, the larger).
@@ -30,13 +13,13 @@ Invariants (asserted by the tests):
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from equipoise.cost.profile import write_profile
+
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = ROOT / "equipoise" / "cost" / "profiles"
-FORMAT = "equipoise-profile-1"
 BF16_BYTES = 2
 
 
@@ -92,42 +75,37 @@ def derive(measured: dict[str, Any], *, base: str, target: str) -> dict[str, Any
             "peer_bytes_per_s": new["nvlink_bytes_per_s"],
             "source": f"rates are the figures of the cluster preset {target}; fixed parts {said}, unchanged",
         },
-        "add": {
-            "bytes_per_s": round(measured["add"]["bytes_per_s"] * memory),
-            "source": f"{said}: times {memory:.4f}, the ratio of the published memory bandwidths",
-        },
+        **{key: _derive_by_memory(measured[key], memory, said) for key in ("rows", "add", "exchange")},
+        "beside": {**measured["beside"], "source": f"{said}, unchanged"},
     }
+
+
+def _derive_by_memory(part: dict[str, Any], ratio: float, said: str) -> dict[str, Any]:
+    """Scale every rate of a section that device memory bounds."""
+    rates = {key: round(rate * ratio) for key, rate in part.items() if key != "source"}
+    return {**rates, "source": f"{said}: times {ratio:.4f}, the ratio of the published memory bandwidths"}
 
 
 def _derive_compute(part: dict[str, Any], *, old: dict[str, int], new: dict[str, int], said: str) -> dict[str, Any]:
     shape = (part["hidden"], part["expert_width"])
 
-    def scaled(table: list[list[int]]) -> list[list[int]]:
+    def scaled(ns: int | None, rows: int, slots: int) -> int | None:
+        floors = [floor_s(rows, slots, shape=shape, figures=figures) for figures in (new, old)]
+        return None if ns is None else round(ns * floors[0] / floors[1])
+
+    def scaled_table(table: list[list[int | None]]) -> list[list[int | None]]:
         return [
-            [
-                round(
-                    ns * floor_s(rows, slots, shape=shape, figures=new) / floor_s(rows, slots, shape=shape, figures=old)
-                )
-                for rows, ns in zip(part["rows"], line, strict=True)
-            ]
+            [scaled(ns, rows, slots) for rows, ns in zip(part["rows"], line, strict=True)]
             for slots, line in zip(part["slots"], table, strict=True)
         ]
 
     return {
         **part,
-        "forward_ns": scaled(part["forward_ns"]),
-        "update_ns": scaled(part["update_ns"]),
+        **{key: scaled_table(table) for key, table in part.items() if key.endswith("_ns")},
         "source": f"{said}: each cell times the ratio of the two devices' floors, the larger of operations over "
         f"{new['flops']} per s (there {old['flops']}) and bytes over {new['memory_bytes_per_s']} per s "
         f"(there {old['memory_bytes_per_s']}); cells bound by launches are overestimated; spread is the measured one",
     }
-
-
-def write_profile(profile: dict[str, Any], path: Path) -> None:
-    """Write a profile as indented JSON, one line per table line."""
-    text = json.dumps(profile, indent=2)
-    flat = re.sub(r"\[\s*([\d.,\s]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
-    path.write_text(flat + "\n")
 
 
 def main() -> None:

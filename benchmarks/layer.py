@@ -21,7 +21,7 @@ show is the network: it exchanges no rows. Every variant gets the same hidden st
 What bounds the cases: the products, by the dense bf16 rate; then device memory, which every gather reads and writes
 once: 2 x rows x hidden x 2 bytes.
 
-Method: as in `benchmarks/profile_gpu.py` (random inputs, L2 flushed, launches hidden behind a sleep, CUDA events,
+Method: as in `equipoise/calibrate/bench.py` (random inputs, L2 flushed, launches hidden behind a sleep, CUDA events,
 medians; where the host waits inside the layer nothing is hidden after it). Variants run in turn, twice; a figure is
 the mean of both medians, `repeat_pct` how far they are apart, `spread_pct` (p90 - p10) / median, the larger of both
 rounds. Before timing, every variant without replicas is compared with `plain`, and `plain` with float64.
@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.plain_layer import VISIT, HeldBank, Inputs, Shape, fused_moe, plain_moe, smoke_shape
-from benchmarks.profile_gpu import Bench, Timing, measure
 from benchmarks.results import Limit, publish
+from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.planner import plan
 from equipoise.runtime.assign import SourceSplit

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.profile_gpu import Bench
+from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.bank import ExpertWeights

@@ -49,8 +49,8 @@ from benchmarks.layer import (
     time_forward_and_update,
 )
 from benchmarks.plain_layer import Inputs, Shape, smoke_shape
-from benchmarks.profile_gpu import Bench, Timing, measure
 from benchmarks.results import Limit, publish
+from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.bank import ExpertWeights, ReplicaBank
 from equipoise.runtime.experts import BalancedExperts

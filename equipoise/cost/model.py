@@ -4,9 +4,10 @@ Built from a cluster, a model shape and a hardware profile for one stage. `table
 kernels (`kernels.py`), so planner, baselines and simulator all price alike.
 
 What is priced, per (micro-step, layer):
-- compute: the busiest rank, from the measured table over rows and non-empty slots (which holds the small-GEMM effect);
-  `update` is forward + backward, `recompute` forward only. Other expert shapes scale with their FLOPs from the nearest
-  measured shape, because both limits (arithmetic, reading weights) grow with hidden x width.
+- compute: the busiest rank, from the measured tables over rows and non-empty slots (which hold the effects of small
+  and of uneven groups), and putting its received rows slot by slot and back; `update` is forward + backward,
+  `recompute` forward only. Expert shapes that were not measured scale with their FLOPs from the two nearest that were,
+  the nearer counting more, because both limits (arithmetic, reading weights) grow with hidden x width.
 - all-to-all: 2 exchanges forward, 2 more backward; each takes the busiest link, inside nodes and across them at once.
   Rows are an upper bound across nodes (engines send a token once per node); co-activation counts lower it.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
@@ -24,6 +25,7 @@ Invariants (asserted by the tests):
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -96,27 +98,56 @@ class CostModel(Value):
         return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth)
 
     @property
-    def _nearest(self) -> ComputeTable:
-        """The measured table whose expert shape is nearest in FLOPs per row."""
-        flops = self.model.row_flops
-        return min(self.profile.tables, key=lambda t: (max(t.row_flops, flops) / min(t.row_flops, flops), t.row_flops))
+    def _nearest(self) -> tuple[ComputeTable, ...]:
+        """The two measured tables whose expert shapes are nearest, or the one that is the model's own."""
+        near = sorted(self.profile.tables, key=lambda table: (self._distance(table), table.row_flops))[:2]
+        return tuple(near[:1] if self._distance(near[0]) == 0 else near)
+
+    def _distance(self, table: ComputeTable) -> int:
+        """How far a measured expert shape is from the model's: thousandths by which both lengths differ."""
+        pairs = ((table.hidden, self.model.hidden), (table.expert_width, self.model.expert_width))
+        more, less = (prod(choose(pair) for pair in pairs) for choose in (max, min))
+        return 1000 * more // less - 1000
 
     def compute_ns_SX(self, max_slots: int) -> np.ndarray:
         """[max_slots + 1, X + 1] nanoseconds at rows 0 and the table's breakpoints, per number of non-empty slots."""
-        table = self._nearest
+        near = self._nearest
+        grids = [self._scaled_ns_SX(table, max_slots) for table in near]
+        if len(near) == 2:
+            first, second = (self._distance(table) for table in near)
+            grids = [(grids[0] * second + grids[1] * first) // (first + second)]
+        # No row, no time; the first breakpoint's time holds for fewer rows, since weights are read all the same.
+        # Lines that are prolonged beyond the measured slots can cross, so the whole grid is made monotone again.
+        return monotone(grids[0]) + self.ordering_ns(self.rows_X)
+
+    def _scaled_ns_SX(self, table: ComputeTable, max_slots: int) -> np.ndarray:
+        """[max_slots + 1, X + 1] a measured table for the model's shape, at the rows of the nearest one."""
         raw = table.update_ns_SX if self.stage == "update" else table.forward_ns_SX
         scaled = raw * self.model.row_flops // table.row_flops
         grid = np.zeros((max_slots + 1, len(table.rows_X) + 1), dtype=np.int64)
         for slots in range(max_slots + 1):
             grid[slots, 1:] = _between(table.slots_S, scaled, slots)
-        # No row, no time; the first breakpoint's time holds for fewer rows, since weights are read all the same.
-        # Lines that are prolonged beyond the measured slots can cross, so the whole grid is made monotone again.
-        return monotone(grid)
+        own_X, wanted_X = np.concatenate([[0], table.rows_X]), self.rows_X
+        if np.array_equal(own_X, wanted_X):
+            return grid
+        return np.array([[interpolate(own_X, line_X, int(rows)) for rows in wanted_X] for line_X in grid])
+
+    def ordering_ns(self, rows: np.ndarray) -> np.ndarray:
+        """Nanoseconds of putting received rows slot by slot and back."""
+        profile, is_update = self.profile, self.stage == "update"
+        rate = profile.received_update_bytes_per_s if is_update else profile.received_forward_bytes_per_s
+        return rows * (self.model.row_bytes * PICO // rate) // 1000
+
+    def sending_ns(self, rows: int) -> int:
+        """Nanoseconds of spreading a rank's own tokens to `rows` rows and combining them; the same under every plan."""
+        profile, is_update = self.profile, self.stage == "update"
+        rate = profile.sent_update_bytes_per_s if is_update else profile.sent_forward_bytes_per_s
+        return rows * self.model.row_bytes * 10**9 // rate
 
     @property
     def rows_X(self) -> np.ndarray:
         """[X + 1] row counts of the compute table, 0 first."""
-        return np.concatenate([[0], self._nearest.rows_X])
+        return np.concatenate([[0], self._nearest[0].rows_X])
 
     def compute_ns(self, rows: int, slots: int) -> int:
         """Nanoseconds of one rank's experts: `rows` rows in `slots` non-empty slots."""
@@ -131,7 +162,10 @@ class CostModel(Value):
     def edge_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
         """Publish or collect, given the experts over the busiest link inside and across nodes."""
         size = self.edge_bytes(edge)
-        inside = inside_experts * size * 10**9 // self.profile.peer_bytes_per_s
+        is_weights = size == self.model.expert_bytes
+        staged = self.profile.weight_bytes_per_s if is_weights else self.profile.gradient_bytes_per_s
+        # The link and the way through the staging buffer follow each other in pieces: the slower one counts.
+        inside = inside_experts * size * 10**9 // min(self.profile.peer_bytes_per_s, staged)
         across = (
             across_experts * size * 10**9 * 1000 // (self.cluster.network_bytes_per_s * self.profile.across_permille)
         )

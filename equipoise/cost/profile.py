@@ -1,13 +1,26 @@
 """Hardware profiles: measured or derived figures of a device, read from JSON files with a source for each.
 
-File (`profiles/<name>.json`, format "equipoise-profile-1"):
-    device, kind ("measured" or "derived"), made_by, commit, driver, torch, date
-    compute      list of tables, one per expert shape:
-                 hidden, expert_width, slots [S], rows [X], forward_ns [S][X], update_ns [S][X], source
-    attention    forward_flops_per_s, backward_flops_per_s, source
-    pull         host_bytes_per_s, peer_bytes_per_s, host_fixed_ns, peer_fixed_ns, source
-    add          bytes_per_s, source (adding a returned gradient: two reads and one write counted)
-    all_to_all   inside_share, across_share (of the published link rates), fixed_ns, source
+File (`profiles/<name>.json`, format "equipoise-profile-2"), one JSON object; nanoseconds and bytes, and a `source` in
+every section:
+    device, kind     "measured" (`equipoise calibrate`), or "derived" from a measured one
+    made_by, commit, driver, torch, date   what made the figures; of the measured profile where derived
+    compute      a list of tables, one per expert shape:
+                 hidden, expert_width    D and F of the expert
+                 slots [S], rows [X]     the axes: non-empty slots and total rows of one rank, ascending
+                 forward_ns [S][X]       forward of the expert block, groups uneven
+                 update_ns [S][X]        forward and backward, input and weight gradients
+                 even_*_ns [S][X]        the same on even groups, null where not measured; shown, not used
+                 spread                  largest (p90 - p10) / median of any cell
+    rows         bytes of rows per second, each row's bytes counted once: received_forward_bytes_per_s and
+                 received_update_bytes_per_s, received rows put slot by slot and back; sent_forward_bytes_per_s and
+                 sent_update_bytes_per_s, tokens spread to rows and rows combined
+    attention    forward_flops_per_s, backward_flops_per_s: one layer's projections and causal attention; a pair of
+                 tokens is counted once, backward as twice the forward operations
+    pull         host_bytes_per_s, host_fixed_ns: pinned host memory to device; peer_*: another device of the node
+    beside       host_slowdown_permille, peer_slowdown_permille: how much slower experts compute while a copy runs
+    add          bytes_per_s: adding a returned gradient, two reads and one write counted
+    exchange     weight_bytes_per_s, gradient_bytes_per_s: one expert out of its slot and another into it, at an edge
+    all_to_all   inside_share, across_share of the published link rates; fixed_ns per exchange
 
 Knows the file. Does not know models, clusters or plans.
 
@@ -17,6 +30,7 @@ Invariants (asserted by the tests):
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -28,8 +42,8 @@ import numpy as np
 from equipoise.core import TopologyError
 from equipoise.core.value import Value
 
-FORMAT = "equipoise-profile-1"
-SECTIONS = ("attention", "pull", "add", "all_to_all")
+FORMAT = "equipoise-profile-2"
+SECTIONS = ("rows", "attention", "pull", "beside", "add", "exchange", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +78,18 @@ class Profile(Value):
     host_fixed_ns: int
     peer_fixed_ns: int
     add_bytes_per_s: int
+    received_forward_bytes_per_s: int
+    """Received rows put slot by slot and back."""
+    received_update_bytes_per_s: int
+    sent_forward_bytes_per_s: int
+    """Tokens spread to rows, and rows combined."""
+    sent_update_bytes_per_s: int
+    host_slowdown_permille: int
+    """How much slower experts compute while a pull from the host runs."""
+    peer_slowdown_permille: int
+    weight_bytes_per_s: int
+    """An expert's weights through the staging buffer of an edge."""
+    gradient_bytes_per_s: int
     inside_permille: int
     """Share of the published NVLink rate that an all-to-all reaches, in thousandths."""
     across_permille: int
@@ -88,7 +114,10 @@ class Profile(Value):
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
-                raise TopologyError(f"profile {name}: format is {data['format']!r}, expected {FORMAT!r}")
+                raise TopologyError(
+                    f"profile {name}: format is {data['format']!r}, expected {FORMAT!r}; measure it again with "
+                    "equipoise calibrate"
+                )
             return cls._from_mapping(data, name)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, TopologyError):
@@ -101,6 +130,7 @@ class Profile(Value):
             if not section.get("source"):
                 raise TopologyError(f"profile {name}: a section has no source; every figure needs one")
         attention, pull, exchange = data["attention"], data["pull"], data["all_to_all"]
+        rows, beside, edge = data["rows"], data["beside"], data["exchange"]
         return cls(
             device=data["device"],
             kind=data["kind"],
@@ -112,6 +142,14 @@ class Profile(Value):
             host_fixed_ns=int(pull["host_fixed_ns"]),
             peer_fixed_ns=int(pull["peer_fixed_ns"]),
             add_bytes_per_s=int(data["add"]["bytes_per_s"]),
+            received_forward_bytes_per_s=int(rows["received_forward_bytes_per_s"]),
+            received_update_bytes_per_s=int(rows["received_update_bytes_per_s"]),
+            sent_forward_bytes_per_s=int(rows["sent_forward_bytes_per_s"]),
+            sent_update_bytes_per_s=int(rows["sent_update_bytes_per_s"]),
+            host_slowdown_permille=int(beside["host_slowdown_permille"]),
+            peer_slowdown_permille=int(beside["peer_slowdown_permille"]),
+            weight_bytes_per_s=int(edge["weight_bytes_per_s"]),
+            gradient_bytes_per_s=int(edge["gradient_bytes_per_s"]),
             inside_permille=round(1000 * exchange["inside_share"]),
             across_permille=round(1000 * exchange["across_share"]),
             exchange_fixed_ns=int(exchange["fixed_ns"]),
@@ -122,6 +160,17 @@ def profile_names() -> list[str]:
     """Names of the profiles that come with the package."""
     folder = resources.files("equipoise.cost") / "profiles"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def write_profile(profile: Mapping[str, Any], path: Path) -> None:
+    """Write a profile's content as indented JSON, one line per table line."""
+    text = json.dumps(profile, indent=2)
+    flat = re.sub(r"\[\s*((?:[\d.]+|null)(?:,\s*(?:[\d.]+|null))*)\s*\]", _on_one_line, text)
+    path.write_text(flat + "\n", encoding="utf-8")
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    return f"[{' '.join(match[1].split())}]"
 
 
 def _table(entry: Mapping[str, Any], name: str) -> ComputeTable:

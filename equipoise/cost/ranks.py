@@ -15,7 +15,7 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.kernels import compute_ns, settle
-from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.links import RECEIVED_ACROSS, SENT_ACROSS, Holders, home_nodes, nodes_of, traffic
 from equipoise.cost.model import Tables
 
 
@@ -37,6 +37,7 @@ def rank_rows(
     node_R: np.ndarray,
     rep_expert_MRS: np.ndarray,
     rep_rows_MRS: np.ndarray,
+    keep_permille_N: np.ndarray,
     persistent: bool,
 ) -> RankRows:
     """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front."""
@@ -53,11 +54,21 @@ def rank_rows(
         rows_MR[m] = settled.rows_R
         busy_MR[m] = settled.busy_R
         inside_M[m] = settled.link_R4[:, :2].max()
-        across_M[m] = settled.link_R4[:, 2:].max()
+        across_M[m] = _across_rows(settled.link_R4, node_R, keep_permille_N)
     return RankRows(rows_MR, busy_MR, inside_M, across_M)
 
 
-def level_rows(load_MRE: np.ndarray, node_R: np.ndarray) -> RankRows:
+@compiled
+def _across_rows(link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray) -> int:
+    """Rows of the busiest link across nodes, thinned as `kernels.price` does."""
+    mean_keep, across = keep_permille_N.sum() // len(keep_permille_N), np.int64(0)
+    for r in range(len(link_R4)):
+        received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[node_R[r]] // 1000
+        across = max(across, max(link_R4[r, SENT_ACROSS] * mean_keep // 1000, received))
+    return int(across)
+
+
+def level_rows(load_MRE: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray) -> RankRows:
     """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`."""
     ranks, experts = load_MRE.shape[1:]
     row_MR = load_MRE.sum(axis=2)
@@ -68,7 +79,7 @@ def level_rows(load_MRE: np.ndarray, node_R: np.ndarray) -> RankRows:
         rows_MR=rows_MR,
         busy_MR=np.where(rows_MR > 0, experts // ranks, 0),
         inside_M=(row_MR * (near_R - 1) // ranks).max(axis=1),
-        across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1),
+        across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1) * int(keep_permille_N.mean()) // 1000,
     )
 
 

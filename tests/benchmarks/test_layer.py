@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from benchmarks import layer as bench_layer
 from benchmarks.layer import limits_of, move_to_replicas, prepare_with_replicas
 from benchmarks.plain_layer import HeldBank, Inputs, fused_moe, plain_moe, smoke_shape
-from benchmarks.profile_gpu import Bench
 from benchmarks.pulls import HeldByLayer, PulledByVisit, build_stack, check_pulled, store_replicas
+from equipoise.calibrate.bench import Bench
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.reference import dense_experts
 

@@ -1,5 +1,8 @@
 """`CostModel`: time never falls with work, nothing is free, other shapes and stages are priced in proportion."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,23 +41,57 @@ def test_no_rows_take_no_time_and_one_row_takes_some(slots):
 
 
 @pytest.mark.parametrize("name", profile_names())
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "olmoe"])
-def test_other_shapes_scale_with_their_flops_from_the_nearest_measured_one(name, model):
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air", "mixtral-8x7b", "olmoe"])
+def test_other_shapes_scale_with_their_flops_from_the_two_nearest_measured_ones(name, model):
     shape = ModelShape.preset(model)
     cost = CostModel.of(Cluster.preset(name), shape)
-    table = cost._nearest
-    factors = [max(t.row_flops / shape.row_flops, shape.row_flops / t.row_flops) for t in cost.profile.tables]
-    assert min(factors) == max(table.row_flops / shape.row_flops, shape.row_flops / table.row_flops)
-    measured = table.update_ns_SX[0, -1]
-    assert cost.compute_ns(int(table.rows_X[-1]), 1) == measured * shape.row_flops // table.row_flops
+    by_distance = sorted(cost.profile.tables, key=lambda table: distance(table, shape))
+    near = [by_distance[0]] if distance(by_distance[0], shape) == 0 else by_distance[:2]
+    assert list(cost._nearest) == near
+    weights = [1 / max(distance(table, shape), 1e-9) for table in near]
+    scaled = [table.update_ns_SX[0, -1] * shape.row_flops / table.row_flops for table in near]
+    wanted = sum(w * ns for w, ns in zip(weights, scaled, strict=True)) / sum(weights)
+    rows = int(near[0].rows_X[-1])
+    ordering = rows * shape.row_bytes / cost.profile.received_update_bytes_per_s * 1e9
+    assert cost.compute_ns(rows, 1) == pytest.approx(wanted + ordering, rel=2e-3)
 
 
-def test_measured_points_are_returned_as_measured():
-    table = UPDATE._nearest
-    assert table.row_flops == MODEL.row_flops
+def distance(table, shape):
+    """By how much both lengths of an expert differ, together."""
+    pairs = ((table.hidden, shape.hidden), (table.expert_width, shape.expert_width))
+    return math.prod(max(pair) / min(pair) for pair in pairs) - 1
+
+
+def test_measured_points_are_returned_as_measured_with_the_ordering_of_their_rows():
+    (table,) = UPDATE._nearest
+    assert (table.hidden, table.expert_width) == (MODEL.hidden, MODEL.expert_width)
     for s, slots in enumerate(table.slots_S):
         for x, rows in enumerate(table.rows_X):
-            assert UPDATE.compute_ns(int(rows), int(slots)) == table.update_ns_SX[s, x]
+            ordering = UPDATE.ordering_ns(rows)
+            assert ordering == pytest.approx(rows * 4096 / UPDATE.profile.received_update_bytes_per_s * 1e9, rel=1e-2)
+            assert UPDATE.compute_ns(int(rows), int(slots)) == table.update_ns_SX[s, x] + ordering
+
+
+def test_tables_of_different_rows_are_read_at_the_rows_of_the_nearest():
+    table = UPDATE.profile.tables[0]
+    fewer = replace(table, hidden=1024, rows_X=table.rows_X[::3], update_ns_SX=table.update_ns_SX[:, ::3])
+    profile = replace(UPDATE.profile, tables=(table, replace(fewer, forward_ns_SX=fewer.update_ns_SX)))
+    cost = CostModel.of(CLUSTER, MODEL.replace(hidden=1536), profile=profile)
+    assert [t.hidden for t in cost._nearest] == [2048, 1024]
+    for rows in (64, 2048, 100_000):
+        halves = [
+            CostModel.of(CLUSTER, MODEL.replace(hidden=1536), profile=replace(profile, tables=(one,)))
+            for one in profile.tables
+        ]
+        low, high = sorted(cost.compute_ns(rows, 4) for cost in halves)
+        assert low <= cost.compute_ns(rows, 4) <= high
+
+
+def test_sending_is_priced_by_bytes_and_forward_alone_costs_less():
+    assert UPDATE.sending_ns(0) == 0
+    wanted = 10**6 * MODEL.row_bytes / UPDATE.profile.sent_update_bytes_per_s * 1e9
+    assert UPDATE.sending_ns(10**6) == pytest.approx(wanted, rel=1e-2)
+    assert RECOMPUTE.sending_ns(10**6) < UPDATE.sending_ns(10**6)
 
 
 def test_interpolation_is_straight_between_points_flat_below_and_sloped_beyond():
@@ -87,6 +124,14 @@ def test_an_edge_without_displaced_experts_is_free_and_more_never_cost_less():
         assert prices[0] == 0
         assert prices == sorted(set(prices))
         assert UPDATE.edge_ns(inside_experts=0, across_experts=1, edge=edge) > prices[1]
+
+
+def test_an_edge_goes_at_the_slower_of_link_and_staging():
+    slow = replace(UPDATE.profile, weight_bytes_per_s=10**9, gradient_bytes_per_s=2 * 10**9)
+    cost = CostModel.of(CLUSTER, MODEL, profile=slow)
+    fixed = slow.peer_fixed_ns
+    assert cost.edge_ns(inside_experts=2, across_experts=0, edge="publish") == 2 * MODEL.expert_bytes + fixed
+    assert cost.edge_ns(inside_experts=1, across_experts=0, edge="collect") == 2 * MODEL.expert_params + fixed
 
 
 def test_gradients_come_home_in_fp32_and_weights_where_there_are_none():

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from equipoise.core import TopologyError
 from equipoise.core import cluster as clusters
 from equipoise.cost import Profile, profile_names
-from equipoise.cost.profile import SECTIONS, monotone
+from equipoise.cost.profile import SECTIONS, monotone, write_profile
 
 FOLDER = resources.files("equipoise.cost") / "profiles"
 
@@ -67,8 +67,8 @@ def test_a_section_without_a_source_is_refused(section):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": "equipoise-profile-9"}, "format is 'equipoise-profile-9'"),
-        ({"pull": {"source": "s"}}, "not a equipoise-profile-1 file"),
+        ({"format": "equipoise-profile-1"}, "format is 'equipoise-profile-1'.*measure it again"),
+        ({"pull": {"source": "s"}}, "not a equipoise-profile-2 file"),
         ({"compute": [{"source": "s", "slots": [1, 1], "rows": [1]}]}, "must ascend"),
         (
             {"compute": [{"source": "s", "slots": [1], "rows": [1, 2], "forward_ns": [[1]], "update_ns": [[1]]}]},
@@ -94,3 +94,14 @@ def test_a_profile_can_be_read_from_a_file(tmp_path):
     assert Profile.read(path) == Profile.read("h100")
     with pytest.raises(TopologyError, match="no hardware profile 'b900'; known: a100, h100, h200"):
         Profile.read("b900")
+
+
+def test_a_written_profile_reads_back_with_one_line_per_table_line(tmp_path):
+    path = tmp_path / "mine.json"
+    data = content("h200")
+    data["compute"][0]["even_forward_ns"][0] = [None] * len(data["compute"][0]["rows"])
+    write_profile(data, path)
+    assert json.loads(path.read_text()) == data
+    lines = path.read_text().splitlines()
+    assert sum(line.strip().startswith("[null, null") for line in lines) >= 1
+    assert len(lines) < 80 + 45 * len(data["compute"])
