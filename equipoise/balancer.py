@@ -3,7 +3,7 @@
 What happens in one window, in this order, the same on every rank of an EP group:
 1. Take routes: the expert ids that this rank will replay, known from the rollout (`submit`).
 2. Count the load they make, and
-3. plan in the background (`planning`): rows are exchanged, layers shared out, plans gathered, digests compared.
+3. plan in the background (`planning`): rows exchanged, layers shared out, plans compared, dispatches made ahead.
 4. Publish experts to their homes and start pulling replicas (`begin`, by `runtime.engine`).
 5. Run the layers: each finds its entry of the plan by its visit, never by call order (`runtime.experts`).
 6. Collect gradients and weights to their owners, and report (`end`).
@@ -23,30 +23,28 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from equipoise.core import Cluster, ModelShape, Plan, Stage
+from equipoise.core import Cluster, ModelShape, Stage
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.itinerary import Visit
-from equipoise.planning.background import BackgroundPlanner, OwnersOnly, Planned, WindowPlanner
 from equipoise.planning.layers import check_matched, find_layers, in_plan_order
 from equipoise.planning.options import BalancerOptions
+from equipoise.planning.parts import idle_parts, working_parts
 from equipoise.planning.report import Tally, WindowReport
 from equipoise.planning.rows import WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
-from equipoise.runtime.bank import NoReplicas, ReplicaBank
-from equipoise.runtime.engine import TransferEngine
 from equipoise.runtime.experts import BalancedExperts
-from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.window import Window
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
 
 
-class Balancer:
+class Balancer(AbstractContextManager["Balancer"]):
     """Balances the experts of one EP group, seen from one rank. Every rank of the group makes the same calls."""
 
     def __init__(
@@ -72,9 +70,8 @@ class Balancer:
         self.options = options or BalancerOptions()
         self.layers: dict[str, BalancedExperts] = {}
         self.report: WindowReport | None = None
-        self._planned: Planned | None = None
-        self._planner: WindowPlanner = OwnersOnly(cluster=cluster, model=model)
-        self._engine: TransferEngine | None = None
+        self._parts = idle_parts([], cluster=cluster, model=model)
+        self._open: Tally | None = None
         if layers is not None:
             self.attach(layers, worker=worker)
 
@@ -85,38 +82,28 @@ class Balancer:
             layers: balanced experts by module path; their `layer` is the index in `model.layer_numbers`
         """
         self.layers = in_plan_order(layers, self.model)
-        if self.enabled:
-            cluster, group, options, homes = (
-                self.cluster,
-                self.group,
-                self.options,
-                [x.home for x in self.layers.values()],
-            )
-            transfer = TransferOptions(**options.transfer_figures)
-            self._engine = TransferEngine(homes, group=group, node_R=cluster.node_R, options=transfer)
-            self._planner = BackgroundPlanner(
-                cluster=cluster, model=self.model, options=options, group=group, worker=worker
-            )
+        make = partial(working_parts, group=self.group, options=self.options, worker=worker)
+        make_parts = make if self.enabled else idle_parts
+        self._parts = make_parts(list(self.layers.values()), cluster=self.cluster, model=self.model)
 
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
         """Take the routes of the next window, count them, and have it planned; returns at once.
 
-        Args:
-            routes: routes[m][l] are the [T, K] ids this rank replays in micro-step m and layer index l, -1 where
-                unknown; or the `RankRows` that were counted elsewhere
+        `routes[m][l]` are the [T, K] ids of micro-step m and layer index l, -1 where unknown; see `WindowRoutes`.
         """
-        self._planner.submit(count_rows(routes, experts=self.model.experts, stage=stage))
+        self._parts.planner.submit(count_rows(routes, experts=self.model.experts, stage=stage), routes)
 
     def begin(self) -> None:
         """Wait for the plan, publish experts to their homes, start pulling replicas."""
-        if self._planned is not None:
+        if self._open is not None:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
-        planned = self._planner.take()
-        self._tally = Tally(None if self._engine is None else self._engine.counters)
-        window = Window(planned.plan, rank=dist.get_rank(self.group), bank=self._open_bank(planned.plan))
+        planned, mover = self._parts.planner.take(), self._parts.mover
+        window = Window(planned.plan, rank=dist.get_rank(self.group), bank=mover, ways=planned.ways)
+        tally = Tally(mover.counters, planned, window)
+        mover.open_window(planned.plan)
         for experts in self.layers.values():
             experts.begin(window)
-        self._planned = planned
+        self._open = tally
 
     def visit(self, path: str, micro_step: int) -> Visit:
         """The key by which a layer finds its entry of the plan; capture it outside any checkpointed function."""
@@ -124,13 +111,13 @@ class Balancer:
 
     def end(self, *, with_weights: bool = True) -> WindowReport:
         """Collect gradients and weights to their owners and say what the window moved; before the optimizer runs."""
-        if self._planned is None:
+        if self._open is None:
             raise InfeasiblePlanError("no window is open; begin one before it ends")
-        if self._engine is not None:
-            self._engine.close_window(with_weights=with_weights)
+        tally, self._open = self._open, None
+        self._parts.mover.close_window(with_weights=with_weights)
+        if self.enabled:
             check_matched(self.layers.values(), self.group)
-        self.report = self._tally.report(self._planned)
-        self._planned = None
+        self.report = tally.report()
         return self.report
 
     @contextmanager
@@ -145,24 +132,19 @@ class Balancer:
     @contextmanager
     def canonical(self) -> Iterator[None]:
         """Hold every expert at its owner, for whatever reads or writes weights inside a window. Every rank enters."""
-        with nullcontext() if self._engine is None or self._planned is None else self._engine.canonical():
+        with nullcontext() if self._open is None else self._parts.mover.canonical():
             yield
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Stop all transfers, for whatever frees or moves parameters, as an off-load does. Every rank enters."""
+        self._parts.mover.suspend()
+        yield
+        self._parts.mover.resume()
 
     def close(self) -> None:
         """Free everything; parameters get memory of their own. Closing twice is allowed."""
-        self._planner.close()
-        if self._engine is not None:
-            self._engine.close()
-
-    def __enter__(self) -> "Balancer":
-        return self
+        self._parts.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _open_bank(self, plan: Plan) -> ReplicaBank:
-        """Bring experts where `plan` says; without an engine every expert is at its owner already."""
-        if self._engine is None:
-            return NoReplicas(plan, next(iter(self.layers.values())).home)
-        self._engine.open_window(plan)
-        return self._engine

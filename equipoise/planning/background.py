@@ -5,6 +5,7 @@ Steps of a window, in a thread of each rank, in the order in which windows were 
 2. Share: each rank's worker plans every R-th layer.
 3. Gather the shares and assemble the whole plan from them, in each worker.
 4. Compare the plan's digest on all ranks. A plan that is not the same everywhere is used nowhere.
+5. Where all ranks know all their routes, make the dispatches of the window ahead (`ways`).
 
 Knows order and agreement. Does not know how a layer is planned (`desk`), nor what a plan is used for.
 
@@ -16,38 +17,52 @@ Invariants (asserted by the tests):
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
 from equipoise.core.errors import EquipoiseError, InfeasiblePlanError, TransferError
-from equipoise.core.plan import Bytes, ReplicaTable, Seconds
 from equipoise.planning.exchange import OwnGroup
 from equipoise.planning.options import BalancerOptions
-from equipoise.planning.rows import RankRows, join_rows
+from equipoise.planning.rows import RankRows, WindowRoutes, join_rows
+from equipoise.planning.ways import WindowWays, why_exchanged
 from equipoise.planning.worker import PlanWorker
+from equipoise.runtime.experts import BalancedExperts
+
+
+class Agreed(NamedTuple):
+    """A plan that all ranks agreed on."""
+
+    plan: Plan
+    seconds: float
+    """From the exchange of rows to agreement, in the background."""
+    why_exchanged: str
+    """Why layers must exchange counts, the same on all ranks; empty where dispatches are made ahead."""
 
 
 class Planned(NamedTuple):
-    """A plan that all ranks agreed on."""
+    """A window ready to begin."""
 
     plan: Plan
     planning_s: float
     """Seconds from the exchange of rows to agreement, in the background."""
     waited_s: float
     """Seconds that training waited for it."""
+    ways: WindowWays | None = None
+    """The window's dispatches, where they are made ahead."""
+    dispatch: str = "exchanged: nothing is planned"
+    """`prepared`, or why layers exchange counts."""
 
 
 class WindowPlanner(Protocol):
     """Gives a plan for every window that was submitted."""
 
-    def submit(self, rows: RankRows) -> None:
-        """Take this rank's rows of the next window."""
+    def submit(self, rows: RankRows, routes: WindowRoutes) -> None:
+        """Take this rank's rows of the next window, and the routes they were counted from."""
         ...
 
     def take(self) -> Planned:
@@ -69,49 +84,69 @@ class BackgroundPlanner:
         model: ModelShape,
         options: BalancerOptions,
         group: Any,
+        layers: Sequence[BalancedExperts] = (),
         worker: PlanWorker | None = None,
     ) -> None:
         """Connect the ranks and start this rank's worker. Every rank of `group` must call this.
 
         Args:
+            layers: by layer index, for which dispatches are made
             worker: a process to plan in, left running on close; an own one by default
         """
-        self._task, self._options, self._model = (cluster, model, options), options, model
+        self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
         self._own_worker = PlanWorker() if worker is None else None
         self._worker = worker or self._own_worker
         self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="equipoise-planning")
         self._is_open = False
-        self._windows: deque[Future[tuple[Plan, float]]] = deque()
+        self._windows: deque[tuple[Future[Agreed], WindowWays]] = deque()
+        self._taken: WindowWays | None = None
 
-    def submit(self, rows: RankRows) -> None:
-        """Take this rank's rows of the next window and plan it in the background. Every rank must call this."""
-        self._windows.append(self._thread.submit(self._plan, rows))
+    def submit(self, rows: RankRows, routes: WindowRoutes) -> None:
+        """Plan the next window in the background, then make its dispatches. Every rank must call this.
+
+        Args:
+            routes: what `rows` were counted from; not to be changed until the window has ended
+        """
+        # Both at once: the thread then works in the same order on every rank, however windows follow each other.
+        agreed = self._thread.submit(self._plan, rows)
+        ways = WindowWays([] if isinstance(routes, RankRows) else routes, timeout_s=self._options.planning_timeout_s)
+        self._thread.submit(self._prepare, agreed, ways)
+        self._windows.append((agreed, ways))
 
     def take(self) -> Planned:
         """Wait for the oldest window that has not been taken. Every rank must call this."""
         if not self._windows:
             raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
         begin, limit_s = time.monotonic(), 5 * self._options.planning_timeout_s
+        future, ways = self._windows.popleft()
         try:
             with torch.profiler.record_function("equipoise.wait_for_plan"):
-                plan, planning_s = self._windows.popleft().result(limit_s)
+                agreed = future.result(limit_s)
         except FutureTimeoutError as error:
             raise TransferError(f"rank {self._group.rank}: no plan within {limit_s:g} s; the planner hangs") from error
-        return Planned(plan, planning_s, time.monotonic() - begin)
+        waited_s, why = time.monotonic() - begin, agreed.why_exchanged
+        if why:
+            return Planned(agreed.plan, agreed.seconds, waited_s, dispatch=f"exchanged: {why}")
+        self._taken = ways
+        return Planned(agreed.plan, agreed.seconds, waited_s, ways, "prepared")
 
     def close(self) -> None:
         """End the thread, the worker and the connections. Closing twice is allowed."""
         # The thread goes last: what it may wait for, other ranks or the worker, has ended then.
         self._group.close()
+        for ways in (self._taken, *(ways for _, ways in self._windows)):
+            if ways is not None:
+                ways.close()
         if self._own_worker is not None:
             self._own_worker.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _plan(self, rows: RankRows) -> tuple[Plan, float]:
+    def _plan(self, rows: RankRows) -> Agreed:
         begin = time.monotonic()
         # Step 1: what every rank will send.
-        loads = join_rows(self._group.gather(rows), layer_numbers=self._model.layer_numbers)
+        rows_R = self._group.gather(rows)
+        loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
         # Step 2: this rank's share of the layers.
         mine = range(self._group.rank, loads.num_layers, self._group.size)
         shares = self._all_good(lambda: self._share(loads, mine))
@@ -119,7 +154,12 @@ class BackgroundPlanner:
         plan, digests = self._whole(loads, shares)
         # Step 4: the same on every rank, or nowhere.
         self._check_equal(digests)
-        return plan, time.monotonic() - begin
+        return Agreed(plan, time.monotonic() - begin, why_exchanged(rows_R, plan, self._options))
+
+    def _prepare(self, agreed: Future[Agreed], ways: WindowWays) -> None:
+        # Step 5: all dispatches, on every rank or on none.
+        if agreed.exception() is None and not agreed.result().why_exchanged:
+            ways.make(agreed.result().plan, self._layers, rank=self._group.rank, swap=self._group.swap)
 
     def _share(self, loads: LoadMatrix, layers: range) -> Any:
         if not self._is_open:
@@ -163,49 +203,3 @@ class BackgroundPlanner:
                 f"ranks {strangers} planned otherwise than rank 0 (digest {digests[strangers[0]][:12]}, not "
                 f"{digests[0][:12]}); run the same version of equipoise, numpy and numba on all ranks"
             )
-
-
-class OwnersOnly:
-    """Plans nothing: every expert computes at its owner. No process, no thread, no communication."""
-
-    def __init__(self, *, cluster: Cluster, model: ModelShape) -> None:
-        self._cluster, self._model = cluster, model
-        self._windows: deque[RankRows] = deque()
-
-    def submit(self, rows: RankRows) -> None:
-        """Take this rank's rows of the next window; only its number of micro-steps matters."""
-        self._windows.append(rows)
-
-    def take(self) -> Planned:
-        """Return contiguous homes without replicas."""
-        if not self._windows:
-            raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
-        rows = self._windows.popleft()
-        plan = owners_plan(len(rows.load_MLE), cluster=self._cluster, model=self._model)
-        return Planned(plan, planning_s=0.0, waited_s=0.0)
-
-    def close(self) -> None:
-        """Do nothing: nothing was opened."""
-
-
-def owners_plan(micro_steps: int, *, cluster: Cluster, model: ModelShape) -> Plan:
-    """A plan that knows no load: every expert's home is its owner, and every row goes home."""
-    shape_ML = (micro_steps, model.layers)
-    place_LE = np.tile(np.arange(model.experts), (model.layers, 1))
-    home_slots = cluster.home_slots(model)
-    return Plan(
-        loads=LoadMatrix(np.zeros((*shape_ML, cluster.ep, model.experts), dtype=np.int64)),
-        cluster=cluster,
-        model=model,
-        policy="static",
-        objective="seconds",
-        slots=0,
-        home_LE=place_LE // home_slots,
-        home_slot_LE=place_LE % home_slots,
-        replica_table=ReplicaTable.empty(micro_steps * model.layers),
-        ns_ML=np.zeros(shape_ML, dtype=np.int64),
-        closed_ns_ML=np.zeros(shape_ML, dtype=np.int64),
-        seconds=Seconds(),
-        bytes=Bytes(),
-        static_seconds=0.0,
-    )

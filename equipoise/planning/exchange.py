@@ -2,22 +2,24 @@
 
 Knows torch.distributed. Does not know what it carries: objects travel pickled, between processes of one training job.
 
-The group is not registered with torch: it needs no call of ranks outside it and no global name.
+The group is not registered with torch: `new_group` would need a call of ranks outside it, or the same number of
+groups on all ranks of it. The ranks meet in the store of the group they have.
 
 Invariants (asserted by the tests):
 1. `close` ends an exchange that other ranks do not join, at once.
+2. `swap` is the all-to-all of the training's own group, zero rows included.
 """
 
 import pickle
 import threading
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from equipoise.core.errors import TransferError
 
@@ -37,14 +39,26 @@ class OwnGroup:
         self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
         name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         dist.broadcast(name, group=group, group_src=0)
-        store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", _get_default_store())
+        store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
         self._is_closing = threading.Event()
         self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Every rank of the group must call this."""
-        try:
+        with self._named_errors():
             return self._gather(value)
+
+    def swap(self, rows_NX: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
+        """Send rows to every rank and return theirs, source by source. Every rank of the group must call this."""
+        received_NX = rows_NX.new_empty((sum(receive_R), *rows_NX.shape[1:]))
+        with self._named_errors():
+            self._finish(self._gloo.alltoall_base(received_NX, rows_NX.contiguous(), receive_R, send_R))
+        return received_NX
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except TransferError:
             raise
         except RuntimeError as error:

@@ -30,6 +30,11 @@ class BalancerOptions:
     """Most bytes per rank for replica buffers, mailboxes and outbox together."""
     timeout_s: float = 60.0
     """Bound on every wait of a transfer."""
+    is_prepared: bool = True
+    """Make every dispatch of a window ahead where all routes are known; False where other routes may come than those
+    submitted. Then each layer sorts its rows and exchanges counts, and follows whatever comes."""
+    prepared_bytes: int = 8 << 30
+    """Most bytes of host memory per rank for the dispatches of one window; beyond it layers exchange counts."""
     planning_timeout_s: float = 300.0
     """Bound on planning one window and on every exchange of it; the first one may have to compile the planner."""
 

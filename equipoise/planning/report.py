@@ -1,20 +1,27 @@
 """`WindowReport`: what one window was promised, what it moved on this rank, and what training waited for.
 
 Knows plans and counters. Does not know how a report is shown.
+
+Invariants (asserted by the tests):
+1. Counts are those of the window alone.
+2. `is_as_planned` is true only where every layer of every micro-step ran and got exactly the rows of the plan.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from equipoise.core import Plan
 from equipoise.planning.background import Planned
 from equipoise.runtime.counters import Counters
+from equipoise.runtime.window import Window
 
 _COUNTS = ("pulls", "returns", "publishes", "collects", "on_demand")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowReport:
     """One window of one rank, from its plan to its last transfer."""
 
@@ -38,37 +45,60 @@ class WindowReport:
     """Bytes that reached this rank, by path."""
     exposed_s: Mapping[str, float]
     """Seconds this rank stood still for transfers, by path."""
+    dispatch: str = "exchanged"
+    """`prepared` where all dispatches were made ahead, else `exchanged` and why; the same on all ranks."""
+    dispatch_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of tokens this rank sent in forward, `across` and `inside` nodes: `direct`, or what that would have been,
+    and `two_level` where tokens went that way."""
+    planned_ML: np.ndarray | None = None
+    """[M, L] rows that the plan gave this rank; None where nothing was planned."""
+    arrived_ML: np.ndarray | None = None
+    """[M, L] rows that arrived at this rank; -1 where a layer did not run."""
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether every layer got exactly the planned rows in every micro-step."""
+        planned, arrived = self.planned_ML, self.arrived_ML
+        return planned is not None and arrived is not None and np.array_equal(planned, arrived)
 
 
 class Tally:
-    """Counters of an engine where a window began."""
+    """Counters where a window began."""
 
-    def __init__(self, counters: Counters | None) -> None:
-        """Remember the counters as they are now; None where there is no engine."""
-        self._counters = counters
+    def __init__(self, counters: Counters, planned: Planned, window: Window) -> None:
+        self._counters, self._planned, self._window = counters, planned, window
         self._before = _copy(counters)
 
-    def report(self, planned: Planned) -> WindowReport:
+    def report(self) -> WindowReport:
         """Say what has been counted since."""
-        moved = {
+        moved: dict[str, Any] = {
             name: {key: value - self._before[name].get(key, 0) for key, value in now.items()}
             for name, now in _copy(self._counters).items()
         }
-        plan: Plan = planned.plan
+        plan, traffic = self._planned.plan, self._window.traffic
         return WindowReport(
-            digest=plan.digest(),
-            predicted_s=plan.seconds.total,
-            static_s=plan.static_seconds,
-            displaced=int(plan.displaced_LE.sum()),
-            replicas=len(plan.replica_table),
-            planning_s=planned.planning_s,
-            waited_s=planned.waited_s,
+            **_promise(plan),
             **moved,
+            planning_s=self._planned.planning_s,
+            waited_s=self._planned.waited_s,
+            dispatch=self._planned.dispatch,
+            dispatch_bytes=dict(traffic.bytes),
+            planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,
+            arrived_ML=traffic.arrived_ML,
         )
 
 
-def _copy(counters: Counters | None) -> dict[str, dict[str, Any]]:
-    if counters is None:
-        return {"counts": {}, "bytes": {}, "exposed_s": {}}
+def _promise(plan: Plan) -> dict[str, Any]:
+    """What the plan says of itself."""
+    return {
+        "digest": plan.digest(),
+        "predicted_s": plan.seconds.total,
+        "static_s": plan.static_seconds,
+        "displaced": int(plan.displaced_LE.sum()),
+        "replicas": len(plan.replica_table),
+    }
+
+
+def _copy(counters: Counters) -> dict[str, dict[str, Any]]:
     counts = {name: getattr(counters, name) for name in _COUNTS}
     return {"counts": counts, "bytes": dict(counters.bytes), "exposed_s": dict(counters.exposed_s)}

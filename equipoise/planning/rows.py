@@ -27,6 +27,8 @@ class RankRows:
     coverage_ML: np.ndarray | None = None
     """[M, L] share of this rank's tokens whose route is known; None: all are."""
     stage: Stage = "update"
+    has_ids: bool = False
+    """Whether they were counted from the ids that will be replayed, which this rank keeps."""
 
     def __post_init__(self) -> None:
         if np.ndim(self.load_MLE) != 3 or 0 in np.shape(self.load_MLE):
@@ -39,7 +41,8 @@ class RankRows:
 
 
 WindowRoutes = Sequence[Sequence[Any]] | RankRows
-"""routes[m][l] are the [T, K] expert ids of micro-step m and layer index l; or rows that were counted elsewhere."""
+"""routes[m][l] are the [T, K] expert ids that a rank replays in micro-step m and layer index l, -1 where unknown; they
+are read until the window ends, so leave them unchanged. Or rows that were counted elsewhere."""
 
 
 def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update") -> RankRows:
@@ -60,6 +63,7 @@ def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update") -
         load_MLE=np.array([[rows_E for rows_E, _ in by] for by in count]),
         coverage_ML=None if (coverage_ML == 1).all() else coverage_ML,
         stage=stage,
+        has_ids=True,
     )
 
 

@@ -15,7 +15,7 @@ from equipoise.balancer import Balancer, BalancerOptions, find_layers
 from equipoise.core.errors import EquipoiseError
 from equipoise.parity.run import routes_of, run_window, train
 from equipoise.parity.stack import SmallStack, window_inputs
-from equipoise.planning.background import owners_plan
+from equipoise.planning.owners import owners_plan
 from equipoise.planning.worker import PlanWorker
 from equipoise.runtime.bank import NoReplicas
 from equipoise.runtime.window import Window

@@ -1,0 +1,118 @@
+"""`WindowWays`: the dispatches of one window, made in the background before its layers run, and kept until it ends.
+
+Knows a plan, the routes this rank replays and how its layers want their rows. Does not know when layers run: they ask
+by (micro-step, layer), as often as they like, so recomputation finds the same dispatch again.
+
+Whether a window's dispatches are made ahead is decided once, when it is planned, from what all ranks know of each
+other (`why_exchanged`): on all ranks or on none, since a layer that exchanges counts needs all ranks to do it.
+
+Invariants (asserted by the tests):
+1. Every rank decides alike, and says why where dispatches are not made ahead.
+2. Entries are made in the itinerary's order, the same on all ranks, so that ways in two levels can be exchanged.
+3. What fails while one is made is raised where it is asked for; closing ends every wait.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from equipoise.core import Plan
+from equipoise.core.errors import EquipoiseError, TransferError
+from equipoise.planning.options import BalancerOptions
+from equipoise.planning.rows import RankRows
+from equipoise.runtime.combine import order_columns
+from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.prepared import PreparedDispatch, prepare_entry, prepared_bytes, with_relay
+from equipoise.runtime.relay import Nodes, Swap
+
+
+def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions) -> str:
+    """Say why layers must exchange counts in this window; empty where dispatches are made ahead."""
+    if not options.is_prepared:
+        return "not asked for"
+    for rank, rows in enumerate(rows_R):
+        if not rows.has_ids:
+            return f"rank {rank} gave counted rows, not routes"
+        if rows.coverage_ML is not None:
+            return f"rank {rank} knows {float(rows.coverage_ML.mean()):.1%} of its routes"
+    needed = prepared_bytes(plan)
+    if needed > options.prepared_bytes:
+        return f"{needed:,} bytes of tables are over prepared_bytes={options.prepared_bytes:,}"
+    return ""
+
+
+class WindowWays:
+    """Dispatches of one rank in one window."""
+
+    def __init__(self, routes: Sequence[Sequence[Any]], *, timeout_s: float) -> None:
+        """Take the routes that will be replayed; they are read until all dispatches are made.
+
+        Args:
+            routes: routes[m][l] are [T, K] ids, all known
+            timeout_s: bound on waiting for one dispatch
+        """
+        self._routes, self._timeout_s = routes, timeout_s
+        entries = [(m, layer) for m, by_layer in enumerate(routes) for layer in range(len(by_layer))]
+        self._made: dict[tuple[int, int], Future[PreparedDispatch]] = {entry: Future() for entry in entries}
+
+    def make(self, plan: Plan, layers: Sequence[BalancedExperts], *, rank: int, swap: Swap) -> None:
+        """Make all dispatches, in the background thread of every rank.
+
+        Args:
+            layers: by layer index
+            swap: exchanges integers with the other ranks' background threads
+        """
+        nodes = Nodes(tuple(plan.cluster.node_R), rank)
+        for entry in _in_order(plan):
+            if not self._made[entry].set_running_or_notify_cancel():
+                break
+            try:
+                self._made[entry].set_result(self._make(plan, entry, layers[entry[1]], nodes=nodes, swap=swap))
+            except EquipoiseError as error:
+                self._made[entry].set_exception(error)
+                break
+        self.close()
+
+    def take(self, micro_step: int, layer: int) -> PreparedDispatch:
+        """Return one entry's dispatch; waits until it is made."""
+        try:
+            with torch.profiler.record_function("equipoise.take_dispatch"):
+                return self._made[micro_step, layer].result(self._timeout_s)
+        except (FutureTimeoutError, CancelledError) as error:
+            raise TransferError(
+                f"no dispatch for micro-step {micro_step}, layer index {layer} within {self._timeout_s:g} s: preparing "
+                "it hangs, ended with an earlier entry's error, or the window is over"
+            ) from error
+
+    def close(self) -> None:
+        """Make no more, and end every wait for what is not made."""
+        for future in self._made.values():
+            future.cancel()
+
+    def _make(
+        self, plan: Plan, entry: tuple[int, int], experts: BalancedExperts, *, nodes: Nodes, swap: Swap
+    ) -> PreparedDispatch:
+        options = experts.options
+        ids_TK = torch.from_numpy(np.asarray(self._routes[entry[0]][entry[1]]).astype(np.int64))
+        ids_TK, _ = order_columns(ids_TK, ids_TK, order=options.combine_order)
+        prepared = prepare_entry(ids_TK, plan, entry, rank=nodes.rank, pad=options.pad)
+        if options.dispatch == "two_level":
+            prepared = replace(prepared, dispatch=with_relay(prepared.dispatch, nodes=nodes, swap=swap))
+        return prepared.packed(is_pinned=experts.gate_up.is_cuda)
+
+
+def _in_order(plan: Plan) -> Iterator[tuple[int, int]]:
+    """(micro-step, layer) in the order in which layers run forward."""
+    itinerary = plan.itinerary
+    if itinerary is None:
+        yield from np.ndindex(plan.ns_ML.shape)
+        return
+    for at in range(len(itinerary)):
+        visit = itinerary.visit(at)
+        if visit.phase == "forward":
+            yield visit.micro_step, visit.layer
