@@ -5,7 +5,7 @@ heat maps take cividis, or a scale from blue through the page's ground to vermil
 
 Invariants (asserted by the tests):
 1. Light and dark differ in ink, grid and ground, never in the colour of a series.
-2. Ink stands out from its ground by a contrast of at least 7, series colours by at least 1.9.
+2. Ink stands out from its ground by a contrast of at least 7, series colours by at least 1.7.
 """
 
 from typing import Any

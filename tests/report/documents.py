@@ -4,9 +4,9 @@ import numpy as np
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.cost import Profile
+from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.result import (
     Balance,
-    BreakEvenCurve,
     Event,
     Memory,
     Parts,
@@ -14,8 +14,6 @@ from equipoise.sim.result import (
     PolicyResult,
     Shown,
     Simulation,
-    Sweep,
-    SweepPoint,
     WindowLoads,
     WindowResult,
 )

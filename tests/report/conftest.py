@@ -1,0 +1,51 @@
+"""One headless Chromium for all tests of the page, and pages opened in it."""
+
+import shutil
+from dataclasses import dataclass, field
+
+import pytest
+
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+"""A browser that asks nobody anything by itself, so that every request is the page's."""
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, where one is found."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium found on this machine, so the page was not tested in a browser")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Opened:
+    """A page in the browser, and what it complained about and asked for."""
+
+    page: object
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+def open_in(browser, path, *, width=1280, scheme="light"):
+    """Open a file in a browser context of its own, and wait until its charts are drawn."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    opened = Opened(context.new_page())
+    page = opened.page
+    page.on("console", lambda message: opened.complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+    page.on("request", lambda request: opened.requests.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-ready=true]", timeout=60_000)
+    return opened

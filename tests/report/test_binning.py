@@ -1,0 +1,43 @@
+"""Large arrays are binned, small ones kept, and the page says which."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.report.binning import bin_labels, bin_matrix, binning_note
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40), columns=st.integers(1, 40), limit=st.integers(1, 12), keep=st.sampled_from(["mean", "max"])
+)
+def test_each_cell_is_the_mean_or_the_largest_of_its_block(rows, columns, limit, keep):
+    matrix = np.random.default_rng(rows * 41 + columns).integers(0, 100, size=(rows, columns))
+    binned = bin_matrix(matrix, limits=(limit, limit), keep=keep)
+    assert max(binned.cells.shape) <= limit
+    for i in range(binned.cells.shape[0]):
+        for j in range(binned.cells.shape[1]):
+            block = matrix[i * binned.row_size :][: binned.row_size, j * binned.column_size :][:, : binned.column_size]
+            # A mean of block means is the block's mean only for whole blocks; edges are weighted by their own size.
+            wanted = block.max() if keep == "max" else block.mean(axis=0).mean()
+            assert np.isclose(binned.cells[i, j], wanted)
+
+
+def test_a_matrix_within_the_limits_is_kept_and_nothing_is_said():
+    matrix = np.arange(12.0).reshape(3, 4)
+    binned = bin_matrix(matrix, limits=(3, 4))
+    assert binned.cells is matrix
+    assert not binned.is_binned
+    assert binning_note(binned, "ranks", "micro-steps") == ""
+
+
+def test_words_name_how_many_make_one_cell():
+    binned = bin_matrix(np.zeros((5, 300)), limits=(8, 100))
+    assert "a cell is the mean of 3 micro-steps" in binning_note(binned, "ranks", "micro-steps")
+    both = bin_matrix(np.zeros((9, 300)), limits=(3, 100))
+    assert "the mean of 3 ranks and 3 micro-steps" in binning_note(both, "ranks", "micro-steps")
+
+
+def test_labels_name_the_whole_block():
+    assert bin_labels([3, 4, 5, 6, 7], 2) == ["3-4", "5-6", "7"]
+    assert bin_labels([3, 4], 1) == ["3", "4"]

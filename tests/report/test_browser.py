@@ -1,0 +1,187 @@
+"""The page in a real headless Chromium: it draws, switches, zooms, prints, offers its data, and asks nobody."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from equipoise.report import build_page, write_page
+from equipoise.report.render import as_csv
+from equipoise.report.theme import GROUND, INK
+from tests.report.conftest import open_in
+from tests.report.documents import simulation
+
+READ_CHART = """name => {
+    const chart = document.getElementById(name);
+    const shown = chart.data.filter(trace => trace.visible !== false);
+    const count = selector => chart.querySelectorAll(selector).length;
+    return {
+        x: chart.data.map(trace => [...trace.x]),
+        z: chart.data.map(trace => trace.z ?? null),
+        visible: chart.data.map(trace => trace.visible),
+        bars: count(".barlayer .point path"),
+        lines: count(".scatterlayer .js-line"),
+        cells: count(".heatmaplayer image"),
+        shownBars: shown.filter(t => t.type === "bar").reduce((n, t) => n + t.x.length, 0),
+        shownLines: shown.filter(t => t.type === "scatter").length,
+        shownCells: shown.filter(t => t.type === "heatmap").length,
+        ink: chart.layout.template.layout.font.color,
+    };
+}"""
+
+
+@pytest.fixture(scope="module")
+def page():
+    return build_page(simulation(), title="a step")
+
+
+@pytest.fixture(scope="module")
+def file(page, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(page, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(browser, file):
+    return open_in(browser, file)
+
+
+@pytest.fixture
+def opened(shared):
+    """The page in a wide window, shared by tests that leave it as they found it."""
+    # A page behind another one is slowed down, and its downloads may wait for ever.
+    shared.page.bring_to_front()
+    return shared
+
+
+def test_every_chart_is_drawn_with_its_points_without_error_or_request(opened, page, file):
+    assert len(page.charts) >= 11
+    for chart in page.charts:
+        found = opened.page.evaluate(READ_CHART, chart.name)
+        assert found["x"] == [list(trace["x"]) for trace in chart.traces], chart.name
+        assert found["z"] == [trace.get("z") for trace in chart.traces], chart.name
+        assert found["bars"] == found["shownBars"], chart.name
+        assert found["lines"] == found["shownLines"], chart.name
+        assert found["cells"] == found["shownCells"], chart.name
+        assert found["bars"] + found["lines"] + found["cells"] > 0, chart.name
+    assert opened.complaints == []
+    assert opened.requests == [file.as_uri()]
+
+
+def test_switches_show_one_view_after_the_other(opened, page):
+    opened = opened.page
+    switched = [chart for chart in page.charts if chart.views]
+    assert len(switched) >= 6
+    for chart in switched:
+        for place, view in reversed(list(enumerate(chart.views))):
+            button = opened.locator(f"[data-chart={chart.name}][data-view='{place}']")
+            button.click()
+            assert opened.evaluate(READ_CHART, chart.name)["visible"] == list(view.visible)
+            pressed = opened.locator(f"#section-{chart.name} .switch [aria-pressed=true]")
+            assert pressed.all_inner_texts() == [view.label]
+
+
+def test_the_timeline_zooms_by_dragging_and_goes_back_by_a_double_click(opened):
+    opened = opened.page
+    plot = opened.locator("#timeline .nsewdrag").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    read_range = "document.getElementById('timeline').layout.xaxis.range"
+    whole = opened.evaluate(read_range)
+    middle = box["y"] + box["height"] / 2
+    opened.mouse.move(box["x"] + 0.25 * box["width"], middle)
+    opened.mouse.down()
+    opened.mouse.move(box["x"] + 0.5 * box["width"], middle + 2, steps=5)
+    opened.mouse.up()
+    left, right = opened.evaluate(read_range)
+    assert left == pytest.approx(0.25 * whole[1], rel=0.05)
+    assert right == pytest.approx(0.5 * whole[1], rel=0.05)
+    opened.mouse.dblclick(box["x"] + 0.4 * box["width"], middle)
+    opened.wait_for_function(f"{read_range}[1] > {0.9 * whole[1]}")
+
+
+def test_both_colour_schemes_follow_the_system_until_the_reader_chooses(browser, page, file):
+    opened = open_in(browser, file, scheme="dark").page
+
+    def shown():
+        ground = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+        inks = {opened.evaluate(READ_CHART, chart.name)["ink"] for chart in page.charts}
+        assert len(inks) == 1, "charts of different colour schemes"
+        return ground, inks.pop()
+
+    dark, light = ((rgb(GROUND[scheme]), INK[scheme]) for scheme in ("dark", "light"))
+    assert shown() == dark
+    opened.emulate_media(color_scheme="light")
+    assert shown() == light
+    opened.click("#theme")
+    assert shown() == dark
+    # What the reader chose stays when the system changes its mind.
+    opened.emulate_media(color_scheme="dark")
+    opened.emulate_media(color_scheme="light")
+    assert shown() == dark
+
+
+def rgb(colour):
+    """A colour as browsers write it."""
+    return f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
+
+
+def test_a_narrow_window_does_not_scroll_sideways(browser, page, file):
+    opened = open_in(browser, file, width=420)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 420
+    for chart in page.charts:
+        width = opened.page.evaluate("name => document.querySelector(`#${name} .main-svg`).clientWidth", chart.name)
+        assert 300 < width <= 420, chart.name
+    assert opened.complaints == []
+
+
+def test_all_data_can_be_downloaded_from_the_page(opened, page):
+    opened = opened.page
+
+    def download(name):
+        with opened.expect_download() as waiting:
+            opened.locator(f"[data-download='{name}']").click()
+        assert waiting.value.suggested_filename == name
+        return waiting.value.path().read_text()
+
+    assert json.loads(download("result.json")) == json.loads(json.dumps(page.document))
+    for section in page.sections:
+        text = download(f"{section.name}.csv")
+        assert text == as_csv(section.data)
+        assert len(list(csv.reader(io.StringIO(text)))) == 1 + len(section.data.rows)
+
+
+def test_definitions_are_one_click_away(opened):
+    section = opened.page.locator("#section-skew-over-micro-steps")
+    words = section.locator("dd", has_text="Busiest rank over mean rank")
+    assert not words.is_visible()
+    section.locator("summary").click()
+    assert words.is_visible()
+
+
+def test_on_paper_it_is_light_and_fits(browser, page, file):
+    opened = open_in(browser, file, width=760, scheme="dark").page
+    opened.evaluate("dispatchEvent(new Event('beforeprint'))")
+    opened.emulate_media(media="print")
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert {opened.evaluate(READ_CHART, chart.name)["ink"] for chart in page.charts} == {INK["light"]}
+    assert opened.evaluate("Math.max(...[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth))") <= 680
+    assert opened.locator("#theme").is_hidden()
+    assert opened.locator("#definitions dd").first.is_visible()
+    assert opened.pdf()[:5] == b"%PDF-"
+    opened.emulate_media(media="screen")
+    opened.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert opened.evaluate(READ_CHART, "timeline")["ink"] != INK["light"]
+
+
+def test_the_largest_page_is_small_and_drawn(browser, tmp_path):
+    large = simulation(layers=94, ranks=64, experts=128)
+    page = build_page(large, title="94 layers, 64 ranks")
+    size = write_page(page, tmp_path / "large.html")
+    assert size < 8_000_000
+    assert "Cut to keep the page small" in {c.name: c.note for c in page.charts}["timeline"]
+    opened = open_in(browser, tmp_path / "large.html")
+    assert opened.complaints == []
+    assert opened.page.evaluate(READ_CHART, "timeline")["bars"] == 4000

@@ -1,0 +1,70 @@
+"""What a page holds refuses to be empty, unexplained or ambiguous."""
+
+from dataclasses import replace
+
+import pytest
+
+from equipoise.report import build_page
+from equipoise.report.definitions import DEFINITIONS
+from equipoise.report.page import Table, View
+from tests.report.documents import simulation
+
+
+@pytest.fixture(scope="module")
+def page():
+    return build_page(simulation(), title="a step")
+
+
+def chart(page, name):
+    return next(c for c in page.charts if c.name == name)
+
+
+def test_a_chart_without_a_point_cannot_be_made(page):
+    timeline = chart(page, "timeline")
+    with pytest.raises(AssertionError, match="timeline has no data"):
+        replace(timeline, traces=())
+    with pytest.raises(AssertionError, match="timeline has no data"):
+        replace(timeline, traces=({**timeline.traces[0], "x": []},), views=())
+    heat_map = chart(page, "rank-heat-map")
+    with pytest.raises(AssertionError, match="rank-heat-map has no data"):
+        replace(heat_map, traces=({**heat_map.traces[0], "z": [[]]},), views=())
+
+
+def test_a_chart_without_caption_table_or_defined_words_cannot_be_made(page):
+    timeline = chart(page, "timeline")
+    for change in ({"caption": ""}, {"data": Table(columns=("x",), rows=())}, {"terms": ("zeal",)}):
+        with pytest.raises(AssertionError, match="timeline"):
+            replace(timeline, **change)
+
+
+def test_a_view_must_show_something_of_its_chart(page):
+    timeline = chart(page, "timeline")
+    for visible in ((False,) * len(timeline.traces), (True,)):
+        with pytest.raises(AssertionError, match="view all"):
+            replace(timeline, views=(View(label="all", visible=visible),))
+
+
+def test_two_sections_of_one_name_are_refused(page):
+    with pytest.raises(AssertionError, match="two sections of one name"):
+        replace(page, sections=page.sections * 2)
+
+
+def test_a_row_has_a_cell_under_every_column():
+    with pytest.raises(AssertionError, match="a row of 1 cells under 2 columns"):
+        Table(columns=("a", "b"), rows=((1, 2), (3,)))
+
+
+def test_a_legend_names_every_series_once_with_its_ink(page):
+    assert chart(page, "skew-over-micro-steps").legend == (
+        ("before", "#d55e00", "solid"),
+        ("after", "#0f7fc0", "solid"),
+    )
+    names = [name for name, _, _ in chart(page, "timeline").legend]
+    assert names == ["compute", "all-to-all", "pull", "return"]
+    assert chart(page, "rank-heat-map").legend == ()
+
+
+def test_every_definition_is_a_sentence():
+    for term, words in DEFINITIONS.items():
+        assert words[0].isupper() or words.split()[0] in ("recompute",), term
+        assert words.endswith("."), term

@@ -1,0 +1,44 @@
+"""Colours: readable in both schemes, and the same series has the same colour in both."""
+
+import pytest
+
+from equipoise.report import theme
+
+
+def luminance(colour):
+    """Relative luminance as WCAG defines it."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_ink_and_series_stand_out_from_the_ground(scheme):
+    ground = theme.GROUND[scheme]
+    assert contrast(theme.INK[scheme], ground) >= 7
+    assert contrast(theme.QUIET[scheme], ground) >= 7
+    assert min(contrast(colour, ground) for colour in theme.SERIES) >= 1.7
+
+
+def test_schemes_differ_in_ground_and_never_in_series():
+    light, dark = (theme.themes()[scheme]["template"]["layout"] for scheme in ("light", "dark"))
+    assert light["colorway"] == dark["colorway"]
+    assert light["font"]["color"] != dark["font"]["color"]
+    assert light["xaxis"]["gridcolor"] != dark["xaxis"]["gridcolor"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_level_cell_has_almost_the_colour_of_the_ground(scheme):
+    scales = theme.themes()[scheme]["scales"]
+    (middle,) = [colour for stop, colour in scales["diverging"] if stop == 0.5]
+    assert contrast(middle, theme.GROUND[scheme]) < 1.3
+    for stops in scales.values():
+        assert [stop for stop, _ in stops] == sorted(stop for stop, _ in stops)
+        assert (stops[0][0], stops[-1][0]) == (0, 1)
+    lightness = [luminance(colour) for _, colour in scales["sequential"]]
+    assert lightness == sorted(lightness)
