@@ -34,8 +34,12 @@ class ModelConfig:
     experts: int = 16
     top_k: int = 2
     expert_width: int = 64
+    vocabulary: int = 97
+    """Token ids of a random model; the embedded tokenizer needs 97."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
+    ranks_per_device: int = 1
+    """Ranks that share one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +146,12 @@ class TrainConfig:
     """Ranks that share a declared node; 0: all of them."""
     ep: int = 0
     """Ranks of one EP group; 0: all ranks."""
+    fewest_ranks: int = 1
+    """Ranks without which these settings make no sense: the model would not fit."""
     timeout_s: float = 120.0
     """Bound on every wait of a rank for another."""
+    compare_free: bool = False
+    """In a comparison, let every mode make its own rollouts; there is no verdict then."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
@@ -179,6 +187,7 @@ _LOWEST: dict[str, float] = {
     "ranks": 1,
     "ranks_per_node": 0,
     "ep": 0,
+    "fewest_ranks": 1,
     "timeout_s": 1,
     "model.layers": 1,
     "model.hidden": 8,
@@ -186,6 +195,8 @@ _LOWEST: dict[str, float] = {
     "model.experts": 2,
     "model.top_k": 1,
     "model.expert_width": 4,
+    "model.vocabulary": 97,
+    "model.ranks_per_device": 1,
     "warmup.steps": 0,
     "warmup.batch": 1,
     "rollout.prompts": 1,

@@ -15,6 +15,7 @@ Invariants (asserted by the tests):
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from equipoise.balancer import Balancer, BalancerOptions
 from equipoise.core import ModelShape
 from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import RankRows
+from equipoise.planning.worker import PlanWorker
 from equipoise.rl.batch import MicroBatch
 from equipoise.rl.config import Mode, TrainConfig
 from equipoise.rl.layout import Layout, build_cluster, sum_over
@@ -48,11 +50,20 @@ class Arrival:
 class Learner:
     """One rank's share of the model being trained."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, layout: Layout, *, mode: Mode) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        layout: Layout,
+        *,
+        mode: Mode,
+        worker: PlanWorker | None = None,
+    ) -> None:
         """Share out the experts and make the optimizer. Every rank must call this.
 
         Args:
             model: the whole model, the same on every rank; the learner owns it until `close`
+            worker: a planning process to use, instead of an own one
         """
         self.model, self.mode, self._config, self._layout = model, mode, config, layout
         self.shape: ModelShape = adapter.inspect(model).shape
@@ -62,7 +73,7 @@ class Learner:
             self.routers = adapter.wrap_routers(model)
         else:
             self.balancer = self._build_balancer(is_enabled=mode == "equipoise")
-            self._handle = adapter.install(model, self.balancer)
+            self._handle = adapter.install(model, self.balancer, worker=worker)
             self.routers = self._handle.routers
         _use_checkpointing(model, config.update.activation_checkpointing)
         self.optimizer = torch.optim.AdamW(
@@ -146,6 +157,23 @@ class Learner:
         else:
             self._handle.load_state_dict(state)
 
+    def save_model(self, path: Path, state: Mapping[str, Tensor]) -> None:
+        """Write the whole model, given its state dict, as a HF checkpoint. For the first rank alone."""
+        type(self.model).save_pretrained(self.model, path, state_dict=dict(state))
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state of this rank's parameters, by name."""
+        named = self.model.named_parameters()
+        return {name: dict(self.optimizer.state[p]) for name, p in named if p in self.optimizer.state}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from a state that `optimizer_state` gave."""
+        for name, parameter in self.model.named_parameters():
+            if name in state:
+                self.optimizer.state[parameter] = {
+                    key: value.to(parameter.device) if value.ndim else value for key, value in state[name].items()
+                }
+
     def close(self) -> None:
         """Put the model together again and free everything else. Every rank must call this."""
         if self._handle is None:
@@ -161,19 +189,11 @@ class Learner:
             self.balancer.close()
 
     def _build_balancer(self, *, is_enabled: bool) -> Balancer:
-        config = self._config
-        checkpointing = config.update.activation_checkpointing != "none"
-        options = BalancerOptions(
-            slots=config.balance.slots,
-            objective=config.balance.objective,
-            order="recompute" if checkpointing else "plain",
-            timeout_s=config.timeout_s,
-        )
         return Balancer(
-            cluster=build_cluster(config, self.shape),
+            cluster=build_cluster(self._config, self.shape),
             model=self.shape,
             group=self._layout.ep_group,
-            options=options,
+            options=balancer_options(self._config),
             enabled=is_enabled,
         )
 
@@ -193,6 +213,16 @@ class Learner:
             return squared**0.5
         layers = [_gradients(layer.home) for layer in self.balancer.layers.values()]
         return gradient_norm(layers, group=self._layout.ep_group, other_squared=squared)
+
+
+def balancer_options(config: TrainConfig) -> BalancerOptions:
+    """What the balancer is told, from the settings of a run."""
+    return BalancerOptions(
+        slots=config.balance.slots,
+        objective=config.balance.objective,
+        order="plain" if config.update.activation_checkpointing == "none" else "recompute",
+        timeout_s=config.timeout_s,
+    )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -108,7 +108,7 @@ def _random_model(config: ModelConfig, *, seed: int) -> nn.Module:
 def _shared(config: ModelConfig) -> dict[str, Any]:
     """What all families call by the same name."""
     return {
-        "vocab_size": CharTokenizer.size,
+        "vocab_size": config.vocabulary,
         "hidden_size": config.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,

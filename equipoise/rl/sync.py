@@ -32,7 +32,8 @@ def sync_weights(learner: Any, target: nn.Module, layout: Layout) -> str:
             tensor.copy_(state[name])
     hashes = _owned_hashes(learner, layout)
     check_copy(dict(target.state_dict()), hashes)
-    return hashlib.sha256("".join(sorted(sum((list(h.values()) for h in hashes), []))).encode()).hexdigest()
+    every = sorted(digest for by_part in hashes for digest in by_part.values())
+    return hashlib.sha256("".join(every).encode()).hexdigest()
 
 
 def check_copy(copy: Mapping[str, Tensor], hashes: list[dict[tuple[str, int, int], str]]) -> None:

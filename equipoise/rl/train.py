@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from equipoise.planning.worker import PlanWorker
 from equipoise.rl.batch import split_windows
+from equipoise.rl.checkpoint import State
 from equipoise.rl.config import Mode, TrainConfig
 from equipoise.rl.events import Event, Show, ignore
 from equipoise.rl.grpo import group_advantages
@@ -53,20 +55,29 @@ class Trainer:
     """One rank of a training run."""
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, layout: Layout, *, mode: Mode | None = None, show: Show = ignore
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        layout: Layout,
+        *,
+        mode: Mode | None = None,
+        show: Show = ignore,
+        worker: PlanWorker | None = None,
     ) -> None:
         """Share out the experts and make the rollout copy. Every rank must call this.
 
         Args:
             model: the whole model with the weights to start from, the same on every rank
             mode: other than the configured one, in a comparison
+            worker: a planning process to use, instead of an own one
         """
         self.config, self.layout, self._show = config, layout, show
         self.task, self.reward = open_task(config.task), find_reward(config.task.reward)
         self.tokenizer = open_tokenizer(config.model)
         self.reference = copy_model(model) if config.update.kl else None
         self.sampler = Sampler(copy_model(model), config=config.rollout, tokenizer=self.tokenizer)
-        self.learner = Learner(model, config, layout, mode=mode or config.balance.mode)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.learner = Learner(model, config, layout, mode=mode or config.balance.mode, worker=worker)
         self.stages = Stages(self.learner, config, layout, reference=self.reference)
         self.experience: Experience | None = None
         """The last step's rollout."""
@@ -102,6 +113,13 @@ class Trainer:
             rollout_s=experience.seconds,
         )
         return step_metrics(step, gather_objects(figures, self.layout), ep=self.config.group_ranks)
+
+    def restore(self, state: State) -> None:
+        """Go on from a checkpoint whose weights the model already has."""
+        self.learner.load_optimizer_state(state.optimizer)
+        if self.reference is not None and state.reference is not None:
+            self.reference.load_state_dict(state.reference)
+        torch.set_rng_state(state.random)
 
     def close(self) -> None:
         """Put the model together again and free the rest. Every rank must call this."""

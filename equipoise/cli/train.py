@@ -1,0 +1,127 @@
+"""RL post-training of an MoE model, balanced by foresight: rollout, recompute, update, with planning at work.
+
+equipoise train
+equipoise train --compare off,static,equipoise --set steps=2 --ranks 2
+
+More:
+    equipoise train --preset tiny --set update.learning_rate=3e-4 --record routes -o out/mine
+    equipoise train --resume out/mine
+    torchrun --nproc-per-node 8 -m equipoise train --model PATH --reward mine:judge --set task.data=questions.jsonl
+
+Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file, changed by any number of --set a.b=value;
+`docs/training.md` explains them, `docs/metrics.md` the figures. Exit code 0: trained, or all modes agree; 1: modes
+differ; 2: something is wrong with what was given; 130: interrupted.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.options import JsonFlag
+from equipoise.cli.output import print_json
+
+if TYPE_CHECKING:
+    from equipoise.cli.train_view import View
+    from equipoise.rl.config import TrainConfig
+
+INTERRUPTED = 130
+
+
+def train(
+    preset: Annotated[str, typer.Option("--preset", help="A preset, or a TOML file of settings.")] = "tiny",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: a.b=value.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start; short for --set ranks=N.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder of a HF checkpoint; short for --set model.path.")] = None,
+    reward: Annotated[str | None, typer.Option(help="module:function of (prompt, response, answer).")] = None,
+    allow_missing_routes: Annotated[
+        bool, typer.Option("--allow-missing-routes", help="Use samples with broken routes, without foresight.")
+    ] = False,
+    compare: Annotated[str | None, typer.Option(help="Train several modes and compare: off,static,equipoise.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Folder to write the routes of every step to.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.")] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for results; replaced if it holds a run.")] = Path(
+        "out/train"
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a model by RL, balanced by foresight."""
+    from equipoise.cli.train_view import open_view
+    from equipoise.rl.config_file import read_config
+
+    given = {"ranks": ranks, "model.path": model, "task.reward": reward}
+    changes = [*(settings or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
+    config = read_config(preset if resume is None else resume / "config.toml", settings=changes)
+    _require_torch()
+    with open_view(as_json=as_json) as view:
+        _refuse_too_few(config, view)
+        if compare:
+            raise typer.Exit(_compare(config, compare, view))
+        raise typer.Exit(_train(config, resume or out, view, record=record, is_resumed=resume is not None))
+
+
+def _train(config: "TrainConfig", out: Path, view: "View", *, record: Path | None, is_resumed: bool) -> int:
+    from equipoise.rl.launch import launch
+    from equipoise.rl.run import Places, run
+
+    if not is_resumed:
+        _clear(out)
+    places = Places(out=out, record=record, is_resumed=is_resumed)
+    try:
+        summary = launch(run, config, places, show=view.show)
+    except KeyboardInterrupt:
+        view.say(f"interrupted; go on with: equipoise train --resume {out}")
+        return INTERRUPTED
+    if view.as_json and summary:
+        print_json(summary)
+    return 0
+
+
+def _compare(config: "TrainConfig", words: str, view: "View") -> int:
+    from equipoise.rl.compare import parse_modes, run_comparison
+    from equipoise.rl.launch import launch
+
+    comparison = launch(run_comparison, config, parse_modes(words), show=view.show)
+    if comparison is None:
+        # Another rank than the first, started by torchrun: the first one tells.
+        return 0
+    view.compared(comparison)
+    if view.as_json:
+        print_json(comparison.to_dict())
+    return 0 if comparison.is_good else 1
+
+
+def _clear(out: Path) -> None:
+    """Make room for a new run; a folder that holds something else is left alone."""
+    import shutil
+
+    from equipoise.core import TrainingError
+
+    if out.exists() and any(out.iterdir()) and not (out / "config.toml").exists():
+        raise TrainingError(f"{out} holds something that is no training run; give another folder with --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+
+def _refuse_too_few(config: "TrainConfig", view: "View") -> None:
+    """Print what the settings would need, and refuse, where this machine or torchrun has fewer ranks."""
+    from equipoise.rl.forecast import forecast, too_few
+
+    if words := too_few(config):
+        from equipoise.core import TopologyError
+
+        view.forecast(forecast(config))
+        raise TopologyError(words)
+
+
+def _require_torch() -> None:
+    from equipoise.core import AdapterError
+
+    try:
+        import torch  # noqa: F401  # asked for here, so that the words are ours
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise AdapterError(
+            f"equipoise train needs {error.name}, which is not installed; run: pip install 'equipoise[train]'"
+        ) from error

@@ -1,0 +1,176 @@
+"""`launch`: run one function on every training rank: those that torchrun started, or local ones started here.
+
+Local ranks are spawned, meet over a file, and speak to the starter by pipes: events while they run, then a result or
+an error. The starter alone decides on Ctrl-C; a rank whose starter is gone ends itself.
+
+Knows processes. Does not know what they train.
+
+Invariants (asserted by the tests):
+1. A rank that raises, dies or is killed ends all ranks, and is named with its words; no process is left.
+2. Ctrl-C ends all ranks and stays a KeyboardInterrupt.
+3. Under torchrun nothing is started: this process is one of the ranks.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from equipoise.core.errors import EquipoiseError, TransferError
+from equipoise.rl.config import TrainConfig
+from equipoise.rl.events import Event, Show, ignore
+
+RankFunction = Callable[..., Any]
+"""function(config, layout, show, *args): runs on every rank; the first rank's result is the run's."""
+
+_GRACE_S = 2.0
+"""How long ranks may tell what they saw after one of them failed: the cause may not be the first to speak."""
+
+
+def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show = ignore, context: Any = None) -> Any:
+    """Call `function(config, layout, show, *args)` on every rank and return the first rank's result.
+
+    Args:
+        function: a module-level function; arguments and results travel pickled
+        show: gets the events, here
+        context: of multiprocessing; spawn by default
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+        return _run_as_rank(function, config, args, show)
+    context = context or multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="equipoise-train-") as folder:
+        processes, pipes = [], []
+        try:
+            for rank in range(config.ranks):
+                ours, theirs = context.Pipe()
+                place = (rank, str(Path(folder) / "store"))
+                process = context.Process(target=_serve, args=(theirs, place, function, config, args))
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            return _follow(pipes, processes, show)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _follow(pipes: list[Connection], processes: list[Any], show: Show) -> Any:
+    """Pass events on until every rank has ended, or one has failed."""
+    results: list[Any] = [None] * len(pipes)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    troubles: dict[int, BaseException] = {}
+    end = float("inf")
+    while waiting and time.monotonic() < end:
+        for pipe in wait(list(waiting), timeout=0.2):
+            assert isinstance(pipe, Connection), "only pipes are waited for"
+            rank = waiting[pipe]
+            kind, value = _receive(pipe, processes[rank], rank)
+            if kind == "event":
+                show(value)
+                continue
+            del waiting[pipe]
+            if kind == "done":
+                results[rank] = value
+            else:
+                troubles[rank] = value
+                end = min(end, time.monotonic() + _GRACE_S)
+    if troubles:
+        raise _cause(troubles)
+    return results[0]
+
+
+def _receive(pipe: Connection, process: Any, rank: int) -> tuple[str, Any]:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        process.join(_GRACE_S)
+        return "failed", _Died(f"rank {rank} died {_ending(process.exitcode)}; resume from the last checkpoint")
+
+
+class _Died(TransferError):
+    """A rank ended without a word: the cause of whatever others say."""
+
+
+def _cause(troubles: dict[int, BaseException]) -> BaseException:
+    """The error to raise: a dead rank before one that refused, before one that lost its partner."""
+    ordered = sorted(troubles.items(), key=lambda item: (_importance(item[1]), item[0]))
+    return ordered[0][1]
+
+
+def _importance(trouble: BaseException) -> int:
+    if isinstance(trouble, _Died):
+        return 0
+    return 2 if isinstance(trouble, TransferError) else 1
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "and hangs"
+    return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def _serve(pipe: Connection, place: tuple[int, str], function: RankFunction, config: TrainConfig, args: Any) -> None:
+    """Run in a started rank."""
+    # The starter decides on Ctrl-C, also for the planning process that this rank will start.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    rank, store = place
+
+    def send(kind: str, value: Any) -> None:
+        pipe.send_bytes(pickle.dumps((kind, value)))
+
+    def show(event: Event) -> None:
+        if rank == 0:
+            send("event", event)
+
+    try:
+        result = _run(function, config, args, show, init=f"file://{store}", rank=rank)
+        send("done", result if rank == 0 else None)
+    except EquipoiseError as error:
+        send("failed", error)
+    except Exception:  # noqa: BLE001  # the starter shows it, whatever it is
+        send("failed", TransferError(f"rank {rank} failed:\n{traceback.format_exc()}"))
+
+
+def _run_as_rank(function: RankFunction, config: TrainConfig, args: Any, show: Show) -> Any:
+    rank = int(os.environ["RANK"])
+    return _run(function, config, args, show if rank == 0 else ignore, init="env://", rank=rank)
+
+
+def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, init: str, rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from equipoise.rl.layout import build_layout
+
+    is_cuda = config.model.device == "cuda"
+    ranks = int(os.environ["WORLD_SIZE"]) if init == "env://" else config.ranks
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    limit = timedelta(seconds=config.timeout_s)
+    # gloo also where ranks share a GPU, which NCCL refuses; it moves CUDA tensors.
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks, timeout=limit)
+    try:
+        return function(config, build_layout(config), show, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
