@@ -15,8 +15,9 @@ from equipoise.cli.loads import loads
 from equipoise.cli.parity import parity
 from equipoise.cli.plan import plan
 from equipoise.cli.report import report
+from equipoise.cli.train import train
 
-VERBS = (analyze, doctor, ingest, count, loads, plan, report, generate, parity, formats)
+VERBS = (analyze, doctor, ingest, count, loads, plan, report, generate, parity, train, formats)
 
 HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
 

@@ -78,6 +78,20 @@ FLAGS = {
     },
     "report": {"-o", "--out", "--trace", "--doctor", "--title", "--json"},
     "parity": {"--ranks", "--nodes", "--slots", "--steps", "--json"},
+    "train": {
+        "--preset",
+        "--set",
+        "--ranks",
+        "--model",
+        "--reward",
+        "--allow-missing-routes",
+        "--compare",
+        "--record",
+        "--resume",
+        "-o",
+        "--out",
+        "--json",
+    },
     "formats": {"--json"},
 }
 
