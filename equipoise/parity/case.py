@@ -7,6 +7,7 @@ ones sit side by side, as the worst case for contiguous expert parallelism.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class ParityCase:
     top_k: int = 2
     hidden: int = 32
     width: int = 24
+    dispatch: Literal["direct", "two_level"] = "direct"
+    """How tokens get to their experts, see `runtime.experts.LayerOptions`."""
     seed: int = 0
 
     @property

@@ -69,7 +69,8 @@ class Block(nn.Module):
         cut = slice(group.rank() * case.home_slots, (group.rank() + 1) * case.home_slots)
         owned = ExpertWeights(weights.gate_up_SFD[cut].clone(), weights.down_SDF[cut].clone())
         self.attention = nn.Parameter(attention_DD)
-        self.experts = BalancedExperts(owned, layer=layer, group=group, options=LayerOptions(is_deterministic=True))
+        options = LayerOptions(is_deterministic=True, dispatch=case.dispatch)
+        self.experts = BalancedExperts(owned, layer=layer, group=group, options=options)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, visit: Visit) -> Tensor:
         home = self.experts.enter(visit)
