@@ -1,0 +1,70 @@
+"""`equipoise report`: the summary, the page and the trace from the command line."""
+
+import json
+
+import pytest
+
+from tests.report.documents import simulation
+
+
+@pytest.fixture
+def result(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(simulation().to_dict()))
+    return path
+
+
+def test_it_prints_the_summary_and_writes_page_and_trace(equipoise, result, tmp_path):
+    outcome = equipoise("report", result, "-o", tmp_path / "page.html", "--trace", tmp_path / "trace.json")
+    assert outcome.code == 0, outcome.err
+    assert "would recover 20.3 %" in " ".join(outcome.out.split())
+    assert "Policies by cost part" in outcome.out
+    assert "no network needed" in outcome.out
+    assert "<title>result.json - Equipoise</title>" in (tmp_path / "page.html").read_text()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_with_json_the_last_line_is_the_answer_for_programs(equipoise, result, tmp_path):
+    outcome = equipoise("report", result, "-o", tmp_path / "page.html", "--title", "mine", "--json")
+    assert len(outcome.out.splitlines()) == 1
+    assert outcome.document["answer"].endswith("would recover 20.3 %.")
+    assert outcome.document["report"] == str(tmp_path / "page.html")
+    assert "timeline" in outcome.document["charts"]
+    assert "<title>mine - Equipoise</title>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_trace_that_cannot_be_made_is_refused_before_anything_is_written(equipoise, tmp_path):
+    (tmp_path / "bare.json").write_text(json.dumps(simulation(timed=False).to_dict()))
+    outcome = equipoise("report", tmp_path / "bare.json", "-o", tmp_path / "page.html", "--trace", tmp_path / "t.json")
+    assert outcome.code == 2
+    assert "no timeline" in outcome.err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_is_no_result_gives_exit_code_2(equipoise, tmp_path):
+    (tmp_path / "odd.json").write_text("{}")
+    outcome = equipoise("report", tmp_path / "odd.json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "odd.json has format None" in outcome.err
+
+
+def test_a_place_that_cannot_be_written_gives_exit_code_2(equipoise, result, tmp_path):
+    for option in ("-o", "--trace"):
+        outcome = equipoise("report", result, option, tmp_path / "absent" / "x")
+        assert outcome.code == 2
+        assert "absent/x cannot be written" in outcome.err
+
+
+def test_the_doctors_words_come_along(equipoise, result, tmp_path):
+    verdict = {"ok": True, "num_samples": 3, "num_rows": 9, "findings": []}
+    (tmp_path / "doctor.json").write_text(json.dumps(verdict))
+    outcome = equipoise("report", result, "--doctor", tmp_path / "doctor.json")
+    assert "No check found anything in 3 samples, 9 rows" in outcome.out
+
+
+def test_analyze_writes_its_page(equipoise, tmp_path):
+    outcome = equipoise("analyze", "--demo", "--no-plan", "--report", tmp_path / "page.html")
+    assert outcome.code == 0, outcome.err
+    html = (tmp_path / "page.html").read_text()
+    assert "no plan was tried: not asked for." in html
+    assert "<title>a generated step - Equipoise</title>" in html

@@ -1,0 +1,107 @@
+"""The page of an analysis says what the analysis says."""
+
+import json
+
+import pytest
+
+from equipoise.core import Cluster, ModelShape
+from equipoise.loads import generate_counts
+from equipoise.report import build_page
+from equipoise.report.words import percent, ratio
+from equipoise.sim import analyze_loads
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    """A real analysis of a small generated step, with a plan and a memory limit that it breaks."""
+    from equipoise.cli.step_loads import Packing, count_windows
+
+    model = ModelShape.preset("qwen3-30b-a3b", layers=3, experts=32)
+    counts = generate_counts(model, samples=32, mean_tokens=2048)
+    windows = count_windows(counts, Packing(schedule="samples:1", ep=8, mini_batches=1, cp=1, sp=1, recompute=True))
+    return analyze_loads(windows, model=model, cluster=Cluster.preset("h200", ep=8), memory_gib=0.1)
+
+
+@pytest.fixture(scope="module")
+def document(analysis):
+    return json.loads(json.dumps(analysis.to_dict()))
+
+
+def chart(page, name):
+    return next(c for c in page.charts if c.name == name)
+
+
+def test_an_analysis_and_its_document_make_the_same_page(analysis, document):
+    assert build_page(analysis, title="x").answer == build_page(document, title="x").answer
+
+
+def test_the_answer_has_the_documents_shares(document):
+    page, whole = build_page(document, title="x"), document["seconds"]
+    assert page.answer.startswith(f"{percent(whole['lost']['share'])} of the time in expert layers is lost")
+    assert percent(whole["saved"]["share"]) in page.answer
+    assert "1 replica slot" in page.answer
+    skew = document["plan"]["skew"]["update"]
+    value = {f.label: f.value for f in page.figures}["Mean skew"]
+    assert value == f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
+
+
+def test_charts_hold_the_documents_figures(document):
+    page = build_page(document, title="x")
+    assert [c.name for c in page.charts] == [
+        "cost-parts",
+        "skew-over-micro-steps",
+        "skew-by-layer",
+        "skew-by-width",
+        "memory",
+    ]
+    steps = [s for stage in document["stages"].values() for s in stage["skew"]["micro_steps"]]
+    before, worst, _ = chart(page, "skew-over-micro-steps").traces
+    assert before["y"] == pytest.approx([s["mean"] for s in steps])
+    assert worst["y"] == pytest.approx([s["max"] for s in steps])
+    bars = {row[0]: sum(row[1:]) for row in chart(page, "cost-parts").data.rows}
+    for stage, found in document["stages"].items():
+        for which in ("now", "planned", "balanced"):
+            assert bars[f"{stage}, {which}"] == pytest.approx(found["seconds"][which]["total"])
+    layers = chart(page, "skew-by-layer").traces[0]
+    assert layers["y"] == pytest.approx([x["mean"] for x in document["stages"]["update"]["skew"]["layers"]])
+
+
+def test_memory_names_the_limit_the_verdict_and_a_fix(document):
+    memory = chart(build_page(document, title="x"), "memory")
+    assert "It does not fit into 102 MiB." in memory.caption
+    assert memory.layout["annotations"][0]["text"] == "limit 0.1 GiB"
+    assert [row[3] for row in memory.data.rows] == document["memory"]["rank_peak_bytes"]
+
+
+def test_what_an_analysis_cannot_show_is_named_with_its_command(document):
+    missing = {part.title: part.command for part in build_page(document, title="x").missing}
+    assert missing["Policies and sweeps"].startswith("equipoise simulate")
+    assert any("timeline" in title for title in missing)
+
+
+def test_without_a_plan_the_page_says_why(document):
+    seconds = {**document["seconds"], "planned": None, "saved": None}
+    bare = {**document, "plan": None, "no_plan": "not asked for", "seconds": seconds}
+    bare["stages"] = {
+        name: {**stage, "seconds": {**stage["seconds"], "planned": None, "saved": None}}
+        for name, stage in document["stages"].items()
+    }
+    page = build_page(bare, title="x")
+    assert page.answer.endswith("no plan was tried: not asked for.")
+    assert [t["name"] for t in chart(page, "skew-over-micro-steps").traces] == ["before", "before, worst layer"]
+
+
+def test_a_plan_that_is_not_worth_it_is_called_so(document):
+    poor = {**document, "plan": {**document["plan"], "worth_it": False}}
+    assert build_page(poor, title="x").answer.endswith("which is not worth it here.")
+
+
+def test_placement_alone_takes_no_memory_and_an_unpriced_part_is_left_out(document):
+    placed = {**document, "plan": {**document["plan"], "slots": 0}}
+    assert "placement alone, which takes no memory" in build_page(placed, title="x").answer
+    stages = json.loads(json.dumps(document["stages"]))
+    for stage in stages.values():
+        for which in ("now", "planned", "balanced"):
+            stage["seconds"][which]["all_to_all"] = None
+    parts = [t["name"] for t in chart(build_page({**document, "stages": stages}, title="x"), "cost-parts").traces]
+    assert "all-to-all" not in parts and "compute" in parts

@@ -1,0 +1,73 @@
+"""Every chart is one that plotly accepts, property by property, and awkward inputs are drawn too."""
+
+import numpy as np
+import pytest
+
+from equipoise.report import build_page
+from equipoise.report.byte_charts import memory, traffic
+from equipoise.report.load_charts import expert_heat_map, over_mean, rank_heat_map, skew_over_micro_steps
+from equipoise.report.theme import themes
+from equipoise.report.time_charts import MAX_EVENTS, cost_parts, timeline
+from tests.report.documents import simulation
+
+
+@pytest.mark.parametrize("chart", build_page(simulation(), title="x").charts, ids=lambda chart: chart.name)
+def test_plotly_knows_every_property(chart):
+    from plotly.graph_objects import Figure
+
+    template = themes()["dark"]["template"]
+    figure = Figure(data=list(chart.traces), layout={**chart.layout, "template": template})
+    assert len(figure.data) == len(chart.traces)
+
+
+def test_a_layer_without_rows_is_level_and_not_a_hole():
+    load = np.array([[0.0, 0.0], [1.0, 3.0]])
+    assert over_mean(load).tolist() == [[1.0, 1.0], [0.5, 1.5]]
+    chart = rank_heat_map({"before": load}, caption="x")
+    assert chart.traces[0]["z"] == [[1.0, 0.5], [1.0, 1.5]]
+    assert chart.views == ()
+
+
+def test_one_rank_one_layer_one_micro_step_can_be_drawn():
+    one = np.ones((1, 1))
+    assert rank_heat_map({"before": one, "after": one}, caption="x").layout["coloraxis"]["cmin"] == pytest.approx(0.95)
+    assert expert_heat_map({"load": one}, layers=[7], caption="x").traces[0]["y"] == ["7"]
+    assert traffic({"before": np.zeros((1, 1))}, caption="x").layout["coloraxis"]["cmax"] == 1.0
+    point = skew_over_micro_steps({"before": [1.5]}, windows=[("update", 1)], caption="x").traces[0]
+    assert point["mode"] == "markers"
+
+
+def test_many_micro_steps_are_binned_and_the_data_is_not():
+    load = np.random.default_rng(0).integers(1, 9, size=(600, 4))
+    chart = rank_heat_map({"before": load, "after": load}, caption="x")
+    assert len(chart.traces[0]["x"]) == 200
+    assert chart.traces[0]["x"][:2] == ["0-2", "3-5"]
+    assert "the mean of 3 micro-steps" in chart.note
+    assert len(chart.data.rows) == 2400
+
+
+def test_parts_that_are_nothing_everywhere_are_left_out():
+    chart = cost_parts(
+        {"a": {"compute": 1.0, "pull": 0.0}, "b": {"compute": 2.0}}, caption="x", title="x", terms=("compute",)
+    )
+    assert [trace["name"] for trace in chart.traces] == ["compute"]
+    assert chart.views == ()
+
+
+def test_a_long_timeline_is_cut_by_time_and_says_so():
+    events = [
+        {"rank": r, "lane": "compute", "name": f"layer {i}", "start_s": i * 1e-3, "end_s": i * 1e-3 + 5e-4}
+        for r in range(8)
+        for i in range(1000)
+    ]
+    chart = timeline({"static": events}, caption="x")
+    assert len(chart.traces[0]["x"]) == MAX_EVENTS
+    assert set(chart.traces[0]["customdata"]) == set(range(8)), "every rank is still there"
+    assert "the first 4,000 of 8,000 bars" in chart.note
+    assert len(chart.data.rows) == 8000
+
+
+def test_memory_without_a_limit_draws_no_line():
+    chart = memory({"before": {"received rows": [2**30, 2**31]}}, limit_bytes=None, caption="x")
+    assert "shapes" not in chart.layout
+    assert chart.layout["yaxis"]["range"][1] == pytest.approx(2.24)

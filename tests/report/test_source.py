@@ -1,0 +1,102 @@
+"""What a page can be made of, and how anything else is refused."""
+
+import json
+
+import pytest
+
+import equipoise as eq
+from equipoise.core import EquipoiseError
+from equipoise.report import build_page
+from tests.report.documents import simulation
+
+DIAGNOSIS = {
+    "ok": False,
+    "num_samples": 12,
+    "num_rows": 3456,
+    "findings": [
+        {
+            "check": "rows-tokens",
+            "verdict": "finding",
+            "count": 2,
+            "total": 12,
+            "unit": "samples",
+            "first_place": "sample 3",
+            "detail": "",
+            "advice": "record again",
+            "share": 2 / 12,
+            "rate_L": [],
+        },
+        {
+            "check": "top-k",
+            "verdict": "good",
+            "count": 0,
+            "total": 0,
+            "unit": "routes",
+            "first_place": "",
+            "detail": "8 of 8",
+            "advice": "",
+            "share": 0.0,
+            "rate_L": [],
+        },
+    ],
+}
+
+
+def test_a_result_its_document_and_its_file_make_the_same_page(tmp_path):
+    result = simulation()
+    (tmp_path / "step.json").write_text(json.dumps(result.to_dict()))
+    pages = [build_page(source, title="x") for source in (result, result.to_dict(), tmp_path / "step.json")]
+    assert len({page.answer for page in pages}) == 1
+    assert pages[0].charts == pages[2].charts
+    assert build_page(str(tmp_path / "step.json")).title == "step.json"
+
+
+def test_write_report_is_a_verb_of_the_package(tmp_path):
+    page = eq.write_report(simulation(), tmp_path / "report.html", title="my step")
+    html = (tmp_path / "report.html").read_text()
+    assert page.answer in html
+    assert "<title>my step - Equipoise</title>" in html
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "holds a JSON list, not a result"),
+        ('{"format": "tarot-1"}', "has format 'tarot-1'; a page can be made of equipoise-analysis-2"),
+        ("{}", "has format None"),
+        ('{"format": "equipoise-simulation-1"}', "has no field 'cluster'|has no field 'policies'"),
+        ('{"format": "equipoise-analysis-2"}', "write it again with this version"),
+    ],
+)
+def test_what_is_no_result_is_refused_by_name(tmp_path, content, words):
+    (tmp_path / "odd.json").write_text(content)
+    with pytest.raises(EquipoiseError, match=words) as caught:
+        build_page(tmp_path / "odd.json")
+    assert "odd.json" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(EquipoiseError, match=r"absent\.json cannot be read"):
+        build_page(tmp_path / "absent.json")
+
+
+def test_the_doctors_verdict_becomes_a_table(tmp_path):
+    (tmp_path / "doctor.json").write_text(json.dumps(DIAGNOSIS))
+    page = build_page(simulation(), title="x", doctor=tmp_path / "doctor.json")
+    listing = page.sections[-1]
+    assert listing.name == "doctor"
+    assert "1 of 2 checks found something in 12 samples, 3,456 rows: rows-tokens." in listing.caption
+    assert listing.data.rows[0] == ("rows-tokens", "finding", "16.7 % of samples", "sample 3", "record again")
+    assert listing.data.rows[1] == ("top-k", "good", "", "", "8 of 8")
+    assert "The doctor's verdict" not in [part.title for part in page.missing]
+
+
+def test_without_a_verdict_the_page_says_how_to_get_one():
+    (part,) = [p for p in build_page(simulation(), title="x").missing if p.title == "The doctor's verdict"]
+    assert "equipoise doctor" in part.command
+
+
+def test_something_else_in_place_of_a_verdict_is_refused(tmp_path):
+    with pytest.raises(EquipoiseError, match="is no diagnosis"):
+        build_page(simulation(), title="x", doctor={"format": "equipoise-analysis-2"})
