@@ -1,12 +1,14 @@
 """`Counters`: what the transfers of one rank moved, how often, and how long training stood still for them.
 
 Knows numbers only. Bytes are counted where they arrive; seconds are exposed ones, spent waiting with nothing to hide
-behind.
+behind: the caller's on the CPU, the stream's on a device, where they are known once the stream has passed.
 """
 
 import threading
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+
+from equipoise.runtime.streams import Standstill
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,7 +16,7 @@ class Counters:
     """Totals of one rank since the engine was opened."""
 
     bytes: Counter[str] = field(default_factory=Counter)
-    """By path. Example: {"shm": 4096, "p2p": 512}."""
+    """By path: `peer`, `host`, `shm`, `p2p`. Example: {"shm": 4096, "p2p": 512}."""
     exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By path, of pulls and returns; publish and collect count whole, since they lie between windows."""
     pulls: int = 0
@@ -25,10 +27,14 @@ class Counters:
     """Experts whose weights reached this rank as their home."""
     collects: int = 0
     """Experts whose gradients reached this rank as their owner."""
+    refreshes: int = 0
+    """Experts this rank wrote to the host store."""
     on_demand: int = 0
     """Visits that found no replica waiting for them and had it brought at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     """Pulls are counted by a thread of their own."""
+
+    _stops: list[tuple[str, Standstill]] = field(default_factory=list, repr=False, compare=False)
 
     def arrive(self, path: str, num_bytes: int) -> None:
         """Count bytes that reached this rank."""
@@ -39,3 +45,21 @@ class Counters:
         """Count seconds in which training stood still."""
         with self._lock:
             self.exposed_s[path] += seconds
+
+    def refresh(self, num_bytes: int) -> None:
+        """Count an expert written to the host store; its bytes left this rank and are counted as `store`."""
+        with self._lock:
+            self.refreshes += 1
+            self.bytes["store"] += num_bytes
+
+    def stop(self, path: str, standstill: Standstill) -> None:
+        """Note that a device's stream may stand still; counted by `settle`."""
+        with self._lock:
+            self._stops.append((path, standstill))
+
+    def settle(self) -> None:
+        """Count what streams stood still; they must have passed the points noted."""
+        with self._lock:
+            stops, self._stops = self._stops, []
+        for path, standstill in stops:
+            self.wait(path, standstill.seconds())

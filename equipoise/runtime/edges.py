@@ -24,12 +24,19 @@ from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.relocate import Move, Relocator, digest_moves, owner_to_home
 from equipoise.runtime.watchdog import Transfer
 
+GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
+"""Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
+
 
 class WindowEdges:
     """Publishes weights to homes and collects gradients to owners, for all layers of one EP group."""
 
-    def __init__(self, node: NodeMemory) -> None:
-        self._node = node
+    def __init__(self, node: NodeMemory, *, gradient_of: GradientOf | None = None) -> None:
+        """
+        Args:
+            gradient_of: where gradients lie, if not in `grad`; they must be there before the first window
+        """
+        self._node, self._gradient_of = node, gradient_of or _grad_of
         self._moves: list[list[Move]] | None = None
         self._relocator = Relocator(node)
 
@@ -93,16 +100,23 @@ class WindowEdges:
 
     def _gradients(self, layer: int) -> ExpertWeights:
         """The gradients of a layer, zeros where a rank has none and another has."""
-        for tensor in self._node.homes[layer].tensors():
-            if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-        return ExpertWeights(*(None if t is None else t.grad for t in self._node.homes[layer]))
+        homes = self._node.homes[layer]
+        if self._gradient_of is _grad_of:
+            for tensor in homes.tensors():
+                tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        found = ExpertWeights(*(None if t is None else self._gradient_of(t) for t in homes))
+        if len(list(found.tensors())) < len(list(homes.tensors())):
+            raise TransferError(
+                f"layer index {layer}: gradient_of finds no gradient for a parameter of this rank while another rank "
+                "has one; allocate the accumulated gradients of all experts before the window opens"
+            )
+        return found
 
     def _layers_with_gradients(
         self, transfer: Transfer, *, is_any: Callable[[torch.Tensor | None], bool]
     ) -> list[bool]:
         """Whether any rank has gradients in a layer, the same on all ranks."""
-        mine = [int(any(is_any(t.grad) for t in homes.tensors())) for homes in self._node.homes]
+        mine = [int(any(is_any(self._gradient_of(t)) for t in homes.tensors())) for homes in self._node.homes]
         return [value > 0 for value in self._node.agree(mine, transfer)]
 
     def _arrivals(self, moves: Sequence[Sequence[Move]]) -> int:
@@ -117,6 +131,10 @@ class WindowEdges:
                 raise TransferError(f"the plan has {name} {value}, the node's memory was opened for {wanted[name]}")
         if plan.persistent:
             raise TransferError(f"a plan of policy {plan.policy!r} is not executed: its homes are no permutation")
+
+
+def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad
 
 
 def _is_there(gradient: torch.Tensor | None) -> bool:

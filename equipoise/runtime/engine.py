@@ -6,7 +6,8 @@ The order of a window, the same on every rank:
 3. `close_window()`: stop pulling, wait until all ranks of the node have, collect.
 
 Knows windows and versions. Does not know rows, nor how a plan was made. Experts travel in `edges` (publish, collect),
-`puller` (pulls) and `returns`; the words in shared memory that order them are in `watchdog`.
+`puller` (pulls), `refresher` (to the host store) and `returns`; the words in shared memory that order them are in
+`watchdog`, the points in a device's work in `streams`.
 
 Invariants (asserted by the tests):
 1. Nobody overwrites home weights before every rank of the node has retired the version.
@@ -27,12 +28,14 @@ from equipoise.core.itinerary import PATHS, Visit
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.counters import Counters
-from equipoise.runtime.edges import WindowEdges
+from equipoise.runtime.edges import GradientOf, WindowEdges
+from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.itinerary_walk import Walk
 from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.node import NodeMemory, Registration
-from equipoise.runtime.paths import Path, ShmPath
+from equipoise.runtime.paths import HostPath, MappedPath, Path
 from equipoise.runtime.puller import Puller
+from equipoise.runtime.refresher import Entry, Refresher, first_uses
 from equipoise.runtime.returns import Mailboxes
 from equipoise.runtime.watchdog import RETIRED, VERSION, Transfer
 
@@ -48,6 +51,7 @@ class TransferEngine:
         node_R: Sequence[int],
         options: TransferOptions,
         paths: Mapping[str, Path] | None = None,
+        gradient_of: GradientOf | None = None,
     ) -> None:
         """Share memory with the node's ranks and move the parameters in. Every rank of `group` must call this.
 
@@ -56,12 +60,16 @@ class TransferEngine:
             group: the EP group, able to move CPU tensors
             node_R: node of each rank of the group
             options: slots, depth, budget and bounds
-            paths: by the plan's name for them; shared memory for all by default
+            paths: by the plan's name for them, instead of the ones that `options` ask for
+            gradient_of: where a parameter's accumulated gradient lies, if not in its `grad`
         """
         self._node = NodeMemory(homes, group=group, node_R=node_R, options=options)
-        shm = ShmPath(self._node)
-        self._paths: dict[str, Path] = {"peer": shm, "host": shm, **(paths or {})}
-        self._edges = WindowEdges(self._node)
+        self._paths: dict[str, Path] = {"peer": MappedPath(self._node), **(paths or {})}
+        if options.path == "peer":
+            self._paths = dict.fromkeys(PATHS, self._paths["peer"])
+        self._store: HostStore | None = None
+        self._refresher: Refresher | None = None
+        self._edges = WindowEdges(self._node, gradient_of=gradient_of)
         self._puller = Puller(self._node, self._paths)
         self._mailboxes = Mailboxes(self._node)
         self._plan: Plan | None = None
@@ -89,6 +97,8 @@ class TransferEngine:
         if self._is_suspended:
             raise TransferError("the engine is suspended; call resume() before the next window")
         walk = Walk(plan, rank=self._node.rank)
+        if self._needs_store(plan):
+            self._open_store()
         self._check_reach(plan)
         self._node.check()
         self._edges.publish(plan)
@@ -116,17 +126,36 @@ class TransferEngine:
         with torch.profiler.record_function("equipoise.weights"):
             return self._puller.weights(visit)
 
+    def joined(self, visit: Visit) -> ExpertWeights | None:
+        """Return home and replica weights at `visit` in one tensor each, without biases; None without an arena."""
+        self._open_plan()
+        with torch.profiler.record_function("equipoise.weights"):
+            return self._puller.joined(visit)
+
     def hand_in(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Take the gradients of this rank's replicas and start them towards their homes."""
         with torch.profiler.record_function("equipoise.hand_in"):
             waited = self._mailboxes.hand_in(self._open_plan(), micro_step, layer, gradients)
-        self.counters.wait("shm", waited)
+        self._count_wait(waited)
 
     def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Wait for what replicas of this rank's home experts returned and add it, in place, in ascending rank order."""
         with torch.profiler.record_function("equipoise.collect_returns"):
             waited = self._mailboxes.collect(self._open_plan(), micro_step, layer, gradients)
-        self.counters.wait("shm", waited)
+        self._count_wait(waited)
+
+    def complete_store(self) -> HostStore:
+        """Bring every expert of the model to this node's host store. Every rank must call this, between windows.
+
+        Returns: the store, complete: the source for weight sync, export and checkpoints until the next window opens
+        """
+        if self._plan is not None:
+            raise TransferError("a window is open; close it before the host store is completed")
+        self._open_store()
+        assert self._store is not None and self._refresher is not None, "opened above"
+        self._version += 1
+        self._refresher.complete(version=self._version)
+        return self._store
 
     def suspend(self) -> None:
         """Stop all transfers, so that parameters may be moved or freed. Every rank of the node must call this."""
@@ -157,9 +186,15 @@ class TransferEngine:
     def close(self) -> None:
         """Free everything; parameters get memory of their own. Closing twice is allowed."""
         self._puller.close()
+        self._mailboxes.close()
+        if self._refresher is not None:
+            self._refresher.close()
         self._plan = self._walk = None
         self._paths = {}
         self._node.close()
+        if self._store is not None:
+            self._store.close()
+        self._store = self._refresher = None
 
     def __enter__(self) -> "TransferEngine":
         return self
@@ -168,16 +203,57 @@ class TransferEngine:
         self.close()
 
     def _start_version(self) -> None:
-        """Announce that this rank's homes are ready and let the puller run."""
-        assert self._walk is not None, "a version starts with a walk"
+        """Announce that this rank's homes are ready, refresh what will be pulled from the store, let the puller run."""
+        assert self._walk is not None and self._plan is not None, "a version starts with a plan"
         self._version += 1
+        self._node.settle(Transfer("fence", path=self._node.direct_path))
         self._node.words[self._node.rank][VERSION] = self._version
+        if self._refresher is not None:
+            self._refresher.start(self._refreshed(self._plan), version=self._version)
         self._puller.resume(self._walk, version=self._version)
 
     def _retire_version(self) -> None:
-        """Stop pulling, and wait until every rank of the node has stopped: from here on weights may be overwritten."""
+        """Stop all transfers, and wait until every rank of the node has: from here on weights may be overwritten."""
         self._puller.pause()
-        self._node.fence(RETIRED, self._version, Transfer("fence"))
+        if self._refresher is not None:
+            self._refresher.pause()
+        self._mailboxes.finish()
+        self._node.settle(Transfer("fence", path=self._node.direct_path))
+        self.counters.settle()
+        self._node.fence(RETIRED, self._version, Transfer("fence", path=self._node.direct_path))
+
+    def _needs_store(self, plan: Plan) -> bool:
+        """Whether any rank pulls from the host store under this plan; the same on all ranks."""
+        if self._node.options.path == "peer" or not len(plan.replica_table):
+            return False
+        is_forced = self._node.options.path == "host"
+        return is_forced or bool((plan.replica_table.path_P2 == PATHS.index("host")).any())
+
+    def _open_store(self) -> None:
+        """Make the node's host store and the path from it, once. Every rank must call this."""
+        if self._store is not None:
+            return
+        node = self._node
+        # Bounded, unlike what follows: all ranks are here from now on.
+        node.agree([0], Transfer("publish", path="host"))
+        experts = node.layout.home_slots * len(node.node_R)
+        given = {"group": node.group, "node_R": node.node_R, "timeout_s": node.options.timeout_s}
+        self._store = HostStore(node.layout, experts=experts, is_checked=node.options.is_checked, **given)
+        self._refresher = Refresher(node, self._store)
+        path = HostPath(self._store, node.peers)
+        self._paths.setdefault("host", path)
+        if node.options.path == "host":
+            self._paths.update(dict.fromkeys(PATHS, path))
+
+    def _refreshed(self, plan: Plan) -> list[Entry]:
+        """This rank's experts that the plan pulls from the store."""
+        names = [name for name, path in self._paths.items() if isinstance(path, HostPath)]
+        return first_uses(plan, rank=self._node.rank, paths=names)
+
+    def _count_wait(self, waited: float) -> None:
+        """Count what the caller waited; on a device its stream tells, see `Counters.stop`."""
+        if self._node.device.type == "cpu":
+            self.counters.wait(self._node.direct_path, waited)
 
     def _open_plan(self) -> Plan:
         if self._plan is None:

@@ -8,18 +8,24 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import Literal, get_args
 
 import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.value import require_int
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.pages import whole
 from equipoise.runtime.watchdog import MESSAGE_BYTES, TAGS
 
 _ALIGN = 64
 """Bytes of a cache line."""
+
+
+ForcedPath = Literal["plan", "peer", "host"]
+Buffers = Literal["separate", "arena"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +44,21 @@ class TransferOptions:
     """Of gradients; None: as the weights."""
     is_locked: bool = False
     """Keep the shared pages in memory."""
+    path: ForcedPath = "plan"
+    """Which way pulls go: as the plan says, or all of them by one path."""
+    buffers: Buffers = "separate"
+    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both."""
+    is_checked: bool = False
+    """Keep a checksum of every expert in the host store, and compare it before a pull."""
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, low=0, error=TransferError)
         require_int("depth", self.depth, low=1, error=TransferError)
         if not self.timeout_s > 0:
             raise TransferError(f"timeout_s is {self.timeout_s}; it must be above 0")
+        for name, value, known in (("path", self.path, ForcedPath), ("buffers", self.buffers, Buffers)):
+            if value not in get_args(known):
+                raise TransferError(f"{name} is {value!r}; it must be one of {', '.join(get_args(known))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +73,7 @@ class Layout:
     home_slots: int
     slots: int
     depth: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
     def of(cls, homes: Sequence[ExpertWeights], options: TransferOptions) -> "Layout":
@@ -76,6 +92,7 @@ class Layout:
             home_slots=first.num_slots,
             slots=options.slots,
             depth=options.depth,
+            device=first.gate_up_SFD.device,
         )
 
     def bytes_of(self, num_slots: int, dtype: torch.dtype) -> int:
@@ -118,14 +135,33 @@ class Layout:
         return aligned(8 * (TAGS + self.num_mailboxes)) + MESSAGE_BYTES
 
     @property
-    def area_bytes(self) -> int:
-        """One rank's part of the node's memory."""
-        return self.control_bytes + self.layers * self.home_bytes + self.outbox_bytes + self.mailbox_bytes
+    def matrices(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one expert's two matrices."""
+        return tuple(shape for shape in self.shapes[:2] if shape is not None)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Biases of one layer's home slots."""
+        lines = (prod(shape) for shape in self.shapes[2:] if shape is not None)
+        return sum(aligned(self.home_slots * line * self.dtype.itemsize) for line in lines)
+
+    def matrix_bytes(self, field: int, num_slots: int) -> int:
+        """One of the two matrices of some slots."""
+        return num_slots * prod(self.matrices[field]) * self.dtype.itemsize
+
+    def pieces(self, granule: int) -> list[int]:
+        """Bytes of each piece of a rank's pages: per layer its two matrices, then biases, outbox and mailboxes."""
+        matrices = [whole(self.matrix_bytes(field, self.home_slots), granule) for field in (0, 1)]
+        rest = self.layers * self.bias_bytes + self.outbox_bytes + self.mailbox_bytes
+        return [*matrices * self.layers, whole(rest, granule)]
 
 
-def allocate_experts(layout: Layout, num_slots: int, dtype: torch.dtype) -> ExpertWeights:
+def allocate_experts(
+    layout: Layout, num_slots: int, dtype: torch.dtype, *, device: torch.device | str = "cpu"
+) -> ExpertWeights:
     """[num_slots, ...] private tensors, not filled."""
-    return ExpertWeights(*(None if s is None else torch.empty(num_slots, *s, dtype=dtype) for s in layout.shapes))
+    made = (None if s is None else torch.empty(num_slots, *s, dtype=dtype, device=device) for s in layout.shapes)
+    return ExpertWeights(*made)
 
 
 def aligned(num_bytes: int) -> int:
@@ -144,7 +180,7 @@ def check_budget(layout: Layout, options: TransferOptions) -> None:
 
 
 def check_tensor(layer: int, tensor: torch.Tensor | None, like: torch.Tensor | None) -> None:
-    """Raise unless the tensor has the shape and dtype of `like` and is on the CPU."""
+    """Raise unless the tensor has the shape, dtype and device of `like`."""
     if tensor is None or like is None:
         if tensor is not like:
             raise TransferError(f"layer index {layer}: some layers have expert biases and some have none")
@@ -154,5 +190,8 @@ def check_tensor(layer: int, tensor: torch.Tensor | None, like: torch.Tensor | N
             f"layer index {layer}: an expert tensor is {tensor.dtype} {tuple(tensor.shape)}, expected {like.dtype} "
             f"{tuple(like.shape)}; replica buffers are shared by all layers, so all must be alike"
         )
-    if tensor.device.type != "cpu":
-        raise TransferError(f"layer index {layer}: an expert tensor is on {tensor.device}; shared memory needs the CPU")
+    if tensor.device != like.device or tensor.device.type not in ("cpu", "cuda"):
+        raise TransferError(
+            f"layer index {layer}: an expert tensor is on {tensor.device}; all must be on the CPU, or all on one CUDA "
+            f"device, and the first is on {like.device}"
+        )

@@ -75,23 +75,23 @@ def share_memory(
     peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
     maker = _Maker(num_bytes, is_locked=is_locked) if rank == peers[0] else None
     with closing(maker) if maker is not None else nullcontext():
-        outcomes = _exchange(("", "") if maker is None else (maker.address, maker.failure), group)
-        failures = [f"rank {r}: {failure}" for r, (_, failure) in enumerate(outcomes) if failure]
-        if failures:
-            raise TransferError(failures[0])
+        outcomes = exchange_outcomes(("", "") if maker is None else (maker.address, maker.failure), group)
         if maker is not None:
             maker.hand_out(len(peers) - 1, timeout_s=timeout_s)
             return SharedMemory(maker.descriptor, num_bytes, is_locked=is_locked)
         return _fetch(outcomes[peers[0]][0], num_bytes, timeout_s=timeout_s, is_locked=is_locked)
 
 
-def _exchange(mine: tuple[str, str], group: Any) -> list[tuple[str, str]]:
-    """Every rank's address and failure."""
+def exchange_outcomes(mine: tuple[str, str], group: Any) -> list[tuple[str, str]]:
+    """Tell all ranks an address and a failure, and return theirs; if one failed, all raise its words."""
     outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
     try:
         dist.all_gather_object(outcomes, mine, group=group)
     except RuntimeError as error:
         raise TransferError(f"shared memory: a rank of the group is gone or unreachable: {error}") from error
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]
+    if failures:
+        raise TransferError(failures[0])
     return outcomes
 
 

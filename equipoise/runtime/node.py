@@ -3,12 +3,12 @@
 Knows shapes, offsets and the parameters that were moved in. Does not know plans, nor when anything may be read: that is
 said by the words of the `watchdog` and kept by `edges`, `returns` and `engine`.
 
-One area per rank of the node, all alike, in rank order; each part begins at a multiple of 64 bytes:
-    words      int64, see `watchdog`, one tag per mailbox at the end
-    message    why this rank gave up
-    homes      per layer, the home weights [home_slots, ...] of every tensor
-    outbox     [home_slots, ...] experts on their way at a window's edge, one layer at a time
-    mailboxes  [mailboxes, ...] replica gradients on their way home
+Two kinds of memory, each rank having its own part:
+    control    on the CPU: int64 words, see `watchdog`, one tag per mailbox at the end; and why this rank gave up
+    pages      where the parameters are, see `pages`:
+        homes      per layer and matrix one piece, [home_slots, ...] at its end, so that replica slots can follow
+        the rest   biases; outbox [home_slots, ...], experts on their way at a window's edge, one layer at a time;
+                   mailboxes [mailboxes, ...], replica gradients on their way home
 
 Invariants (asserted by the tests):
 1. Parameters stay the same objects with the same values when they move in and when they move out again.
@@ -17,7 +17,9 @@ Invariants (asserted by the tests):
 4. `agree` gives every rank of the group the same answer, or all of them an error within the bound.
 """
 
+import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -27,10 +29,15 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
+from equipoise.runtime.arena import ReplicaBuffers, make_buffers
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.counters import Counters
+from equipoise.runtime.cuda_pages import CudaPager
 from equipoise.runtime.layout import Layout, TransferOptions, aligned, check_budget, check_tensor
-from equipoise.runtime.memory import share_memory
+from equipoise.runtime.memory import SharedMemory, share_memory
+from equipoise.runtime.node_pages import share_pages
+from equipoise.runtime.pages import HostPager, Pager, Span
+from equipoise.runtime.streams import Mark
 from equipoise.runtime.watchdog import MESSAGE_BYTES, TAGS, Transfer, Watchdog
 
 
@@ -70,8 +77,13 @@ class NodeMemory:
         if len(self.node_R) != dist.get_world_size(group):
             raise TransferError(f"node_R names {len(self.node_R)} ranks, the group has {dist.get_world_size(group)}")
         self.peers = tuple(r for r, node in enumerate(self.node_R) if node == self.node_R[self.rank])
-        self._memory = share_memory(
-            len(self.peers) * self.layout.area_bytes,
+        self._homes: dict[int, tuple[ExpertWeights, ...]] = {}
+        self._mailboxes: dict[int, ExpertWeights] = {}
+        self._rest: dict[int, Span] = {}
+        # First, because it is the larger part: what does not fit is refused before anything is reserved.
+        self._map_pages()
+        self._control: SharedMemory = share_memory(
+            len(self.peers) * self.layout.control_bytes,
             group=group,
             node_R=self.node_R,
             timeout_s=options.timeout_s,
@@ -86,22 +98,30 @@ class NodeMemory:
         self.agree([0], Transfer("fence", path="p2p"))
         self.watchdog.watch_peers()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.layout.device
+
+    @property
+    def direct_path(self) -> str:
+        """What counters and errors call memory that this node's ranks have mapped."""
+        return "shm" if self.device.type == "cpu" else "peer"
+
     def home(self, rank: int, layer: int) -> ExpertWeights:
         """[home_slots, ...] home weights of a rank of this node."""
-        offset = self._area(rank) + self.layout.control_bytes + layer * self.layout.home_bytes
-        return self._experts(offset, self.layout.home_slots, self.layout.dtype)
+        return self._homes[rank][layer]
 
     def outbox(self, rank: int, dtype: torch.dtype) -> ExpertWeights:
         """[home_slots, ...] staging of a rank of this node, read as `dtype`."""
         if dtype.itemsize > max(self.layout.dtype.itemsize, self.layout.grad_dtype.itemsize):
             raise TransferError(f"the outbox has no room for {dtype}; give it as grad_dtype")
-        offset = self._area(rank) + self.layout.control_bytes + self.layout.layers * self.layout.home_bytes
-        return self._experts(offset, self.layout.home_slots, dtype)
+        offset = self.layout.layers * self.layout.bias_bytes
+        return self._experts(self._rest[rank], offset, self.layout.home_slots, dtype)
 
     def mailboxes(self, rank: int) -> ExpertWeights:
         """[mailboxes, ...] replica gradients that a rank of this node returns."""
-        offset = self._area(rank) + self.layout.area_bytes - self.layout.mailbox_bytes
-        return self._experts(offset, self.layout.num_mailboxes, self.layout.grad_dtype)
+        return self._mailboxes[rank]
 
     def adopt(self, *, version: int) -> None:
         """Move the parameters into shared memory, values and all; those already there stay as they are."""
@@ -118,6 +138,9 @@ class NodeMemory:
                     tensor.data = view
                 registrations.append(Registration(name, view.data_ptr(), view.nbytes, version))
         self._registrations = tuple(registrations)
+        if self.device.type == "cuda":
+            # The memory that parameters left is of no more use to torch.
+            torch.cuda.empty_cache()
 
     def check(self) -> None:
         """Raise if a parameter is no longer where it was registered."""
@@ -172,37 +195,102 @@ class NodeMemory:
                 reason = f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan"
                 raise self.watchdog.abort(reason)
 
+    def finish(self, operations: Sequence[Any], transfers: Sequence[Transfer]) -> None:
+        """Run point-to-point operations to their end, bounded; `transfers` name them in errors."""
+        end, transfer = time.monotonic() + self.options.timeout_s, transfers[0]
+        self.watchdog.check(transfer)
+        try:
+            works = dist.batch_isend_irecv(list(operations))
+            for work, transfer in zip(works, transfers, strict=True):  # noqa: B007  # named by the error below
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+        except RuntimeError as error:
+            raise self.watchdog.lost(transfer, error) from error
+
     def close(self) -> None:
         """Move the parameters out into memory of their own and let go of the node's. Closing twice is allowed."""
         for weights in self.homes if self._registrations else ():
             for tensor in weights.tensors():
                 tensor.data = tensor.detach().clone()
         self._registrations = ()
+        self.settle()
         self.words = {}
+        self._homes, self._mailboxes, self._rest = {}, {}, {}
+        self.buffers.close()
         self.watchdog.close()
-        self._memory.close()
+        self._control.close()
 
-    def _area(self, rank: int) -> int:
-        return self.peers.index(rank) * self.layout.area_bytes
+    def settle(self, transfer: Transfer | None = None) -> None:
+        """Wait until the device has done what the current stream was given, bounded; nothing to wait for on a CPU."""
+        mark = Mark.now(self.device)
+        if transfer is None:
+            mark.block()
+        else:
+            self.watchdog.wait(mark.is_reached, transfer)
+
+    def _map_pages(self) -> None:
+        """Make this rank's pages, map those of the node, and say what lies where."""
+        layout, pager = self.layout, _pager(self.device, self.options)
+        sizes = layout.pieces(pager.granule)
+        shared = share_pages(sizes, pager=pager, group=self.group, node_R=self.node_R, timeout_s=self.options.timeout_s)
+        self.buffers: ReplicaBuffers = make_buffers(layout, self.options, pager=pager, homes=shared.own[:-1])
+        for pages in shared.own:
+            pages.release()
+        self._rest = {rank: spans[-1] for rank, spans in shared.spans.items()}
+        self._homes = {
+            rank: tuple(self._home(rank, layer, spans, sizes) for layer in range(layout.layers))
+            for rank, spans in shared.spans.items()
+        }
+        offset = layout.layers * layout.bias_bytes + layout.outbox_bytes
+        self._mailboxes = {
+            rank: self._experts(rest, offset, layout.num_mailboxes, layout.grad_dtype)
+            for rank, rest in self._rest.items()
+        }
+
+    def _home(self, rank: int, layer: int, spans: Sequence[Span], sizes: Sequence[int]) -> ExpertWeights:
+        """[home_slots, ...] one layer of a rank: matrices at the end of their pieces, biases among the rest."""
+        layout = self.layout
+        matrices = self.buffers.home(layer) if rank == self.rank else None
+        if matrices is None:
+            pairs = zip(spans[2 * layer :][:2], sizes[:2], layout.matrices, strict=True)
+            matrices = tuple(
+                _at_end(span, size, (layout.home_slots, *shape), layout.dtype) for span, size, shape in pairs
+            )
+        offset, biases = layer * layout.bias_bytes, list[torch.Tensor | None]()
+        for shape in layout.shapes[2:]:
+            biases.append(None if shape is None else spans[-1].view(offset, (layout.home_slots, *shape), layout.dtype))
+            offset += 0 if shape is None else aligned(layout.home_slots * prod(shape) * layout.dtype.itemsize)
+        return ExpertWeights(*matrices, *biases)
 
     def _words(self, rank: int) -> np.ndarray:
         count = TAGS + self.layout.num_mailboxes
-        return self._memory.view(self._area(rank), (count,), torch.int64).numpy()
+        return self._control.view(self._control_of(rank), (count,), torch.int64).numpy()
 
     def _message(self, rank: int) -> np.ndarray:
-        offset = self._area(rank) + self.layout.control_bytes - MESSAGE_BYTES
-        return self._memory.view(offset, (MESSAGE_BYTES,), torch.uint8).numpy()
+        offset = self._control_of(rank) + self.layout.control_bytes - MESSAGE_BYTES
+        return self._control.view(offset, (MESSAGE_BYTES,), torch.uint8).numpy()
 
-    def _experts(self, offset: int, num_slots: int, dtype: torch.dtype) -> ExpertWeights:
+    def _control_of(self, rank: int) -> int:
+        return self.peers.index(rank) * self.layout.control_bytes
+
+    def _experts(self, span: Span, offset: int, num_slots: int, dtype: torch.dtype) -> ExpertWeights:
         """[num_slots, ...] tensors one behind the other from `offset` on."""
         tensors: list[torch.Tensor | None] = []
         for shape in self.layout.shapes:
             if shape is None:
                 tensors.append(None)
                 continue
-            tensors.append(self._memory.view(offset, (num_slots, *shape), dtype))
+            tensors.append(span.view(offset, (num_slots, *shape), dtype))
             offset += aligned(num_slots * prod(shape) * dtype.itemsize)
         return ExpertWeights(*tensors)
+
+
+def _pager(device: torch.device, options: TransferOptions) -> Pager:
+    return HostPager(is_locked=options.is_locked) if device.type == "cpu" else CudaPager(device)
+
+
+def _at_end(span: Span, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over the last bytes of a piece."""
+    return span.view(size - prod(shape) * dtype.itemsize, shape, dtype)
 
 
 def _has_reached(words: np.ndarray, word: int, value: int) -> bool:

@@ -1,22 +1,25 @@
 """Paths that bring one expert's weights from its home to a replica slot of this rank.
 
-A path is chosen by the plan for each pull (`core.itinerary.Path`); what stands behind the name depends on the machine.
-On a CPU both names stand for shared memory.
+A path is chosen by the plan for each pull (`core.itinerary.Path`), or forced (`TransferOptions.path`).
 
-    ShmPath   home weights of the node's ranks, mapped
+    MappedPath   home weights of the node's ranks, mapped: `peer` on CUDA devices, `shm` on the CPU
+    HostPath     the node's host store (`host_store`), pinned where there is a device: `host`
 
 To add one: implement `Path`, and give it to the engine under the plan's name for it. A path copies and nothing else:
-when it may copy is decided by the engine's versions, who waits by its watchdog.
+it says when the weights of a version are there, and who waits for them is the puller's business.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from equipoise.core import itinerary
 from equipoise.core.itinerary import PHASES, Phase
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.relocate import copy_expert
+from equipoise.runtime.watchdog import VERSION
 
 
 class Need(NamedTuple):
@@ -42,26 +45,60 @@ class Path(Protocol):
         """Whether this rank can pull from `source`."""
         ...
 
+    def is_ready(self, need: Need, version: int) -> bool:
+        """Whether the needed weights of this version, or of a later one, can be copied now."""
+        ...
+
     def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
-        """Copy the needed weights into a slot of a buffer, finish, and return the bytes copied."""
+        """Copy the needed weights into a slot of a buffer, on the current stream, and return the bytes."""
         ...
 
 
-class ShmPath:
+class MappedPath:
     """Copies from the mapped home weights of a rank of the same node."""
 
     name = "shm"
 
     def __init__(self, node: NodeMemory) -> None:
-        self._node = node
+        self._node, self.name = node, node.direct_path
 
     def reaches(self, source: int) -> bool:
         """Whether `source` is in this rank's node."""
         return source in self._node.peers
 
+    def is_ready(self, need: Need, version: int) -> bool:
+        """Whether the home has announced the version."""
+        return bool(self._node.words[need.source][VERSION] >= version)
+
     def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
         """Copy one expert."""
         return copy_expert(buffer, slot, self._node.home(need.source, need.layer), need.source_slot)
+
+
+class HostPath:
+    """Copies from the node's host store."""
+
+    name = "host"
+
+    def __init__(self, store: HostStore, peers: Sequence[int]) -> None:
+        """
+        Args:
+            peers: ranks of this node, whose homes refresh the store
+        """
+        self._store, self._peers = store, frozenset(peers)
+
+    def reaches(self, source: int) -> bool:
+        """Whether `source` is in this rank's node."""
+        return source in self._peers
+
+    def is_ready(self, need: Need, version: int) -> bool:
+        """Whether the store holds the expert's weights of the version."""
+        return self._store.version(need.layer, need.expert) >= version
+
+    def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
+        """Copy one expert; in checked mode compare its checksum before."""
+        self._store.check(need.layer, need.expert)
+        return copy_expert(buffer, slot, self._store.experts(need.layer), need.expert)
 
 
 def needs_of(plan: Plan, micro_step: int, layer: int, *, rank: int, phase: Phase = "forward") -> tuple[Need, ...]:

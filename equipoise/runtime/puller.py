@@ -3,7 +3,9 @@
 Knows the walk, the buffers and the paths. Does not know windows' edges or gradients.
 
 One thread per rank, one fill at a time, one lock around the walk's state. Weights are one-sided within a version: a
-pull waits until its source says that it holds that version, and nobody overwrites weights before all have paused.
+pull waits until its path says that the weights of that version are there, and nobody overwrites weights before all
+have paused. On a device the copies run in a lane beside the layers: they begin once the layer that used the buffer last
+is finished there, and the layer that uses it next waits for them on the device, not in the thread that feeds it.
 
 Invariants (asserted by the tests):
 1. Replicas are bit-equal to their home's weights of the current version, whatever the delays on either side.
@@ -20,27 +22,29 @@ from equipoise.core.errors import TransferError
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.itinerary_walk import Fill, Walk
-from equipoise.runtime.layout import allocate_experts
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.paths import Need, Path
-from equipoise.runtime.watchdog import VERSION, Transfer
+from equipoise.runtime.streams import REACHED, Lane, Mark, Standstill
+from equipoise.runtime.watchdog import Transfer
 
 _JOIN_S = 1.0
 """How long closing waits for a pull that hangs before it leaves the (daemon) thread behind."""
 
 
 class Puller:
-    """Replica buffers and the thread that fills them."""
+    """The thread that fills the replica buffers, and what each holds."""
 
     def __init__(self, node: NodeMemory, paths: Mapping[str, Path]) -> None:
-        """Allocate the buffers and start the thread, paused.
+        """Start the thread, paused.
 
         Args:
-            paths: by the plan's name for them
+            paths: by the plan's name for them; may be changed while paused
         """
-        layout = node.layout
-        self._node, self._paths = node, dict(paths)
-        self._buffers = [allocate_experts(layout, layout.slots, layout.dtype) for _ in range(layout.depth + 1)]
+        self._node, self._paths = node, paths
+        self._buffers, count = node.buffers, node.layout.depth + 1
+        self._lane = Lane(node.device)
+        self._filled, self._free = [REACHED] * count, [REACHED] * count
+        self._lent: int | None = None
         self._changed = threading.Condition()
         self._walk: Walk | None = None
         self._version = 0
@@ -56,27 +60,23 @@ class Puller:
             self._changed.notify_all()
 
     def pause(self) -> None:
-        """Stop filling, and wait until a fill that has begun is over."""
+        """Stop filling, and wait until a fill that has begun is over, on the device too."""
         with self._changed:
             self._is_paused = True
             filling = None if self._walk is None else self._walk.filling
             transfer = Transfer("pull") if filling is None else self._transfer(filling.needs[0])
             self._wait(lambda: self._walk is None or self._walk.filling is None, transfer)
+            self._wait(lambda: all(mark.is_reached() for mark in self._filled), transfer)
 
     def weights(self, visit: Visit) -> ExpertWeights:
-        """Return this rank's replica weights at `visit`; waits until they are there."""
-        with self._changed:
-            if self._walk is None or self._is_paused:
-                raise TransferError(f"{visit} asks for replicas, but no window is open or the engine is suspended")
-            walk = self._walk
-            fill, is_on_demand = walk.announce(visit)
-            self._changed.notify_all()
-            if fill.needs:
-                waited = self._wait(lambda: walk.holds(fill), self._transfer(fill.needs[0]))
-                self._node.counters.wait(self._paths[fill.needs[0].path].name, waited)
-                self._node.counters.on_demand += is_on_demand
-            buffer = self._buffers[fill.buffer]
-        return ExpertWeights(*(None if t is None else t[: len(fill.needs)] for t in buffer))
+        """Return this rank's replica weights at `visit`; what the current stream is given next waits for them."""
+        fill = self._lend(visit)
+        return ExpertWeights(*(None if t is None else t[: len(fill.needs)] for t in self._buffers.slots(fill.buffer)))
+
+    def joined(self, visit: Visit) -> ExpertWeights | None:
+        """Return home and replica weights at `visit` in one, without biases; None where they are apart."""
+        fill = self._lend(visit)
+        return self._buffers.joined(visit.layer, fill.buffer)
 
     def close(self) -> None:
         """End the thread and let go of the buffers. Closing twice is allowed."""
@@ -84,7 +84,36 @@ class Puller:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_JOIN_S)
-        self._buffers, self._walk, self._paths = [], None, {}
+        # An error refers to the calls it went through, and they to this object and to shared memory.
+        self._walk, self._paths, self._failure = None, {}, None
+
+    def _lend(self, visit: Visit) -> Fill:
+        """Let the current stream have the buffer with the replicas of `visit`, and take back the one it had."""
+        standstill = Standstill(self._node.device)
+        with self._changed:
+            if self._walk is None or self._is_paused:
+                raise TransferError(f"{visit} asks for replicas, but no window is open or the engine is suspended")
+            walk = self._walk
+            if self._lent is not None:
+                # All that used it has been given to the stream by now.
+                self._free[self._lent] = Mark.now(self._node.device)
+            fill, is_on_demand = walk.announce(visit)
+            self._lent = fill.buffer if fill.needs else None
+            self._changed.notify_all()
+            if fill.needs:
+                waited = self._wait(lambda: walk.holds(fill), self._transfer(fill.needs[0]))
+                self._filled[fill.buffer].hold_up(self._node.device)
+                standstill.end()
+                self._count(fill, waited, standstill)
+                self._node.counters.on_demand += is_on_demand
+        return fill
+
+    def _count(self, fill: Fill, waited: float, standstill: Standstill) -> None:
+        path = self._paths[fill.needs[0].path].name
+        if self._node.device.type == "cpu":
+            self._node.counters.wait(path, waited)
+        else:
+            self._node.counters.stop(path, standstill)
 
     def _wait(self, is_ready: Callable[[], bool], transfer: Transfer) -> float:
         """Wait with the lock given up in between, until ready or failed."""
@@ -100,9 +129,11 @@ class Puller:
     def _run(self) -> None:
         try:
             while (fill := self._take()) is not None:
-                for slot, need in enumerate(fill.needs):
-                    self._pull(need, self._buffers[fill.buffer], slot)
+                with self._lane.work(after=self._free[fill.buffer]):
+                    for slot, need in enumerate(fill.needs):
+                        self._pull(need, self._buffers.slots(fill.buffer), slot)
                 with self._changed:
+                    self._filled[fill.buffer] = self._lane.mark()
                     if self._walk is not None:
                         self._walk.end()
                     self._changed.notify_all()
@@ -122,8 +153,7 @@ class Puller:
 
     def _pull(self, need: Need, buffer: ExpertWeights, slot: int) -> None:
         path, transfer = self._paths[need.path], self._transfer(need)
-        words = self._node.words[need.source]
-        self._node.watchdog.wait(lambda: self._is_closed or bool(words[VERSION] >= self._version), transfer)
+        self._node.watchdog.wait(lambda: self._is_closed or path.is_ready(need, self._version), transfer)
         with torch.profiler.record_function("equipoise.pull"):
             copied = path.pull(need, buffer, slot)
         self._node.counters.arrive(path.name, copied)

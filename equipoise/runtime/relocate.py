@@ -1,12 +1,14 @@
 """`Relocator`: experts change slots in place, within and across nodes, a layer at a time and as a whole.
 
 Home slots are a permutation of owned slots, so no new parameters and no second copy of a model are needed. Inside a
-node experts pass through the outboxes in shared memory, across nodes by point-to-point into a buffer of one layer.
+node experts pass through the outboxes in memory that its ranks have mapped, across nodes by point-to-point between
+buffers of one layer on the CPU.
 
 Knows moves and tensors with a slot axis. Does not know why experts move, nor whether someone reads the slots meanwhile.
 
 Steps of a relocation, called by all ranks of the group with the same moves:
 1. Stage: copy what leaves to the own outbox; receive what comes from other nodes into the buffer. No slot is written.
+   Wait until the device has done so.
 2. Agree: all ranks compare the relocation's number, its moves and its bytes; nobody agrees before all has arrived.
 3. Write: everything is now in memory that a failing rank cannot take away, so each rank only copies.
 
@@ -19,7 +21,6 @@ Invariants (asserted by the tests):
 import hashlib
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Relocator:
     """Carries out moves on the tensors of one EP group."""
 
     def __init__(self, node: NodeMemory) -> None:
-        """Allocate the buffer for what comes from other nodes, where there are any."""
+        """Allocate the buffer for what comes from other nodes, where there are any; on the CPU, as gloo wants it."""
         self._node = node
         self._number = int(node.words[node.rank][WRITTEN])
         self._buffers = self._receive_buffers()
@@ -71,15 +72,17 @@ class Relocator:
         if not moves:
             return
         begin, self._number = time.monotonic(), self._number + 1
-        whole = Transfer(kind, layer=layer, path="shm")
+        whole = Transfer(kind, layer=layer, path=self._node.direct_path)
         with torch.profiler.record_function(f"equipoise.{kind}"):
             self._node.wait_peers(WRITTEN, self._number - 1, whole)
             self._stage(moves, tensors)
             self._receive(kind, layer, moves, tensors)
+            self._node.settle(whole)
             self._agree(whole._replace(path="p2p"), moves, tensors)
             self._write(moves, tensors)
+            self._node.settle(whole)
         self._node.words[self._node.rank][WRITTEN] = self._number
-        path = "p2p" if any(self._crosses(move) for move in moves) else "shm"
+        path = "p2p" if any(self._crosses(move) for move in moves) else self._node.direct_path
         self._node.counters.wait(path, time.monotonic() - begin)
 
     def _stage(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
@@ -101,21 +104,11 @@ class Relocator:
             slot = move.source_slot if is_leaving else move.target_slot
             for tensor in held.tensors():
                 row = tensor.detach()[slot]
-                row = row.contiguous() if is_leaving else row
+                row = row.contiguous().cpu() if is_leaving else row
                 operations.append(dist.P2POp(act, row, group=self._node.group, group_peer=peer))
                 transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
         if operations:
-            self._finish(operations, transfers)
-
-    def _finish(self, operations: list[Any], transfers: Sequence[Transfer]) -> None:
-        end, transfer = time.monotonic() + self._node.options.timeout_s, transfers[0]
-        self._node.watchdog.check(transfer)
-        try:
-            works = dist.batch_isend_irecv(operations)
-            for work, transfer in zip(works, transfers, strict=True):  # noqa: B007  # named by the error below
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
-        except RuntimeError as error:
-            raise self._node.watchdog.lost(transfer, error) from error
+            self._node.finish(operations, transfers)
 
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""
@@ -130,7 +123,7 @@ class Relocator:
             for box, move in enumerate(self._leaving_inside(moves, source)):
                 if move.target == me:
                     copied = copy_expert(tensors, move.target_slot, outbox, box)
-                    self._node.counters.arrive("shm", copied if source != me else 0)
+                    self._node.counters.arrive(self._node.direct_path, copied if source != me else 0)
         buffer = self._buffer(dtype)
         for move in moves:
             if move.target == me and self._crosses(move):
@@ -156,10 +149,10 @@ class Relocator:
 
 
 def copy_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
-    """Copy one expert between slots and return its bytes."""
+    """Copy one expert between slots, on the current stream, and return its bytes."""
     copied = 0
     for into, out_of in zip(target.tensors(), source.tensors(), strict=True):
-        into[target_slot].copy_(out_of[source_slot])
+        into[target_slot].copy_(out_of[source_slot], non_blocking=True)
         copied += int(into[target_slot].nbytes)
     return copied
 

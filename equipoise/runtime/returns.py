@@ -6,8 +6,10 @@ A mailbox's tag is 0 while it is free; otherwise it names what lies in it, compl
     bits 28..39  micro-step
     bits 16..27  layer index
     bits  0..15  expert
-So a home finds what it waits for by name, whatever the order in which others filled their boxes, and a box is filled
-again only once its home has set the tag back to 0.
+A negative tag names what is being put into it. So a home finds what it waits for by name, whatever the order in which
+others filled their boxes, and a box is filled again only once its home has set the tag back to 0. On a device a tag is
+set once the copy or addition it announces is finished there (`streams.Announcer`), so that neither side holds up the
+thread that feeds the layers.
 
 Knows gradients and tags. Does not know pulls or autograd.
 
@@ -29,6 +31,7 @@ from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.paths import needs_of
 from equipoise.runtime.relocate import copy_expert
+from equipoise.runtime.streams import Announcer, Mark, Standstill
 from equipoise.runtime.watchdog import TAGS, Transfer
 
 
@@ -37,6 +40,7 @@ class Mailboxes:
 
     def __init__(self, node: NodeMemory) -> None:
         self._node = node
+        self._announcer = Announcer(node.device)
         self._handed_in: set[tuple[int, int]] = set()
         self._window = 0
 
@@ -64,11 +68,12 @@ class Mailboxes:
         waited = 0.0
         boxes, tags = self._node.mailboxes(self._node.rank), self._tags(self._node.rank)
         for slot, need in enumerate(needs):
-            transfer = Transfer("return", layer, need.expert, "shm", need.source)
+            transfer = Transfer("return", layer, need.expert, self._node.direct_path, need.source)
             waited += self._node.watchdog.wait(partial(_holds, tags, 0), transfer)
-            box = int(np.flatnonzero(tags == 0)[0])
+            box, name = int(np.flatnonzero(tags == 0)[0]), self._name(micro_step, layer, need.expert)
+            tags[box] = -name
             copy_expert(boxes, box, gradients, slot)
-            self._mark(tags, box, self._name(micro_step, layer, need.expert))
+            self._announce(tags, box, name)
         return waited
 
     def collect(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> float:
@@ -78,14 +83,28 @@ class Mailboxes:
         waited = 0.0
         for expert, rank in mine:
             tags, name = self._tags(rank), self._name(micro_step, layer, expert)
-            transfer = Transfer("return", layer, expert, "shm", rank)
+            transfer = Transfer("return", layer, expert, self._node.direct_path, rank)
+            standstill = Standstill(self._node.device)
             waited += self._node.watchdog.wait(partial(_holds, tags, name), transfer)
+            standstill.end()
             box = int(np.flatnonzero(tags == name)[0])
             added = _add_expert(gradients, int(plan.home_slot_LE[layer, expert]), self._node.mailboxes(rank), box)
-            self._mark(tags, box, 0)
-            self._node.counters.arrive("shm", added)
+            self._announce(tags, box, 0)
+            self._node.counters.stop(self._node.direct_path, standstill)
+            self._node.counters.arrive(self._node.direct_path, added)
             self._node.counters.returns += 1
         return waited
+
+    def finish(self) -> None:
+        """Wait until every tag that is due has been set."""
+        transfer = Transfer("return", path=self._node.direct_path)
+        self._node.watchdog.wait(self._announcer.is_done, transfer)
+        if self._announcer.failure is not None:
+            raise self._node.watchdog.abort(f"{transfer} failed: {self._announcer.failure}")
+
+    def close(self) -> None:
+        """End the announcer's thread. Closing twice is allowed."""
+        self._announcer.close()
 
     def check_empty(self) -> None:
         """Raise if a gradient of this rank was never read; called once all ranks have finished the window."""
@@ -97,6 +116,10 @@ class Mailboxes:
                 f"the returned gradient of expert {expert}, layer index {layer}, micro-step {micro_step} was never "
                 "collected by its home; every backward pass of the window must run on all ranks"
             )
+
+    def _announce(self, tags: np.ndarray, box: int, name: int) -> None:
+        """Hand a box over once the device has done with it."""
+        self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
 
     def _tags(self, rank: int) -> np.ndarray:
         return self._node.words[rank][TAGS:]

@@ -38,7 +38,7 @@ _EXIT_S = 0.3
 _LIFE_EVERY_S = 0.05
 """Looking whether a process lives reads a file, so it is done less often."""
 
-Kind = Literal["pull", "return", "publish", "collect", "fence"]
+Kind = Literal["pull", "return", "refresh", "publish", "collect", "fence"]
 
 
 class Transfer(NamedTuple):

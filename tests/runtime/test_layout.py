@@ -47,7 +47,7 @@ REFUSED = {
     "dtype": ([weights(), weights(dtype=torch.float64)], "layer index 1: an expert tensor is torch.float64"),
     "slots": ([weights(), weights(slots=3)], "all must be alike"),
     "bias": ([weights(), weights(has_bias=True)], "layer index 1: some layers have expert biases"),
-    "device": ([weights(device="meta")], "is on meta; shared memory needs the CPU"),
+    "device": ([weights(device="meta")], "is on meta; all must be on the CPU, or all on one CUDA device"),
     "nothing": ([], "no layer was given"),
 }
 
