@@ -18,9 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.module_tracker import ModuleTracker
 
 from equipoise.core import ModelShape
 from equipoise.core.errors import RoutesError
+
+_TRACKER = ModuleTracker()
+"""Asked only whether a backward is running; it tracks nothing."""
 
 RouteIds = Tensor | Sequence[Any]
 """[L, T, K] ids as one tensor or array, or one [T, K] per MoE layer; -1 where the model shall route itself."""
@@ -153,7 +157,7 @@ def known_tokens(ids_TK: Tensor) -> Tensor:
 
 def is_in_backward() -> bool:
     """Whether this runs inside autograd's backward, as the second forward of activation checkpointing does."""
-    return torch._C._current_graph_task_id() != -1
+    return _TRACKER.is_bw
 
 
 def check_ids(ids: RouteIds, *, model: ModelShape, device: Any) -> tuple[Tensor, ...]:

@@ -92,7 +92,8 @@ class Routers:
         """Hook into the model; `unwrap` takes the hooks out."""
         self.found = found or inspect(model)
         self.counters = ReplayCounters()
-        self._model, self._turn = model, None
+        self._model = model
+        self._turn: Turn | None = None
         family, base = FAMILIES[self.found.family], model.get_submodule(self.found.base_path)
         by_path = {layer.path: layer for layer in self.found.layers}
         self._removers = [base.register_forward_pre_hook(self._start, with_kwargs=True)]

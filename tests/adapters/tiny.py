@@ -3,7 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 8, 2, 32, 16, 64
+EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 8, 3, 32, 32, 64
+"""A width in whole vectors: in a shorter row, torch's CPU sigmoid has other bits at the end of a tensor than inside."""
 
 SHARED = {
     "vocab_size": VOCAB,
@@ -13,6 +14,9 @@ SHARED = {
     "num_experts_per_tok": TOP_K,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
@@ -51,6 +55,7 @@ FIGURES = {
         "intermediate_size": WIDTH,
         "head_dim": 8,
         "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
 FAMILIES = tuple(FIGURES)
