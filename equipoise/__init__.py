@@ -5,6 +5,7 @@ The verbs and nouns of the torch-free half, loaded when first used, so that `imp
     routes = eq.read_routes("rollouts.jsonl", model="qwen3-30b-a3b")
     loads  = eq.count_loads(routes, schedule)
     plan   = eq.plan(loads, cluster=cluster, model=model, slots=1)
+    result = eq.simulate(loads, ["static", "equipoise", "balanced"], cluster=cluster, model=model)
 """
 
 from importlib import import_module
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.report import write_report
     from equipoise.routes import diagnose, read_routes, write_routes
+    from equipoise.sim import StepSetting, simulate
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,8 @@ _HOMES = {
     "plan_step": "equipoise.planner",
     "write_report": "equipoise.report",
     "PlanOptions": "equipoise.planner",
+    "simulate": "equipoise.sim",
+    "StepSetting": "equipoise.sim",
 }
 
 __all__ = [
@@ -69,6 +73,7 @@ __all__ = [
     "LoadMatrix",
     "Plan",
     "PlanOptions",
+    "StepSetting",
     "EquipoiseError",
     "RoutesError",
     "ScheduleError",

@@ -166,7 +166,7 @@ def reroute_near(
         room_X[i] = room - own
         rows += load - own
         link_R4[r, SENT_INSIDE] += load - own if r == home else -own
-    _shares(rows, room_X, share_X, count)
+    fill_shares(rows, room_X, share_X, count)
     for i in range(count):
         r = nodes.by_node_R[start + i]
         link_R4[r, RECEIVED_INSIDE] += share_X[i]
@@ -199,7 +199,7 @@ def _split_in_proportion(
     """Every source splits its rows over the holders as their room is; see `core.split.split_in_proportion`."""
     ranks = len(room_R)
     for s in range(ranks):
-        _shares(load_R[s], room_R, share_R, ranks)
+        fill_shares(load_R[s], room_R, share_R, ranks)
         for r in range(ranks):
             room_R[r] -= share_R[r]
             if r != s:
@@ -219,7 +219,7 @@ def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarr
         rows = min(left_R[here].sum(), room_R[here].sum())
         for side_R, column in ((left_R, SENT_INSIDE), (room_R, RECEIVED_INSIDE)):
             share_X = np.zeros(len(here), dtype=np.int64)
-            _shares(rows, side_R[here], share_X, len(here))
+            fill_shares(rows, side_R[here], share_X, len(here))
             for i in range(len(here)):
                 side_R[here[i]] -= share_X[i]
                 link_R4[here[i], column] += share_X[i]
@@ -229,7 +229,7 @@ def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarr
 
 
 @compiled
-def _shares(rows: int, room_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
+def fill_shares(rows: int, room_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
     """Fill the first `count` of `share_X` with `rows` rows in proportion to `room_X`; see `core.split.shares`."""
     total = np.int64(0)
     for i in range(count):

@@ -75,6 +75,8 @@ class _Clock(NamedTuple):
     exposed_3: np.ndarray
     moved_3: np.ndarray
     """[3] what each path's transfers would take in the open, or did."""
+    count_3: np.ndarray
+    """[3] experts moved by each path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +90,8 @@ class Replayed(Value):
     exposed_P3: np.ndarray
     moved_P3: np.ndarray
     """[pipeline stages, 3] by path."""
+    count_P3: np.ndarray
+    """[pipeline stages, 3] experts moved by each path."""
 
 
 def replay(works: list[Work], *, depth: int = 1) -> Replayed:
@@ -115,6 +119,7 @@ def replay(works: list[Work], *, depth: int = 1) -> Replayed:
         part_PK=np.stack([clock.part_K for clock in clocks]),
         exposed_P3=np.stack([clock.exposed_3 for clock in clocks]),
         moved_P3=np.stack([np.maximum(clock.moved_3, clock.exposed_3) for clock in clocks]),
+        count_P3=np.stack([clock.count_3 for clock in clocks]),
     )
 
 
@@ -138,25 +143,38 @@ def _figures(work: Work, course: Course) -> _Figures:
 
 def _clock(work: Work, course: Course) -> _Clock:
     ranks = work.shape[2]
-    zeros = [np.zeros(shape, dtype=np.int64) for shape in (1, (3, ranks), (2, len(course.itinerary), ranks), 7, 3, 3)]
+    zeros = [
+        np.zeros(shape, dtype=np.int64) for shape in (1, (3, ranks), (2, len(course.itinerary), ranks), 7, 3, 3, 3)
+    ]
     return _Clock(*zeros)
 
 
 @compiled
 def _run_pass(f: _Figures, clock: _Clock, first: int, layers: int, now: int) -> int:
     for v in range(first, first + layers):
-        m, phase, layer = f.visit_V3[v]
         _issue_pulls(f, clock, v, now)
-        if phase == 0:
-            now += f.planning_ML[m, layer] + f.push_ML[m, layer]
-            clock.part_K[PLANNING] += f.planning_ML[m, layer]
-            clock.part_K[PULL] += f.push_ML[m, layer]
+        if f.visit_V3[v, 1] == 0:
+            now = _react(f, clock, v, now)
             now = _forward(f, clock, v, now)
         else:
             if f.repeats_forward:
                 now = _forward(f, clock, v, now)
             now = _backward(f, clock, v, now)
     return now
+
+
+@compiled
+def _react(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
+    """Plan and push in the open, where a policy does that."""
+    m, _, layer = f.visit_V3[visit]
+    planning, push = f.planning_ML[m, layer], f.push_ML[m, layer]
+    clock.part_K[PLANNING] += planning
+    clock.part_K[PULL] += push
+    clock.exposed_3[PEER] += push
+    if push > 0:
+        entry = m * f.exchange_ML.shape[1] + layer
+        clock.count_3[PEER] += f.start_ML[entry + 1] - f.start_ML[entry]
+    return now + planning + push
 
 
 @compiled
@@ -184,6 +202,7 @@ def _issue_pulls(f: _Figures, clock: _Clock, visit: int, now: int) -> None:
             lane = HOST_LANE if path == HOST else IN_LANE
             lane_3R[lane, rank] = begin + took
             load_3R[lane, rank] += took
+            clock.count_3[path] += 1
             clock.arrive_2VR[path, v, rank] = begin + took
         clock.moved_3[HOST] += load_3R[HOST_LANE].max()
         clock.moved_3[PEER] += load_3R[IN_LANE:].max()
@@ -268,4 +287,5 @@ def _return(f: _Figures, clock: _Clock, visit: int, began: int) -> np.ndarray:
         load_2R[1, home] += took
     if f.start_ML[entry + 1] > f.start_ML[entry]:
         clock.moved_3[BACK] += load_2R.max() + t.add_ns
+        clock.count_3[BACK] += f.start_ML[entry + 1] - f.start_ML[entry]
     return back_R

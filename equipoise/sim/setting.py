@@ -31,15 +31,14 @@ class StepSetting:
     planning: Planning = "hidden"
     planning_s: float = 0.0
     """Seconds that planning one window takes."""
-    depth: int = 1
-    """Visits ahead that pulls may start; depth + 1 buffers."""
     shown: Shown = field(default_factory=Shown)
     """Whose arrays and timeline the result holds."""
-    has_timeline: bool = True
+    timeline_layers: int = 4
+    """Layers of the shown micro-step that the timeline holds; 0: no timeline."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_stages", "depth"):
-            require_int(f"StepSetting.{name}", getattr(self, name), low=1, error=InfeasiblePlanError)
+        for name, low in (("pipeline_stages", 1), ("timeline_layers", 0)):
+            require_int(f"StepSetting.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
         for name in ("rollout_s", "other_s", "planning_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InfeasiblePlanError(

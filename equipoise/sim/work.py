@@ -13,7 +13,7 @@ Invariants (asserted by the tests):
    up to the rank that is busiest in one phase alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from equipoise.core import Stage
 from equipoise.core.plan import Plan
 from equipoise.core.value import Value
 from equipoise.cost import CostModel
+from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import RankRows, compute_ns_of, level_rows, rank_rows
 from equipoise.loads.forecast import Activations
@@ -86,19 +87,22 @@ class Work(Value):
         return self.stage == "update"
 
 
-def work_of(plan: Plan, *, depth: int = 1, activations: Activations = "kept") -> Work:
+def work_of(
+    plan: Plan, *, depth: int = 1, activations: Activations = "kept", pair_LEE: np.ndarray | None = None
+) -> Work:
     """Translate a plan of one window and EP group.
 
     Args:
         plan: of any policy
         depth: visits ahead that pulls may start
         activations: whether the backward pass repeats the forward pass
+        pair_LEE: [L, E, E] tokens that chose both experts: a token then crosses once per node, not once per row
     """
     costs = {
         stage: CostModel.of(plan.cluster, plan.model, stage=stage, depth=depth)
         for stage in ("recompute", plan.loads.stage)
     }
-    settled = _settle(plan)
+    settled = _settle(plan, pair_LEE)
     rows_MLR, busy_MLR = (np.stack([getattr(s, name) for s in settled], axis=1) for name in ("rows_MR", "busy_MR"))
     most = int(busy_MLR.max(initial=1))
     tables = {stage: cost.tables(most) for stage, cost in costs.items()}
@@ -134,30 +138,46 @@ def work_of(plan: Plan, *, depth: int = 1, activations: Activations = "kept") ->
     )
 
 
-def without_transfers(work: Work) -> Work:
-    """The same work if weights moved for nothing: no pull, no return, no edge."""
-    micro_steps, layers, _ = work.shape
-    return replace(work, transfers=_no_transfers(micro_steps * layers), publish=0, collect=0)
+def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
+    """Some micro-steps and layers of a window, as work of their own."""
+    kept_ML = np.arange(work.exchange_ML.size).reshape(work.exchange_ML.shape)[micro_steps, layers]
+    arrays = {f.name: getattr(work, f.name)[micro_steps, layers] for f in fields(work) if "_ML" in f.name}
+    transfers = work.transfers
+    count_ML = np.diff(transfers.start_ML)
+    is_kept_P = np.isin(np.repeat(np.arange(len(count_ML)), count_ML), kept_ML)
+    chosen = Transfers(
+        start_ML=np.concatenate([[0], np.cumsum(count_ML[kept_ML.reshape(-1)])]),
+        rank_P=transfers.rank_P[is_kept_P],
+        home_P=transfers.home_P[is_kept_P],
+        path_P2=transfers.path_P2[is_kept_P],
+        has_pulls=transfers.has_pulls,
+    )
+    return replace(work, **arrays, send_M=work.send_M[micro_steps], transfers=chosen)
 
 
-def _settle(plan: Plan) -> list[RankRows]:
+def _settle(plan: Plan, pair_LEE: np.ndarray | None) -> list[RankRows]:
     """What every rank does, layer by layer."""
     load_MLRE, node_R = plan.loads.load_MLRE, plan.cluster.node_array_R
-    if plan.policy == "balanced":
-        return [level_rows(load_MLRE[:, layer], node_R) for layer in range(plan.loads.num_layers)]
     expert_MLRS, rows_MLRS = slots_of(plan)
-    return [
-        rank_rows(
-            # Copies, because a read-only array would compile the kernels a second time.
-            np.array(load_MLRE[:, layer]),
-            np.array(plan.home_LE[layer]),
-            node_R,
-            np.array(expert_MLRS[:, layer]),
-            np.array(rows_MLRS[:, layer]),
-            plan.persistent,
-        )
-        for layer in range(plan.loads.num_layers)
-    ]
+    found = []
+    for layer in range(plan.loads.num_layers):
+        home_E = np.array(plan.home_LE[layer])
+        keep_N = _kept(plan, home_E, None if pair_LEE is None else pair_LEE[layer])
+        if plan.policy == "balanced":
+            found.append(level_rows(load_MLRE[:, layer], node_R, keep_N))
+            continue
+        # Copies, because a read-only array would compile the kernels a second time.
+        slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
+        found.append(rank_rows(np.array(load_MLRE[:, layer]), home_E, node_R, *slots, keep_N, plan.persistent))
+    return found
+
+
+def _kept(plan: Plan, home_E: np.ndarray, pair_EE: np.ndarray | None) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it; all where pairs are not known."""
+    pairs = np.zeros((0, 0), dtype=np.int64) if pair_EE is None else np.array(pair_EE, dtype=np.int64, order="C")
+    node_R = plan.cluster.node_array_R
+    kept: np.ndarray = kept_permille(node_R[home_E], plan.cluster.num_ep_nodes, pairs, plan.model.top_k)
+    return kept
 
 
 def slots_of(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

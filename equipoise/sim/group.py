@@ -1,0 +1,111 @@
+"""One EP group's window under one plan per pipeline stage: replayed, and cut into parts, ranks and paths.
+
+Knows replays. Does not know other groups, windows or policies.
+
+Invariants (asserted by the tests):
+1. The parts of the group add up to its seconds; what a stage does not do itself is its bubble.
+2. The six kinds of seconds of a rank add up to the group's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.core.plan import Plan
+from equipoise.core.value import Value
+from equipoise.cost.model import GRADIENT_BYTES
+from equipoise.loads.forecast import Activations
+from equipoise.sim.clockwork import NANO
+from equipoise.sim.replay import ACROSS, ATTENTION, COMPUTE, INSIDE, PLANNING, PULL, RETURN, Replayed, replay
+from equipoise.sim.result import RANK_PARTS, Parts, PathName, PathUse
+from equipoise.sim.work import Work, work_of
+
+PATH_NAMES: tuple[PathName, ...] = ("peer", "host", "return")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupOutcome(Value):
+    """What one group's window took."""
+
+    seconds: Parts
+    rank_s_KX: np.ndarray
+    """[K, X] seconds of each rank by kind, in the order of RANK_PARTS."""
+    paths: tuple[PathUse, ...]
+    works: tuple[Work, ...]
+
+
+def run_group(
+    plans: Sequence[Plan],
+    *,
+    depth: int,
+    activations: Activations,
+    planning_s: float,
+    pairs_P: Sequence[np.ndarray | None],
+) -> GroupOutcome:
+    """Replay one group's window.
+
+    Args:
+        plans: one per pipeline stage
+        depth: visits ahead that pulls may start
+        activations: whether the backward pass repeats the forward pass
+        planning_s: seconds of planning that the window waits for
+        pairs_P: per stage, [L, E, E] tokens that chose both experts, or None
+    """
+    works = [
+        work_of(plan, depth=depth, activations=activations, pair_LEE=pair_LEE)
+        for plan, pair_LEE in zip(plans, pairs_P, strict=True)
+    ]
+    done = replay(works, depth=depth)
+    busy_P = done.part_PK.sum(axis=1) + np.array([work.publish + work.collect for work in works])
+    # The stage with most to do waits least: its parts are the critical ones.
+    busiest = int(busy_P.argmax())
+    part_K, work = [int(ns) / NANO for ns in done.part_PK[busiest]], works[busiest]
+    seconds = Parts(
+        compute=part_K[COMPUTE],
+        all_to_all_inside=part_K[INSIDE],
+        all_to_all_across=part_K[ACROSS],
+        pull=part_K[PULL],
+        return_=part_K[RETURN],
+        publish=work.publish / NANO,
+        collect=work.collect / NANO,
+        planning=part_K[PLANNING] + planning_s,
+        attention=part_K[ATTENTION],
+        bubble=(done.total - int(busy_P[busiest])) / NANO,
+    )
+    return GroupOutcome(
+        seconds=seconds,
+        rank_s_KX=_rank_seconds(works, done, busy_P, planning_s),
+        paths=_paths(plans, done, busiest),
+        works=tuple(works),
+    )
+
+
+def _rank_seconds(works: Sequence[Work], done: Replayed, busy_P: np.ndarray, planning_s: float) -> np.ndarray:
+    stages = []
+    for p, work in enumerate(works):
+        times = 2 if work.repeats_forward else 1
+        compute_R = (times * work.forward_MLR + work.backward_MLR).sum(axis=(0, 1))
+        attention_R = (times * work.attention_MLR + work.attention_backward_MLR).sum(axis=(0, 1))
+        part_K = done.part_PK[p]
+        exchange = part_K[INSIDE] + part_K[ACROSS]
+        edges = work.publish + work.collect + part_K[PLANNING] + work.push_ML.sum()
+        wait_R = busy_P[p] - compute_R - attention_R - exchange - edges + round(planning_s * NANO)
+        kinds = (compute_R, attention_R, exchange, edges, wait_R, done.total - busy_P[p])
+        stages.append(np.stack([np.broadcast_to(kind, wait_R.shape) for kind in kinds]))
+    assert len(stages[0]) == len(RANK_PARTS), "one line per kind of seconds"
+    return np.concatenate(stages, axis=1) / NANO
+
+
+def _paths(plans: Sequence[Plan], done: Replayed, busiest: int) -> tuple[PathUse, ...]:
+    model = plans[0].model
+    each = (model.expert_bytes, model.expert_bytes, model.expert_params * GRADIENT_BYTES)
+    return tuple(
+        PathUse(
+            path=name,
+            moved_s=int(done.moved_P3[busiest, i]) / NANO,
+            exposed_s=int(done.exposed_P3[busiest, i]) / NANO,
+            bytes=int(done.count_P3[:, i].sum()) * each[i],
+        )
+        for i, name in enumerate(PATH_NAMES)
+    )

@@ -1,0 +1,278 @@
+"""`simulate`: replay an RL step on a described cluster, under one plan or under several policies. No GPU needed.
+
+Steps:
+1. Windows: the loads as given, or the same micro-steps in the stages asked for; each cut into its EP groups.
+2. Plans: given, or made by each policy, window after window, one per group and pipeline stage.
+3. Each group's window is replayed on a clock (`group.py`); a window takes its slowest group.
+4. Windows follow one another; planning hides behind what comes before, or not (`StepSetting.planning`).
+
+Knows loads, plans and the order of a step. Does not know files or terminals; prices are `cost`'s alone.
+
+Invariants (asserted by the tests):
+1. For one pipeline stage a window's parts are the plan's own predicted seconds, but for what a clock sees and a price
+   list does not: pulls that hide longer, exchanges apart from compute, returns that must be home after attention.
+2. A step takes its windows, the slowest group of each, and what was given for rollout and the rest.
+3. `balanced` is never slower than another policy in compute.
+4. Same input, same result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
+from equipoise.core.plan import Plan
+from equipoise.core.value import require_int
+from equipoise.cost import Profile
+from equipoise.cost.model import GRADIENT_BYTES
+from equipoise.loads.forecast import received_bytes_MLR
+from equipoise.loads.skew import rank_loads
+from equipoise.planner import PlanOptions
+from equipoise.planner.estimate import complete
+from equipoise.sim.group import GroupOutcome, run_group
+from equipoise.sim.notes import notes_of
+from equipoise.sim.plans import GivenPlans, PlanSource, PolicyPlans, stage_layers
+from equipoise.sim.result import Event, Memory, Parts, PolicyResult, Simulation, WindowLoads, WindowResult
+from equipoise.sim.setting import StepSetting
+from equipoise.sim.shown import balance_of, bytes_between, timeline_of
+from equipoise.sim.trial import Groups, Progress
+from equipoise.sim.windows import windows_of
+
+NO_EVENTS: tuple[Event, ...] = ()
+NO_MEMORY = Memory(experts_bytes=0, replicas_bytes=0, received_bytes_X=np.zeros(1, dtype=np.int64), limit_bytes=0)
+FORESEES = ("equipoise",)
+"""Policies whose windows are planned before they run; others plan nothing, or are charged while they run."""
+
+
+def simulate(
+    loads: LoadMatrix | Sequence[LoadMatrix | Groups],
+    how: str | Plan | Sequence[str | Plan] = "equipoise",
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    slots: int = 1,
+    stages: Sequence[Stage] | None = None,
+    setting: StepSetting | None = None,
+    options: PlanOptions | None = None,
+    history: LoadMatrix | None = None,
+    pair_LEE: np.ndarray | None = None,
+    progress: Progress | None = None,
+) -> Simulation:
+    """Replay one RL step.
+
+    Args:
+        loads: the windows of the step; a matrix over several times `cluster.ep` source ranks is cut into EP groups, and
+            a window may also be given as a sequence of matrices, one per group
+        how: a policy or several to compare ("equipoise", "static", "balanced", ...), or plans, one per window
+        cluster: the EP group and its links
+        model: the model's shape; its experts and layers must be those of the loads
+        slots: replica slots per rank, where policies plan
+        stages: which stages to replay; a stage without windows of its own replays the micro-steps of the other one in
+            one window. As the loads have it by default
+        setting: the step around the experts
+        options: deeper knobs of planning
+        history: an earlier step's loads, for "eplb-history"; by default it knows the first half of each window
+        pair_LEE: [L, E, E] tokens that chose both experts; with it a token crosses once per node, as engines send it,
+            and not once per row
+        progress: called with (group windows replayed, group windows in all)
+    """
+    setting, options = setting or StepSetting(), options or PlanOptions()
+    windows = windows_of(loads, cluster=cluster, model=model, stages=stages)
+    step = _Step(windows, cluster, model, setting, options, pair_LEE)
+    step.check()
+    sources = _sources(how, step, slots=slots, history=history)
+    knows = history is not None, pair_LEE is not None
+    report = _Counting(progress, total=len(sources) * sum(len(groups) for groups in windows))
+    return Simulation(
+        model=model,
+        cluster=cluster,
+        profile=Profile.read(cluster.name),
+        setting={**setting.to_dict(), "depth": options.depth, "slots": slots},
+        shown=setting.shown,
+        windows=tuple(step.describe(groups) for groups in windows),
+        policies=tuple(step.run(source, report) for source in sources),
+        notes=notes_of(windows, sources, cluster=cluster, setting=setting, knows=knows),
+    )
+
+
+def _sources(
+    how: str | Plan | Sequence[str | Plan], step: "_Step", *, slots: int, history: LoadMatrix | None
+) -> list[PlanSource]:
+    """Where the plans come from: one source per policy, or one for all plans given."""
+    given = [how] if isinstance(how, str | Plan) else list(how)
+    plans = [one for one in given if isinstance(one, Plan)]
+    if plans and len(plans) < len(given):
+        raise InfeasiblePlanError("plans and names of policies were given together; simulate one kind at a time")
+    if not given:
+        raise InfeasiblePlanError("nothing to simulate; give a policy's name or the plans of the windows")
+    if plans:
+        return [GivenPlans.of(plans, step.windows, pipeline_stages=step.setting.pipeline_stages)]
+    names = [one for one in given if isinstance(one, str)]
+    return [
+        PolicyPlans(
+            policy=name,
+            slots=require_int("slots", slots, low=0, error=InfeasiblePlanError),
+            cluster=step.cluster,
+            model=step.model,
+            options=step.options,
+            pipeline_stages=step.setting.pipeline_stages,
+            history=history,
+            pair_LEE=step.pair_LEE,
+        )
+        for name in names
+    ]
+
+
+class _Counting:
+    """Progress over group windows."""
+
+    def __init__(self, progress: Progress | None, *, total: int) -> None:
+        self._progress, self._total, self._done = progress or (lambda done, total: None), total, 0
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._progress(self._done, self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The step that all policies replay."""
+
+    windows: Sequence[Groups]
+    cluster: Cluster
+    model: ModelShape
+    setting: StepSetting
+    options: PlanOptions
+    pair_LEE: np.ndarray | None
+
+    def check(self) -> None:
+        """Raise if what shall be shown or piped does not exist."""
+        shown, stages = self.setting.shown, self.setting.pipeline_stages
+        limits = (("window", len(self.windows)), ("group", min(len(groups) for groups in self.windows)))
+        for name, limit in limits:
+            require_int(f"shown.{name}", getattr(shown, name), low=0, high=limit - 1, error=LoadsError)
+        micro_steps = self.windows[shown.window][shown.group].num_micro_steps
+        require_int("shown.micro_step", shown.micro_step, low=0, high=micro_steps - 1, error=LoadsError)
+        if stages > self.model.layers:
+            raise InfeasiblePlanError(
+                f"{stages} pipeline stages cannot share {self.model.layers} MoE layers; use fewer stages"
+            )
+
+    def describe(self, groups: Groups) -> WindowLoads:
+        """What the shown group computes in a window."""
+        loads = complete(groups[self.setting.shown.group])[0]
+        tokens = loads.load_MLRE.sum() / (loads.num_micro_steps * loads.num_layers * loads.num_ranks)
+        return WindowLoads(
+            stage=loads.stage,
+            micro_steps=loads.num_micro_steps,
+            groups=len(groups),
+            tokens_per_rank=float(tokens) / self.model.top_k,
+            load_LE=loads.total_MLE().sum(axis=0),
+            before=balance_of(rank_loads(loads)),
+        )
+
+    def run(self, source: PlanSource, report: "_Counting") -> PolicyResult:
+        """Replay the whole step under one source of plans."""
+        before_s, results, memory, timeline = self.setting.rollout_s, [], NO_MEMORY, NO_EVENTS
+        for w in range(len(self.windows)):
+            outcomes, shown = self._run_window(source, w, self._planning_s(source, before_s), report)
+            results.append(self._window(outcomes, shown.plans))
+            before_s = results[-1].seconds.total
+            memory = worst(memory, self._memory(source, shown))
+            if w == self.setting.shown.window and self.setting.timeline_layers:
+                timeline = self._timeline(shown.outcome)
+        return PolicyResult(
+            policy=source.policy,
+            slots=source.slots,
+            windows=tuple(results),
+            memory=memory,
+            given=Parts(rollout=self.setting.rollout_s, other=self.setting.other_s),
+            timeline=timeline,
+        )
+
+    def _run_window(
+        self, source: PlanSource, window: int, planning_s: float, report: "_Counting"
+    ) -> tuple[list[GroupOutcome], "_Shown"]:
+        """Replay every group; work and plans are kept of the shown one alone, to save memory."""
+        outcomes, shown = [], None
+        for g, loads in enumerate(self.windows[window]):
+            plans = source.plans(loads, window=window, group=g)
+            outcome = run_group(
+                plans,
+                depth=self.options.depth,
+                activations=self.setting.activations,
+                planning_s=planning_s,
+                pairs_P=self._pairs(),
+            )
+            if g == self.setting.shown.group:
+                shown = _Shown(plans, outcome)
+            outcomes.append(replace(outcome, works=()))
+            report()
+        assert shown is not None, "the shown group was checked to exist"
+        return outcomes, shown
+
+    def _pairs(self) -> list[np.ndarray | None]:
+        cuts = stage_layers(self.model.layers, self.setting.pipeline_stages)
+        return [None if self.pair_LEE is None else self.pair_LEE[layers] for layers in cuts]
+
+    def _planning_s(self, source: PlanSource, before_s: float) -> float:
+        """Seconds of planning that a window waits for, given what runs before it."""
+        if source.policy not in FORESEES:
+            return 0.0
+        hidden_s = before_s if self.setting.planning == "hidden" else 0.0
+        return max(0.0, self.setting.planning_s - hidden_s)
+
+    def _window(self, outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan]) -> WindowResult:
+        group_s_G = np.array([outcome.seconds.total for outcome in outcomes])
+        slowest = int(group_s_G.argmax())
+        micro_step = min(self.setting.shown.micro_step, shown_plans[0].loads.num_micro_steps - 1)
+        rank_load_MLR = np.concatenate([plan.rank_load_MLR for plan in shown_plans], axis=1)
+        return WindowResult(
+            seconds=outcomes[slowest].seconds,
+            slowest=slowest,
+            group_s_G=group_s_G,
+            rank_s_KGX=np.stack([outcome.rank_s_KX for outcome in outcomes], axis=1),
+            paths=outcomes[slowest].paths,
+            after=balance_of(rank_load_MLR),
+            byte_RR=bytes_between(shown_plans, micro_step),
+        )
+
+    def _timeline(self, outcome: GroupOutcome) -> tuple[Event, ...]:
+        shown = self.setting.shown
+        return timeline_of(
+            outcome.works[0],
+            micro_step=shown.micro_step,
+            layers=self.setting.timeline_layers,
+            depth=self.options.depth,
+        )
+
+    def _memory(self, source: PlanSource, shown: "_Shown") -> Memory:
+        """Bytes per rank of the shown group in one window."""
+        model, plans = self.model, shown.plans
+        stage, kept = plans[0].loads.stage, self.setting.activations
+        received_PR = [
+            received_bytes_MLR(work.rows_MLR, stage, model, kept).max(axis=(0, 1)) for work in shown.outcome.works
+        ]
+        layers = max(plan.loads.num_layers for plan in plans)
+        copies = layers if plans[0].persistent else self.options.depth + 1
+        each = model.expert_bytes + (model.expert_params * GRADIENT_BYTES if stage == "update" else 0)
+        return Memory(
+            experts_bytes=layers * self.cluster.home_slots(model) * model.expert_bytes,
+            replicas_bytes=source.slots * copies * each,
+            received_bytes_X=np.concatenate(received_PR),
+            limit_bytes=self.cluster.memory_bytes,
+        )
+
+
+class _Shown(NamedTuple):
+    """The shown group of a window."""
+
+    plans: Sequence[Plan]
+    outcome: GroupOutcome
+
+
+def worst(one: Memory, other: Memory) -> Memory:
+    """The larger of each figure: what a rank needs over two windows."""
+    return Memory(**{f.name: np.maximum(getattr(one, f.name), getattr(other, f.name)) for f in fields(Memory)})
