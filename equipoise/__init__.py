@@ -63,6 +63,7 @@ __all__ = [
     "skew",
     "plan",
     "plan_step",
+    "simulate",
     "write_report",
     "Cluster",
     "ModelShape",
