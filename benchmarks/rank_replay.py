@@ -15,13 +15,15 @@ What is modelled: the all-to-all; and, in the column `charged`, a window's edges
 what `reactive` is charged for planning and pushing in the open. Pulls from peers are copies inside the device. The
 wait of a home for gradients under way is not part of it.
 
-What bounds it: `balanced`, the same rows spread evenly over ranks and slots. Throughput of the MoE part in percent of
-`balanced` is given over measured parts alone, with the modelled all-to-all, and with every charge.
+What bounds it: `balanced`, every rank with the mean load in groups as uneven as the experts are. Throughput of the MoE
+part in percent of `balanced` is given over measured parts alone, with the modelled all-to-all, and with every charge.
+`balanced, even`, forced routing with even groups, shows what uneven groups alone cost: no placement of real experts
+can reach it.
 
 Variants beside the policies, on one node: `equipoise, host` pulls everything from pinned host memory; `equipoise, two
 calls` runs home and replica slots as the two grouped calls of the portable back-end.
 
-Method: chains of attention and MoE parts of 4 layers, forward and back; launches hidden behind a sleep; events; the
+Method: chains of attention and MoE parts of a few layers, forward and back; launches hidden behind a sleep; events; the
 median of the runs of each (micro-step, layer, rank). Policies take turns rank by rank, so that a warm device favours
 none.
 """
@@ -30,7 +32,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,24 @@ import numpy as np
 import torch
 
 from benchmarks.replay_chain import Chain, Stage, Times, Work
-from benchmarks.replay_work import CASES, LAYERS, RUN, Case, CaseWork, PolicyWork, build_case, load_work, save_work
-from benchmarks.results import Limit, format_table, publish
+from benchmarks.replay_work import (
+    CASES,
+    EVEN,
+    LAYERS,
+    RUN,
+    Case,
+    CaseWork,
+    PolicyWork,
+    build_case,
+    load_work,
+    save_work,
+)
+from benchmarks.results import Limit, format_table
 from equipoise.calibrate.attention import Attention
 from equipoise.calibrate.bench import Bench
 from equipoise.calibrate.grid import AttentionShape
 from equipoise.calibrate.moves import time_sent
+from equipoise.calibrate.run import provenance
 from equipoise.core import ModelShape
 
 HEADS = {
@@ -51,6 +65,7 @@ HEADS = {
     "gpt-oss-20b": (64, 8, 64),
     "glm-4.5-air": (96, 8, 128),
     "qwen3-30b-a3b": (32, 4, 128),
+    "olmoe": (16, 16, 128),
 }
 """Query heads, key-value heads, head width; latent attention as plain heads of its value width."""
 LIMIT_PCT = 97.0
@@ -125,8 +140,7 @@ def run_case(work: CaseWork, *, bench: Bench, attention: AttentionShape, shape: 
         for rank in range(ranks):
             for name, (one, two_calls) in variants.items():
                 works = rank_works(one, micro_step, rank, is_pulling=name != "reactive")
-                tokens = work.case.tokens
-                chain = Chain(stage, works, tokens=tokens, sequence=tokens // 2, two_calls=two_calls)
+                chain = Chain(stage, works, tokens=work.tokens, sequence=work.tokens // 2, two_calls=two_calls)
                 for run, times in enumerate(time_chain(chain, bench)):
                     for layer, one_times in enumerate(times):
                         parts = (one_times.forward, one_times.backward, one_times.add)
@@ -189,13 +203,11 @@ def rows_of(work: CaseWork, measured: dict[str, Measured], sent: tuple[float, fl
 def raw_of(work: CaseWork, measured: dict[str, Measured], sent: tuple[float, float]) -> dict[str, Any]:
     """What `benchmarks/validate.py` compares with predictions: every rank's rows, slots and nanoseconds."""
     variants = variants_of(work)
-    model = ModelShape.preset(work.case.model) if work.case.model in HEADS else None
     return {
         "name": work.case.name,
         "model": work.case.model,
-        "hidden": model.hidden if model else 0,
         "ranks": work.case.ranks,
-        "tokens": work.case.tokens,
+        "tokens": work.tokens,
         "top_k": work.top_k,
         "sent_ns": [round(ns) for ns in sent],
         "variants": {
@@ -226,7 +238,7 @@ def replay(work: CaseWork, bench: Bench) -> tuple[list[dict[str, Any]], dict[str
     model = ModelShape.preset(work.case.model)
     heads, kv_heads, width = HEADS[work.case.model]
     attention = AttentionShape(hidden=model.hidden, heads=heads, kv_heads=kv_heads, width=width)
-    sent = time_sent(work.case.tokens, model.hidden, work.top_k, bench)
+    sent = time_sent(work.tokens, model.hidden, work.top_k, bench)
     measured = run_case(work, bench=bench, attention=attention, shape=(model.hidden, model.expert_width))
     return rows_of(work, measured, sent), raw_of(work, measured, sent)
 
@@ -242,7 +254,7 @@ def smoke(bench: Bench) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Two ranks, two layers, tiny experts: the script itself on a CPU."""
     work = smoke_work()
     attention = AttentionShape(hidden=32, heads=2, kv_heads=1, width=16)
-    sent = time_sent(work.case.tokens, 32, work.top_k, bench)
+    sent = time_sent(work.tokens, 32, work.top_k, bench)
     measured = run_case(work, bench=bench, attention=attention, shape=(32, 16))
     return rows_of(work, measured, sent), raw_of(work, measured, sent)
 
@@ -270,8 +282,9 @@ def smoke_work() -> CaseWork:
         added_MLR=one_MLR[..., ::-1].copy(),
     )
     balanced = replace(static, rows_MLRS=np.full((1, 2, 2, 1), 16))
-    policies = {"static": static, "eplb-oracle": ours, "reactive": ours, "equipoise": ours, "balanced": balanced}
-    return CaseWork(case=case, top_k=2, homes=1, policies=policies)
+    policies = {"static": static, "eplb-oracle": ours, "reactive": ours, "equipoise": ours}
+    policies |= {"balanced": balanced, EVEN: balanced}
+    return CaseWork(case=case, tokens=16, top_k=2, policies=policies)
 
 
 def main() -> int:
@@ -281,31 +294,37 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="work to run, as prepared")
     parser.add_argument("-o", "--output", type=Path, help="where the raw figures go, as JSON")
     parser.add_argument("--only", type=int, help="run this case alone, counted from 0")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--commit", help="commit of the source, where git cannot tell")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on the CPU, to try the script itself")
     given = parser.parse_args()
     if given.prepare:
         save_work([build_case(case) for case in CASES], given.prepare)
         return 0
     torch.manual_seed(0)
-    bench = Bench.on("cpu" if given.cpu_smoke else "cuda", runs=given.runs)
+    device = "cpu" if given.cpu_smoke else "cuda"
+    bench = Bench.on(device, runs=given.runs)
     rows, raw = [], []
-    made = (
-        (smoke(bench) for _ in range(1)) if given.cpu_smoke else (replay(one, bench) for one in load_work(given.work))
-    )
-    for lines, figures in made:
+    for lines, figures in [smoke(bench)] if given.cpu_smoke else replays(given.work, given.only, bench):
         rows, raw = rows + lines, [*raw, figures]
         # One case at a time, so that a run that is cut off leaves what it has.
         print(format_table(lines), flush=True)
+        document = document_of(rows, provenance(device, given.commit), runs=given.runs)
         if given.output:
-            given.output.write_text(json.dumps({"rows": rows, "cases": raw}))
-    if given.cpu_smoke:
-        return publish("rank replay, smoke", rows, packages=("torch",))
+            given.output.write_text(json.dumps({**document, "cases": raw}) + "\n")
+    print(json.dumps(document))
+    return 0 if all(limit["holds"] for limit in document["limits"]) else 1
+
+
+def document_of(rows: list[dict[str, Any]], made_by: dict[str, str], *, runs: int) -> dict[str, Any]:
+    """The result as one JSON document."""
+    facts = {key: made_by[key] for key in ("commit", "device", "driver", "torch", "date")}
     note = (
-        f"{torch.cuda.get_device_name()}; {LAYERS} layers, micro-steps {RUN} of the window, bf16, medians of "
-        f"{given.runs} runs; measured rank by rank, composed by the slowest; the all-to-all and charges are modelled"
+        f"{LAYERS} layers, micro-steps {RUN} of the window, bf16, medians of {runs} runs; measured rank by rank on one "
+        "GPU, composed by the slowest; the all-to-all and charges are modelled"
     )
-    return publish("rank replay", rows, limits=limits_of(rows), note=note, packages=("torch",))
+    limits = [{**asdict(limit), "holds": limit.holds} for limit in limits_of(rows)]
+    return {"benchmark": "rank replay", **facts, "note": note, "rows": rows, "limits": limits}
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ How a case is made:
 3. One window per policy, planned for the update stage; forward alone is timed under the same plan.
 4. Some micro-steps of the window are run; what a window's edges cost is shared out over all of its micro-steps.
 
-`balanced` is the run with forced routing that people make for comparison: every rank has the mean load, even over its
-home slots, which is also the easiest cut for the kernels.
+Two ceilings: `balanced` is the planner's policy of that name: all rows of a layer, expert by expert, cut into equal
+parts, one per rank, so that groups are as uneven as the experts are. `balanced, even` is the run with forced routing
+that people make for comparison: every home slot of every rank has the same rows, which no placement of real experts can
+give and the kernels like best.
 
 Invariants (asserted by the tests):
 1. Under every policy the rows of all ranks and slots are the loads', whatever was moved.
@@ -37,13 +39,14 @@ from equipoise.planner import plan
 from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 
 POLICIES = ("static", "eplb-oracle", "reactive", "equipoise", "balanced")
+EVEN = "balanced, even"
 MICRO_STEP_TOKENS = 4096
 SLOTS = 2
 WINDOW = 8
 """Micro-steps that are planned."""
 RUN = (1, 6)
 """Micro-steps of the window that are run."""
-LAYERS = 4
+LAYERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ CASES = (
     Case(trace="gpt-oss-20b", stack=1, model="gpt-oss-20b", ranks=8, factor=17),
     Case(trace="gpt-oss-20b", stack=2, model="glm-4.5-air", ranks=16, factor=33),
     Case(trace="ESFT", stack=2, model="qwen3-30b-a3b", ranks=16, factor=33),
+    Case(trace="ESFT", stack=1, model="olmoe", ranks=8, factor=19),
 )
 
 
@@ -116,8 +120,9 @@ class CaseWork:
     """A case and the work of each policy."""
 
     case: Case
+    tokens: int
+    """Tokens of one rank in one micro-step."""
     top_k: int
-    homes: int
     policies: dict[str, PolicyWork]
 
 
@@ -126,11 +131,11 @@ def build_case(case: Case) -> CaseWork:
     loads, model = loads_of(case)
     cluster = cluster_of(case.ranks)
     cost = CostModel.of(cluster, model)
-    policies = {}
-    for policy in POLICIES:
-        made = plan(loads, cluster=cluster, model=model, slots=SLOTS, policy=policy)
-        policies[policy] = even_work(made) if policy == "balanced" else policy_work(made, cost)
-    return CaseWork(case=case, top_k=model.top_k, homes=cluster.home_slots(model), policies=policies)
+    plans = {name: plan(loads, cluster=cluster, model=model, slots=SLOTS, policy=name) for name in POLICIES}
+    policies = {name: policy_work(made, cost) for name, made in plans.items() if name != "balanced"}
+    policies["balanced"] = resting_work(plans["balanced"], cut_rows_MLRS(plans["balanced"]))
+    policies[EVEN] = resting_work(plans["balanced"], even_rows_MLRS(plans["balanced"]))
+    return CaseWork(case=case, tokens=case.tokens, top_k=model.top_k, policies=policies)
 
 
 def loads_of(case: Case) -> tuple[LoadMatrix, ModelShape]:
@@ -192,23 +197,36 @@ def entry_work(made: Plan, cost: CostModel, micro_step: int, layer: int) -> dict
     }
 
 
-def even_work(made: Plan) -> PolicyWork:
-    """The work of forced balance: the mean load, even over the home slots."""
-    layers, ranks, homes = made.loads.num_layers, made.cluster.ep, made.home_slots
-    total_ML = made.loads.total_MLE()[list(RUN)].sum(axis=2)
+def even_rows_MLRS(made: Plan) -> np.ndarray:
+    """[M, L, R, S] the mean load of every rank, even over its home slots."""
+    slots = made.cluster.ep * made.home_slots
+    total_ML1 = made.loads.total_MLE()[list(RUN)].sum(axis=2)[..., None]
     # Whole rows: the first slots of all ranks take what is left over.
-    flat = total_ML[..., None] // (ranks * homes) + (np.arange(ranks * homes) < total_ML[..., None] % (ranks * homes))
-    rows_MLRS = flat.reshape(*total_ML.shape, homes, ranks).swapaxes(2, 3)
-    none_MLR = np.zeros((*total_ML.shape, ranks), dtype=np.int64)
-    mean_ns = made.seconds.all_to_all * 1e9 / made.loads.num_micro_steps / layers
+    flat = total_ML1 // slots + (np.arange(slots) < total_ML1 % slots)
+    return np.ascontiguousarray(flat.reshape(*flat.shape[:2], made.home_slots, made.cluster.ep).swapaxes(2, 3))
+
+
+def cut_rows_MLRS(made: Plan) -> np.ndarray:
+    """[M, L, R, S] the quotas of `balanced`; a rank holds the experts it has rows of, and no others."""
+    quotas = [made.quota_ER(m, layer).T for m in RUN for layer in range(made.loads.num_layers)]
+    quota_MLRE = _by_entry(made, quotas)
+    # Descending, so that slots in use come first.
+    ordered = -np.sort(-quota_MLRE, axis=3)[..., : int((quota_MLRE > 0).sum(axis=3).max())]
+    return np.where(ordered > 0, ordered, -1)
+
+
+def resting_work(made: Plan, rows_MLRS: np.ndarray) -> PolicyWork:
+    """The work of a ceiling: these rows, a uniform all-to-all, and no weight ever moves."""
+    none_MLR = np.zeros(rows_MLRS.shape[:3], dtype=np.int64)
+    mean_ns = made.seconds.all_to_all * 1e9 / made.loads.num_micro_steps / made.loads.num_layers
     return PolicyWork(
-        rows_MLRS=np.ascontiguousarray(rows_MLRS),
-        homes_MLR=none_MLR + homes,
+        rows_MLRS=rows_MLRS,
+        homes_MLR=(rows_MLRS >= 0).sum(axis=3),
         host_MLR2=np.stack([none_MLR, none_MLR], axis=-1),
         peer_MLR2=np.stack([none_MLR, none_MLR], axis=-1),
         sent_MLR=none_MLR,
         added_MLR=none_MLR,
-        exchange_ns_ML=np.full(total_ML.shape, round(mean_ns)),
+        exchange_ns_ML=np.full(rows_MLRS.shape[:2], round(mean_ns)),
         charge_ns=np.zeros(3, dtype=np.int64),
     )
 
@@ -232,7 +250,7 @@ def save_work(cases: list[CaseWork], path: Path) -> None:
     """Write cases to one file."""
     arrays: dict[str, np.ndarray] = {}
     for number, work in enumerate(cases):
-        facts = {**asdict(work.case), "top_k": work.top_k, "homes": work.homes, "policies": list(work.policies)}
+        facts = {**asdict(work.case), "tokens": work.tokens, "top_k": work.top_k, "policies": list(work.policies)}
         arrays[f"{number}/facts"] = np.array(json.dumps(facts))
         for policy, one in work.policies.items():
             arrays |= {f"{number}/{policy}/{key}": value for key, value in asdict(one).items()}
@@ -244,9 +262,9 @@ def load_work(path: Path) -> Iterator[CaseWork]:
     with np.load(path, allow_pickle=False) as file:
         for number in range(sum(key.endswith("/facts") for key in file)):
             facts = json.loads(str(file[f"{number}/facts"]))
-            names, top_k, homes = (facts.pop(key) for key in ("policies", "top_k", "homes"))
+            names, tokens, top_k = (facts.pop(key) for key in ("policies", "tokens", "top_k"))
             policies = {}
             for policy in names:
                 start = f"{number}/{policy}/"
                 policies[policy] = PolicyWork(**{k.removeprefix(start): file[k] for k in file if k.startswith(start)})
-            yield CaseWork(case=Case(**facts), top_k=top_k, homes=homes, policies=policies)
+            yield CaseWork(case=Case(**facts), tokens=tokens, top_k=top_k, policies=policies)

@@ -101,6 +101,7 @@ class Cell:
             with torch.no_grad():
                 return self.forward()
 
+        bench.heat()
         return measure(infer, bench, warm=2), measure(self.update, bench, warm=2)
 
 

@@ -51,9 +51,9 @@ class Grid:
 
     @classmethod
     def full(cls) -> "Grid":
-        """Experts of Qwen3-30B-A3B, Qwen3-235B-A22B and DeepSeek-V3; attention of the first two."""
+        """Experts of Qwen3-30B-A3B, DeepSeek-V2-Lite, gpt-oss, Qwen3-235B-A22B, DeepSeek-V3; attention of two."""
         return cls(
-            shapes=((2048, 768), (4096, 1536), (7168, 2048)),
+            shapes=((2048, 768), (2048, 1408), (2880, 2880), (4096, 1536), (7168, 2048)),
             attention=(
                 AttentionShape(hidden=2048, heads=32, kv_heads=4, width=128),
                 AttentionShape(hidden=4096, heads=64, kv_heads=4, width=128),

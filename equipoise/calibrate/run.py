@@ -40,7 +40,13 @@ PULL_STEPS, BESIDE_STEPS, EXCHANGE_STEPS, ADD_STEPS = 2, 2, 2, 1
 
 
 def calibrate(
-    grid: Grid, *, nvlink_bytes_per_s: int, runs: int = RUNS, device: str = "cuda", tell: Tell | None = None
+    grid: Grid,
+    *,
+    nvlink_bytes_per_s: int,
+    runs: int = RUNS,
+    device: str = "cuda",
+    commit: str | None = None,
+    tell: Tell | None = None,
 ) -> dict[str, Any]:
     """Measure every part; the content of a profile file.
 
@@ -49,6 +55,7 @@ def calibrate(
         nvlink_bytes_per_s: published rate of the link to a peer, which caps what a copy inside the device suggests
         runs: timed runs of each case
         device: "cuda", or "cpu" to try the measuring itself
+        commit: of the source, where git cannot tell
         tell: called with (done, total) after each step
     """
     if device == "cuda":
@@ -57,7 +64,7 @@ def calibrate(
     bench = Bench.on(device, runs=runs)
     steps = Steps(count_steps(grid)) if tell is None else Steps(count_steps(grid), tell)
     return {
-        **provenance(device),
+        **provenance(device, commit),
         "compute": [measure_table(shape, grid, bench=bench, steps=steps) for shape in grid.shapes],
         "rows": measure_moves(grid, bench=bench, steps=steps),
         "attention": measure_attention(grid, bench=bench, steps=steps),
@@ -97,7 +104,7 @@ def require_gpu() -> None:
         )
 
 
-def provenance(device: str) -> dict[str, str]:
+def provenance(device: str, commit: str | None = None) -> dict[str, str]:
     """Say which device, software and source made the figures."""
     is_gpu = device == "cuda"
     return {
@@ -105,7 +112,7 @@ def provenance(device: str) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if is_gpu else "CPU, a trial of the measuring itself",
         "kind": "measured",
         "made_by": "equipoise calibrate",
-        "commit": read_commit(),
+        "commit": commit or read_commit(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if is_gpu else "none",
         "torch": str(torch.__version__),
         "date": datetime.now(UTC).date().isoformat(),

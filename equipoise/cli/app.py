@@ -6,6 +6,7 @@ Knows which verbs exist and nothing of what they do.
 import typer
 
 from equipoise.cli.analyze import analyze
+from equipoise.cli.calibrate import calibrate
 from equipoise.cli.count import count
 from equipoise.cli.doctor import doctor
 from equipoise.cli.formats import formats
@@ -17,7 +18,7 @@ from equipoise.cli.plan import plan
 from equipoise.cli.report import report
 from equipoise.cli.train import train
 
-VERBS = (analyze, doctor, ingest, count, loads, plan, report, generate, parity, train, formats)
+VERBS = (analyze, doctor, ingest, count, loads, plan, report, generate, parity, train, calibrate, formats)
 
 HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
 
