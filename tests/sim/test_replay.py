@@ -1,0 +1,149 @@
+"""The fast clock equals the event-level one, its parts add up, and nothing is faster for having more to do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.sim.events import play
+from equipoise.sim.replay import ATTENTION, COMPUTE, PLANNING, PULL, RETURN, replay
+from tests.sim.works import random_transfers, random_work
+
+some = settings(max_examples=50, deadline=None)
+shapes = st.fixed_dictionaries(
+    {
+        "micro_steps": st.integers(1, 4),
+        "layers": st.integers(1, 3),
+        "ranks": st.integers(1, 5),
+        "stage": st.sampled_from(["update", "recompute"]),
+        "most_ns": st.sampled_from([100, 10_000, 300_000, 5_000_000]),
+        "replicas": st.integers(0, 5),
+    }
+)
+
+
+def works_of(seed: int, stages: int, shape: dict, *, repeats: bool = False):
+    rng = np.random.default_rng(seed)
+    repeats = repeats and shape["stage"] == "update"
+    return [random_work(rng, **shape, repeats_forward=repeats) for _ in range(stages)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), shapes, st.integers(1, 3), st.booleans())
+@some
+def test_the_fast_clock_equals_the_event_level_one(seed, stages, shape, depth, repeats):
+    works = works_of(seed, stages, shape, repeats=repeats)
+    assert replay(works, depth=depth).total == play(works, depth=depth).total
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"micro_steps": 1, "layers": 1, "ranks": 1},
+        {"micro_steps": 1, "layers": 3, "ranks": 2, "replicas": 9},
+        {"micro_steps": 5, "layers": 1, "ranks": 3, "most_ns": 4},
+        {"micro_steps": 2, "layers": 2, "ranks": 7, "replicas": 0},
+        {"micro_steps": 3, "layers": 2, "ranks": 4, "stage": "recompute", "replicas": 8, "most_ns": 4},
+    ],
+    ids=["one of each", "pulls alone matter", "no compute", "no replica", "recompute, no compute"],
+)
+def test_the_forms_agree_on_awkward_work(shape):
+    for stages in (1, 2):
+        works = works_of(7, stages, {"stage": "update", "most_ns": 50_000, "replicas": 3, **shape})
+        assert replay(works).total == play(works).total
+
+
+@given(st.integers(0, 10**6), shapes, st.integers(1, 3))
+@some
+def test_parts_add_up_to_the_clock_where_there_is_one_pipeline_stage(seed, shape, depth):
+    (work,) = works_of(seed, 1, shape)
+    done = replay([work], depth=depth)
+    assert done.part_PK.sum() + work.publish + work.collect == done.total
+    assert (done.moved_P3 >= done.exposed_P3).all()
+    assert (done.exposed_P3 >= 0).all()
+    assert done.exposed_P3[0, :2].sum() == done.part_PK[0, PULL]
+    assert done.exposed_P3[0, 2] == done.part_PK[0, RETURN]
+
+
+def test_compute_and_attention_are_those_of_the_busiest_rank():
+    work = random_work(np.random.default_rng(3), replicas=0)
+    done = replay([work])
+    assert done.part_PK[0, COMPUTE] == (work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)).sum()
+    attention = work.attention_MLR.max(axis=2) + work.attention_backward_MLR.max(axis=2)
+    assert done.part_PK[0, ATTENTION] == attention.sum()
+    assert done.total == done.part_PK.sum() + work.publish + work.collect
+
+
+@given(st.integers(0, 10**6), shapes)
+@some
+def test_nothing_is_faster_for_more_to_do(seed, shape):
+    (work,) = works_of(seed, 1, shape)
+    total = replay([work]).total
+    for name in ("forward_MLR", "attention_MLR", "exchange_ML", "planning_ML", "push_ML"):
+        assert replay([replace(work, **{name: getattr(work, name) + 1000})]).total >= total
+    slow = work.tables._replace(peer_ns=2 * work.tables.peer_ns, host_ns=2 * work.tables.host_ns)
+    assert replay([replace(work, tables=slow)]).total >= total
+
+
+def test_what_is_pushed_in_the_open_is_all_exposed():
+    rng = np.random.default_rng(5)
+    work = random_work(rng, replicas=0)
+    pushed = replace(work, push_ML=work.push_ML + 255, planning_ML=work.planning_ML + 80)
+    before, after = replay([work]), replay([pushed])
+    entries = work.exchange_ML.size
+    assert after.total - before.total == entries * (255 + 80)
+    assert after.part_PK[0, PLANNING] == entries * 80
+    assert after.exposed_P3[0, 0] == entries * 255
+
+
+def test_pulls_hide_behind_long_visits_and_stand_out_behind_short_ones():
+    rng = np.random.default_rng(11)
+    transfers = random_transfers(rng, entries=6, ranks=4, most=4)
+    long = random_work(rng, most_ns=50_000_000, transfers=transfers)
+    short = random_work(rng, most_ns=20, transfers=transfers)
+    # The very first visit has nothing before it to hide behind but its own attention.
+    assert replay([long]).part_PK[0, PULL] == 0
+    assert replay([short]).part_PK[0, PULL] > 0.5 * replay([short]).moved_P3[0, :2].max()
+
+
+def test_deeper_prefetch_never_exposes_more():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        work = random_work(rng, micro_steps=4, layers=3, most_ns=150_000, replicas=5)
+        exposed = [int(replay([work], depth=depth).part_PK[0, PULL]) for depth in (1, 3)]
+        assert exposed[1] <= exposed[0]
+
+
+def test_a_pipeline_takes_at_least_its_busiest_stage_and_at_most_all_of_them_in_turn():
+    for seed in range(10):
+        works = works_of(
+            seed, 3, {"micro_steps": 4, "layers": 2, "ranks": 3, "stage": "update", "most_ns": 9_000, "replicas": 2}
+        )
+        done = replay(works)
+        busy = done.part_PK.sum(axis=1) + [w.publish + w.collect for w in works]
+        sends = sum(int(w.send_M.sum()) for w in works) * 2
+        assert busy.max() <= done.total <= busy.sum() + sends
+
+
+def test_two_equal_stages_have_the_bubble_of_one_forward_one_backward():
+    """One forward, one backward over p stages and m micro-steps idles (p - 1) passes of each kind per stage."""
+    forward, backward, micro_steps, stages = 1000, 2500, 6, 3
+    shape = (micro_steps, 1, 1)
+    zero = np.zeros(shape, dtype=np.int64)
+    work = random_work(
+        np.random.default_rng(0),
+        micro_steps=micro_steps,
+        layers=1,
+        ranks=1,
+        replicas=0,
+        forward_MLR=zero + forward,
+        backward_MLR=zero + backward,
+        attention_MLR=zero,
+        attention_backward_MLR=zero,
+        exchange_ML=zero[..., 0],
+        send_M=zero[:, 0, 0],
+        publish=0,
+        collect=0,
+    )
+    assert replay([work] * stages).total == (micro_steps + stages - 1) * (forward + backward)

@@ -1,0 +1,295 @@
+"""A whole step: the planner's own seconds, windows and groups that add up, and what users get wrong."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import equipoise as eq
+from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError
+from equipoise.planner import PlanOptions, plan
+from equipoise.planner.policies import POLICIES
+from equipoise.sim import StepSetting, simulate
+from equipoise.sim.result import Shown
+from tests.sim.steps import MODEL, cluster_of, skewed_loads
+
+EVERY = ("equipoise", *POLICIES)
+
+
+@pytest.fixture(scope="module")
+def loads():
+    return skewed_loads()
+
+
+@pytest.fixture(scope="module")
+def simulated(loads):
+    return simulate(loads, EVERY, cluster=cluster_of(), model=MODEL, setting=StepSetting(rollout_s=3.0, other_s=0.5))
+
+
+@pytest.mark.parametrize("stage", ["update", "recompute"])
+@pytest.mark.parametrize("policy", EVERY)
+def test_parts_are_the_planners_own_seconds(policy, stage):
+    """Exactly so for compute (within the rank that is busiest in one phase alone), exchanges, edges and charges."""
+    loads = skewed_loads(3, stage=stage)
+    given = {"cluster": cluster_of(), "model": MODEL}
+    made = plan(loads, policy=policy, history=loads.micro_steps(0, 2), slots=1, **given)
+    parts = simulate(loads, made, **given).policies[0].seconds
+    assert made.seconds.compute <= parts.compute * (1 + 1e-9) <= made.seconds.compute * 1.01
+    assert parts.all_to_all_inside + parts.all_to_all_across == pytest.approx(made.seconds.all_to_all, rel=1e-6)
+    assert parts.publish == pytest.approx(made.seconds.publish)
+    assert parts.collect == pytest.approx(made.seconds.collect)
+    assert parts.planning == pytest.approx(made.seconds.planning, rel=1e-6)
+    # A clock lets pulls hide longer than a price list, and returns only behind attention.
+    assert parts.pull <= made.seconds.pull + 1e-9
+    assert parts.return_ <= made.seconds.return_ + 1e-9
+    assert parts.experts == pytest.approx(made.seconds.total, rel=0.01)
+    assert parts.bubble == 0
+
+
+def test_pairs_make_the_exchange_cheaper_just_as_the_planner_has_it(loads):
+    pair_LEE = np.full((MODEL.layers, MODEL.experts, MODEL.experts), 50)
+    pair_LEE[:, np.arange(MODEL.experts), np.arange(MODEL.experts)] = 1000
+    given = {"cluster": cluster_of(), "model": MODEL}
+    made = plan(loads, slots=1, pair_LEE=pair_LEE, **given)
+    with_pairs, without = (
+        simulate(loads, made, pair_LEE=pairs, **given).policies[0].seconds for pairs in (pair_LEE, None)
+    )
+    assert with_pairs.all_to_all_inside + with_pairs.all_to_all_across == pytest.approx(made.seconds.all_to_all)
+    assert with_pairs.all_to_all_across < without.all_to_all_across
+
+
+def test_the_order_of_policies_is_what_each_can_know(simulated):
+    seconds = {result.policy: result.seconds.experts for result in simulated.policies}
+    assert seconds["balanced"] < seconds["equipoise"] < seconds["eplb-oracle"] < seconds["static"]
+    assert seconds["equipoise"] < seconds["reactive"]
+    assert seconds["reactive-free"] < seconds["reactive"]
+    compute = {result.policy: result.seconds.compute for result in simulated.policies}
+    assert min(compute.values()) == compute["balanced"]
+
+
+def test_a_step_is_its_windows_and_what_was_given(simulated):
+    for result in simulated.policies:
+        seconds = result.seconds
+        assert (seconds.rollout, seconds.other) == (3.0, 0.5)
+        assert seconds.total == pytest.approx(3.5 + sum(w.seconds.total for w in result.windows))
+        assert seconds.training == pytest.approx(seconds.total - 3.0)
+
+
+def test_ranks_add_up_to_their_group_and_nothing_is_negative(simulated):
+    for result in simulated.policies:
+        for window in result.windows:
+            total_GX = window.rank_s_KGX.sum(axis=0)
+            assert np.allclose(total_GX, window.group_s_G[:, None])
+            assert (window.rank_s_KGX >= -1e-12).all()
+            assert window.group_s_G[window.slowest] == pytest.approx(window.seconds.total)
+            assert all(0 <= use.exposed_s <= use.moved_s for use in window.paths)
+
+
+def test_before_and_after_are_the_skew_of_owners_and_of_the_plan(loads, simulated):
+    before = simulated.windows[0].before
+    ours, static = (simulated.policy(name).windows[0].after for name in ("equipoise", "static"))
+    assert before == static
+    assert ours.skew_M.mean() < 1.1 < before.skew_M.mean()
+    assert np.array_equal(before.rank_load_MR.sum(axis=1), loads.load_MLRE.sum(axis=(1, 2, 3)))
+    assert np.array_equal(ours.rank_load_MR.sum(), before.rank_load_LR.sum())
+    assert np.array_equal(simulated.windows[0].load_LE, loads.total_MLE().sum(axis=0))
+    assert simulated.windows[0].tokens_per_rank == pytest.approx(4096)
+
+
+def test_a_window_takes_its_slowest_group(loads):
+    calm = LoadMatrix(np.full_like(loads.load_MLRE, int(loads.load_MLRE.mean())))
+    both = LoadMatrix(np.concatenate([calm.load_MLRE, loads.load_MLRE], axis=2))
+    given = {"cluster": cluster_of(), "model": MODEL}
+    together = simulate(both, "static", **given).policies[0].windows[0]
+    alone = [simulate(one, "static", **given).policies[0].windows[0] for one in (calm, loads)]
+    assert together.slowest == 1
+    assert together.group_s_G.tolist() == [w.seconds.total for w in alone]
+    assert together.seconds == alone[1].seconds
+    as_groups = simulate([[calm, loads]], "static", **given).policies[0].windows[0]
+    assert as_groups.group_s_G.tolist() == together.group_s_G.tolist()
+
+
+def test_pipeline_stages_share_the_layers_and_add_a_bubble(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    one = simulate(loads, "static", **given).policies[0]
+    two = simulate(loads, "static", setting=StepSetting(pipeline_stages=2), **given).policies[0]
+    assert two.seconds.bubble > 0
+    # Each stage does about half; four micro-steps over two stages wait one more pass of each kind.
+    assert 0.5 * one.seconds.total < two.seconds.total < one.seconds.total
+    assert two.windows[0].rank_s_KGX.shape == (6, 1, 16)
+    assert two.memory.experts_bytes * 2 == one.memory.experts_bytes
+    assert two.seconds.compute < 0.7 * one.seconds.compute
+
+
+def test_repeating_the_forward_pass_costs_its_compute_and_exchanges(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    kept, repeated = (
+        simulate(loads, "static", setting=StepSetting(activations=how), **given).policies[0].seconds
+        for how in ("kept", "recomputed")
+    )
+    assert repeated.all_to_all_across == pytest.approx(1.5 * kept.all_to_all_across)
+    assert repeated.compute > 1.2 * kept.compute
+
+
+def test_a_stage_without_windows_replays_the_other_ones_micro_steps(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    halves = [loads.micro_steps(0, 2), loads.micro_steps(2, 4)]
+    both = simulate(halves, "static", stages=("recompute", "update"), **given)
+    assert [w.stage for w in both.windows] == ["recompute", "update", "update"]
+    assert [w.micro_steps for w in both.windows] == [4, 2, 2]
+    forward, *updates = both.policies[0].windows
+    assert forward.seconds.compute < sum(w.seconds.compute for w in updates)
+    assert [w.stage for w in simulate(halves, "static", stages=("update",), **given).windows] == ["update"] * 2
+
+
+@pytest.mark.parametrize(
+    ("planning", "rollout_s", "exposed"), [("hidden", 5.0, 0.0), ("hidden", 0.5, 1.5), ("exposed", 5.0, 2.0)]
+)
+def test_planning_hides_behind_rollout_or_not(loads, planning, rollout_s, exposed):
+    setting = StepSetting(planning=planning, planning_s=2.0, rollout_s=rollout_s)
+    result = simulate(loads, ["equipoise", "static"], cluster=cluster_of(), model=MODEL, setting=setting)
+    assert result.policy("equipoise").seconds.planning == pytest.approx(exposed)
+    assert result.policy("static").seconds.planning == 0
+    assert any("Planning takes 2 s" in note for note in result.notes)
+
+
+def test_a_later_window_is_planned_while_the_one_before_runs(loads):
+    setting = StepSetting(planning_s=0.001, rollout_s=0.0)
+    result = simulate([loads, loads], "equipoise", cluster=cluster_of(), model=MODEL, setting=setting).policies[0]
+    first, second = (window.seconds for window in result.windows)
+    assert first.planning == pytest.approx(0.001)
+    assert second.planning == pytest.approx(max(0.0, 0.001 - first.total))
+
+
+def test_bytes_between_ranks_are_those_of_the_plan(loads):
+    made = plan(loads, cluster=cluster_of(), model=MODEL, slots=1)
+    one = simulate(loads.micro_steps(0, 1), "static", cluster=cluster_of(), model=MODEL).policies[0].windows[0]
+    static = plan(loads.micro_steps(0, 1), cluster=cluster_of(), model=MODEL, policy="static")
+    assert one.byte_RR.sum() == static.bytes.all_to_all_inside + static.bytes.all_to_all_across
+    assert not one.byte_RR.diagonal().any()
+    found = simulate(loads, made, cluster=cluster_of(), model=MODEL, setting=StepSetting(shown=Shown(micro_step=2)))
+    split = sum(made.split_RER(2, layer).sum(axis=1) for layer in range(MODEL.layers))
+    both = (split + split.T) * 2 * MODEL.row_bytes
+    np.fill_diagonal(both, 0)
+    assert np.array_equal(found.policies[0].windows[0].byte_RR, both)
+
+
+def test_the_timeline_shows_the_chosen_micro_step(loads):
+    setting = StepSetting(shown=Shown(micro_step=1), timeline_layers=2)
+    result = simulate(loads, "equipoise", cluster=cluster_of(), model=MODEL, setting=setting).policies[0]
+    lanes = {event.lane for event in result.timeline}
+    assert lanes == {"compute", "all-to-all", "pull", "return"}
+    assert {event.rank for event in result.timeline} == set(range(8))
+    own = [event for event in result.timeline if event.lane in ("compute", "all-to-all")]
+    assert min(event.start_s for event in own) == 0
+    names = {event.name for event in own}
+    assert {"attention 0", "experts 1", "experts backward 1", "dispatch 0", "combine backward 1"} <= names
+    assert "experts 2" not in names
+    none = StepSetting(timeline_layers=0)
+    assert simulate(loads, "static", cluster=cluster_of(), model=MODEL, setting=none).policies[0].timeline == ()
+
+
+def test_memory_counts_replica_slots_and_received_rows(simulated):
+    by_name = {result.policy: result.memory for result in simulated.policies}
+    assert by_name["static"].replicas_bytes == by_name["balanced"].replicas_bytes == 0
+    each = MODEL.expert_bytes + 4 * MODEL.expert_params
+    assert by_name["equipoise"].replicas_bytes == 2 * each
+    assert by_name["eplb-oracle"].replicas_bytes == MODEL.layers * each
+    assert by_name["equipoise"].received_bytes_X.max() < by_name["static"].received_bytes_X.max()
+
+
+def test_the_document_is_plain_json(simulated):
+    document = simulated.to_dict()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document["format"] == "equipoise-simulation-1"
+    ours = next(entry for entry in document["policies"] if entry["policy"] == "equipoise")
+    assert ours["speedup"] > 1 > ours["of_balanced"] > 0.8
+    assert 0 < ours["expert_share"] < 1
+    assert ours["step_speedup"] < ours["speedup"]
+    assert sum(v for k, v in ours["seconds"].items() if k != "total") == pytest.approx(ours["seconds"]["total"])
+
+
+def test_ratios_are_null_where_what_they_compare_with_was_not_simulated(loads):
+    document = simulate(loads, "equipoise", cluster=cluster_of(), model=MODEL).to_dict()
+    assert document["policies"][0]["of_balanced"] is None
+    assert document["policies"][0]["speedup"] is None
+
+
+def test_same_input_same_result(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    one, other = (simulate(loads, "equipoise", **given).to_dict() for _ in range(2))
+    threaded = simulate(loads, "equipoise", options=PlanOptions(workers=2), **given).to_dict()
+    assert one == other == threaded
+
+
+def test_progress_ends_at_its_total(loads):
+    seen = []
+    simulate(
+        [loads, loads],
+        ["static", "balanced"],
+        cluster=cluster_of(),
+        model=MODEL,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_simulate_is_a_verb_of_the_package(loads):
+    assert eq.simulate(loads, cluster=cluster_of(), model=MODEL).policies[0].policy == "equipoise"
+
+
+def test_history_is_an_earlier_step_or_the_first_half(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    own = simulate(loads, "eplb-history", **given)
+    half = simulate(loads, "eplb-history", history=loads.micro_steps(0, 2), **given)
+    other = simulate(loads, "eplb-history", history=skewed_loads(9), **given)
+    assert own.policies[0].seconds == half.policies[0].seconds
+    assert other.policies[0].seconds.experts > own.policies[0].seconds.experts
+    assert any("first half" in note for note in own.notes)
+    assert any("earlier step" in note for note in other.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"how": "magic"}, InfeasiblePlanError, "no policy 'magic'"),
+        ({"how": []}, InfeasiblePlanError, "nothing to simulate"),
+        ({"loads": []}, LoadsError, "no windows"),
+        ({"loads": [[]]}, LoadsError, "without EP groups"),
+        ({"slots": -1}, InfeasiblePlanError, "slots is -1"),
+        ({"stages": ("rollout",)}, LoadsError, "stages names 'rollout'"),
+        ({"cluster": cluster_of(16)}, LoadsError, "8 source ranks, which do not fill EP groups of 16"),
+        ({"model": MODEL.replace(layers=3)}, LoadsError, "4 layers of 16 experts"),
+        ({"setting": StepSetting(pipeline_stages=5)}, InfeasiblePlanError, "5 pipeline stages"),
+        ({"setting": StepSetting(shown=Shown(group=1))}, LoadsError, r"shown.group is 1; it must be from 0 to 0"),
+        ({"setting": StepSetting(shown=Shown(micro_step=4))}, LoadsError, "shown.micro_step is 4"),
+    ],
+)
+def test_what_users_get_wrong_is_named(loads, change, error, words):
+    given = {"loads": loads, "how": "static", "cluster": cluster_of(), "model": MODEL, **change}
+    with pytest.raises(error, match=words):
+        simulate(given.pop("loads"), given.pop("how"), **given)
+
+
+def test_plans_are_replayed_only_with_their_own_loads(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    made = plan(loads, **given)
+    with pytest.raises(InfeasiblePlanError, match="made for other loads"):
+        simulate(skewed_loads(1), made, **given)
+    with pytest.raises(InfeasiblePlanError, match="1 plans were given for 2 windows"):
+        simulate([loads, loads], made, **given)
+    with pytest.raises(InfeasiblePlanError, match="cannot be cut into 2 pipeline stages"):
+        simulate(loads, made, setting=StepSetting(pipeline_stages=2), **given)
+    with pytest.raises(InfeasiblePlanError, match="given together"):
+        simulate([loads, loads], [made, "static"], **given)
+    with pytest.raises(InfeasiblePlanError, match="must be alike"):
+        simulate([loads, loads], [made, plan(loads, policy="static", **given)], **given)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rollout_s": -1.0}, {"planning_s": float("nan")}, {"pipeline_stages": 0}, {"activations": "some"}]
+)
+def test_settings_that_make_no_sense_are_refused(change):
+    with pytest.raises(InfeasiblePlanError, match=f"StepSetting.{next(iter(change))}"):
+        replace(StepSetting(), **change)
