@@ -6,10 +6,10 @@ equipoise train --compare off,static,equipoise --set steps=2 --ranks 2
 More:
     equipoise train --preset tiny --set update.learning_rate=3e-4 --record routes -o out/mine
     equipoise train --resume out/mine
-    torchrun --nproc-per-node 8 -m equipoise train --model PATH --reward mine:judge --set task.data=questions.jsonl
+    torchrun --nproc-per-node 8 --no-python equipoise train --ranks 8 --model PATH --set task.data=questions.jsonl
 
-Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file, changed by any number of --set a.b=value;
-`docs/training.md` explains them, `docs/metrics.md` the figures. Exit code 0: trained, or all modes agree; 1: modes
+Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file, changed by any number of
+--set a.b=value; `docs/training.md` explains them, `docs/metrics.md` the figures. Exit code 0: trained, or all modes agree; 1: modes
 differ; 2: something is wrong with what was given; 130: interrupted.
 """
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.planning.rows import RankRows, Stage
+from equipoise.core import Stage
+from equipoise.planning.rows import RankRows
 from equipoise.rl.sample import Sample
 
 

@@ -26,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core.errors import TrainingError

@@ -16,9 +16,9 @@ from equipoise.core.errors import TrainingError
 
 Family = Literal["qwen3-moe", "olmoe", "mixtral", "deepseek-v3", "gpt-oss"]
 Mode = Literal["off", "static", "equipoise"]
-"""`off`: plain data parallel, all experts on every rank. `static`: contiguous expert parallelism. `equipoise`: planned."""
+"""`off`: data parallel, all experts on every rank. `static`: contiguous expert parallelism. `equipoise`: planned."""
 Replay = Literal["R3", "R2", "off"]
-"""`R3`: both stages replay the rollout's routes. `R2`: recompute records, update replays. `off`: nothing is replayed."""
+"""`R3`: both stages replay the rollout's routes. `R2`: recompute records, update replays. `off`: no replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,8 @@ def too_few(config: TrainConfig) -> str | None:
     if there >= config.ranks:
         return None
     return (
-        f"{config.ranks} ranks on GPUs were asked for; this machine holds {there} ({torch.cuda.device_count()} devices, "
-        f"{config.model.ranks_per_device} ranks each). Start them with torchrun on more machines, or use --preset tiny"
+        f"{config.ranks} ranks on GPUs were asked for; this machine holds {there} (devices: "
+        f"{torch.cuda.device_count()}, ranks on each: {config.model.ranks_per_device}). Start them with torchrun on more machines, or use --preset tiny"
     )
 
 

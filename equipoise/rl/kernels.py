@@ -8,6 +8,7 @@ Knows the worker and a made-up window. Does not know training.
 Invariants (asserted by the tests):
 1. `ready` returns a worker whose next window is planned without compiling.
 2. Waiting for it is told, never silent.
+3. After `forget` a window is planned as the first one of a run is.
 """
 
 import threading
@@ -40,9 +41,9 @@ class StartedPlanner:
 
     def __init__(self, cluster: Cluster, model: ModelShape, options: BalancerOptions) -> None:
         """Start the process and have it plan a made-up window; returns at once."""
-        self.worker = PlanWorker()
+        self.worker, self._task = PlanWorker(), (cluster, model, options)
         self._trouble: EquipoiseError | None = None
-        self._thread = threading.Thread(target=self._plan, args=(cluster, model, options), daemon=True)
+        self._thread = threading.Thread(target=self._plan, daemon=True)
         self._thread.start()
 
     def ready(self, show: Show) -> PlanWorker:
@@ -56,16 +57,25 @@ class StartedPlanner:
             raise self._trouble
         return self.worker
 
+    def forget(self) -> None:
+        """Plan the next window as if it were the first; between windows only.
+
+        Plans start from the homes of the one before. A run that goes on from a checkpoint has none before, so one that
+        does not stop there forgets its own: both then make the same plans, and so the same bits.
+        """
+        self.worker.call("open", *self._task)
+
     def close(self) -> None:
         """End the process."""
         self.worker.close()
 
-    def _plan(self, cluster: Cluster, model: ModelShape, options: BalancerOptions) -> None:
+    def _plan(self) -> None:
+        cluster, model, _ = self._task
         rng = np.random.default_rng(0)
         load_MLRE = rng.integers(1, 100, size=(2, model.layers, cluster.ep, model.experts))
         loads = LoadMatrix(load_MLRE, layer_numbers_L=np.array(model.layer_numbers))
         try:
-            self.worker.call("open", cluster, model, options)
+            self.worker.call("open", *self._task)
             self.worker.call("whole", loads, [self.worker.call("share", loads, range(1))])
             # The second window starts from the first one's homes, which is another path of the search.
             self.worker.call("whole", loads, [])

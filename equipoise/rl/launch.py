@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -60,9 +61,16 @@ def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show =
                 pipes.append(ours)
             return _follow(pipes, processes, show)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            _end(processes, is_patient=not sys.exc_info()[0])
+
+
+def _end(processes: list[Any], *, is_patient: bool) -> None:
+    """Let ranks that are done end by themselves; kill what is left."""
+    for process in processes:
+        if is_patient:
+            process.join(_GRACE_S)
+        process.kill()
+        process.join()
 
 
 def _follow(pipes: list[Connection], processes: list[Any], show: Show) -> Any:
@@ -151,9 +159,12 @@ def _run_as_rank(function: RankFunction, config: TrainConfig, args: Any, show: S
 def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, init: str, rank: int) -> Any:
     import torch
     import torch.distributed as dist
+    import transformers
 
     from equipoise.rl.layout import build_layout
 
+    # Bars of other libraries would run through our table.
+    transformers.utils.logging.disable_progress_bar()
     is_cuda = config.model.device == "cuda"
     ranks = int(os.environ["WORLD_SIZE"]) if init == "env://" else config.ranks
     local = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))

@@ -14,7 +14,6 @@ Invariants (asserted by the tests):
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 from equipoise.adapters import transformers as adapter
 from equipoise.adapters.transformers_families import family_of
 from equipoise.balancer import Balancer, BalancerOptions
-from equipoise.core import ModelShape
+from equipoise.core import ModelShape, Stage
 from equipoise.planning.report import WindowReport
-from equipoise.planning.rows import RankRows
+from equipoise.planning.rows import WindowRoutes
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.batch import MicroBatch
 from equipoise.rl.config import Mode, TrainConfig
@@ -35,16 +34,6 @@ from equipoise.rl.layout import Layout, build_cluster, sum_over
 from equipoise.rl.model import packed_inputs
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.norm import gradient_norm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """Rows that one window brought to this rank, and what its plan had said."""
-
-    rows_ML: Any
-    """[M, L] rows that arrived; None where experts are on every rank."""
-    planned_ML: Any
-    """[M, L] rows that the plan announced; None where there was no plan, or some rank's routes were not all known."""
 
 
 class Learner:
@@ -83,10 +72,14 @@ class Learner:
             eps=config.update.adam_eps,
         )
 
-    def submit(self, rows: RankRows) -> None:
-        """Announce the next window, to be planned in the background; returns at once. Every rank must call this."""
+    def submit(self, routes: WindowRoutes, *, stage: Stage) -> None:
+        """Announce the next window, to be planned in the background; returns at once. Every rank must call this.
+
+        Args:
+            routes: the ids that will be replayed, by micro-step and layer; or rows, where others may come
+        """
         if self.balancer is not None:
-            self.balancer.submit(rows, stage=rows.stage)
+            self.balancer.submit(routes, stage=stage)
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -109,18 +102,6 @@ class Learner:
         with self.routers.turn(micro_step, ids=ids, record=record) as recorded:
             logits_TV = self.model(**packed_inputs(self.model, batch.input_T, batch.position_T)).logits[0]
         return logits_TV, recorded.ids_LTK if record else None
-
-    def arrival(self) -> Arrival:
-        """Rows of the last window on this rank; before the next one begins."""
-        if self.balancer is None:
-            return Arrival(rows_ML=None, planned_ML=None)
-        window = next(iter(self.balancer.layers.values())).window
-        assert window is not None, "a window was run"
-        rows_ML = window.traffic.arrived_ML.copy()
-        rank = dist.get_rank(self._layout.ep_group)
-        coverage_MLR = window.plan.loads.coverage_MLR
-        is_planned = self.mode == "equipoise" and (coverage_MLR is None or bool((coverage_MLR == 1).all()))
-        return Arrival(rows_ML=rows_ML, planned_ML=window.plan.rank_load_MLR[:, :, rank] if is_planned else None)
 
     def step(self) -> float:
         """Reduce gradients, clip them, and run the optimizer; return the norm. Every rank must call this."""

@@ -20,7 +20,7 @@ Invariants (asserted by the tests):
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from equipoise.rl.checkpoint import Checkpoints, State
 from equipoise.rl.config import TrainConfig
 from equipoise.rl.config_file import write_config
 from equipoise.rl.events import Event, Show
-from equipoise.rl.kernels import start_planner
+from equipoise.rl.kernels import StartedPlanner, start_planner
 from equipoise.rl.layout import Layout
 from equipoise.rl.metrics import Sinks
 from equipoise.rl.model import build_model, load_model, open_tokenizer
@@ -52,11 +52,21 @@ class Places:
     is_resumed: bool = False
 
 
+class _Opened(NamedTuple):
+    """A trainer that is ready."""
+
+    trainer: Trainer
+    planner: StartedPlanner | None
+    first: int
+    """The first step to train."""
+
+
 def run(config: TrainConfig, layout: Layout, show: Show, places: Places) -> dict[str, Any]:
     """Train from beginning to end. Every rank must call this; returns the summary."""
     checkpoints = Checkpoints(places.out / "checkpoints", layout, facts=_facts(config), keep=config.checkpoint.keep)
     newest = checkpoints.newest() if places.is_resumed else None
-    trainer, first = _open(config, layout, show, checkpoints=checkpoints, newest=newest)
+    opened = _open(config, layout, show, checkpoints=checkpoints, newest=newest)
+    trainer, planner, first = opened.trainer, opened.planner, opened.first
     _begin(config, layout, show, places, trainer=trainer, first=first)
     sinks = _open_sinks(config, layout, places, first=first)
     history: list[dict[str, Any]] = []
@@ -72,20 +82,24 @@ def run(config: TrainConfig, layout: Layout, show: Show, places: Places) -> dict
         if (every and (step + 1) % every == 0) or step + 1 == config.steps:
             show(Event("stage", {"step": step, "name": "checkpoint", "rank": layout.rank}))
             _save(checkpoints, trainer, step + 1)
+            if planner is not None:
+                planner.forget()
     if sinks is not None:
         sinks.close()
     summary = _summary(places, layout)
     if layout.is_first:
         (places.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     trainer.close()
+    if planner is not None:
+        planner.close()
     show(Event("end", summary))
     return summary
 
 
 def _open(
     config: TrainConfig, layout: Layout, show: Show, *, checkpoints: Checkpoints, newest: Path | None
-) -> tuple[Trainer, int]:
-    """The trainer, warmed up or as a checkpoint has it, and the first step to train."""
+) -> "_Opened":
+    """The trainer, warmed up or as a checkpoint has it. Every rank must call this."""
     if newest is None:
         model = build_model(config.model, seed=config.seed)
     else:
@@ -98,10 +112,10 @@ def _open(
     state = None if newest is None else checkpoints.load(newest, weights=model.state_dict())
     trainer = Trainer(model.train(), config, layout, show=show, worker=worker)
     if state is None:
-        return trainer, 0
+        return _Opened(trainer, planner, 0)
     trainer.restore(state)
     show(Event("note", {"words": f"resumed from {newest}, next is step {state.step}"}))
-    return trainer, state.step
+    return _Opened(trainer, planner, state.step)
 
 
 def warm_up_told(model: nn.Module, config: TrainConfig, layout: Layout, show: Show) -> None:

@@ -72,7 +72,7 @@ def from_routes(routes: SampleRoutes, *, num_prompt: int, layers: int, top_k: in
 
 
 def _to_core(sample: Sample) -> SampleRoutes:
-    known_TL = (sample.ids_TLK >= 0).all(axis=2)
+    known_TL: np.ndarray = np.all(sample.ids_TLK >= 0, axis=2)
     rows = len(sample.ids_TLK)
     return SampleRoutes(
         name=sample.name,

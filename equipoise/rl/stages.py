@@ -15,8 +15,9 @@ Invariants (asserted by the tests):
 3. Log-probabilities of recompute are those of the update's first window before its optimizer step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,14 +71,17 @@ class Stages:
         """Train `learner`; `reference` is a whole frozen model where a KL is asked for."""
         self._learner, self._config, self._layout, self._reference = learner, config, layout, reference
         self._replay = config.update.replay
+        self._is_complete = True
         self.tally = StepTally()
 
     def announce(self, windows: Sequence[Window]) -> None:
         """Have recompute planned, and the first update window too where its routes are known. Every rank must call."""
         self.tally = StepTally()
-        self._submit([batch for window in windows for batch in window], "recompute")
+        self._is_complete = self._count(windows, lambda batch: int((batch.ids_LTK < 0).sum())) == 0
+        batches = [batch for window in windows for batch in window]
+        self._submit(batches, "recompute", is_replayed=self._replay == "R3")
         if self._replay != "R2":
-            self._submit(windows[0], "update")
+            self._submit(windows[0], "update", is_replayed=self._replay == "R3")
 
     def recompute(self, windows: Sequence[Window]) -> tuple[list[list[Tensor]], list[Window]]:
         """Return old log-probabilities by window and micro-batch, and the windows as they shall be updated."""
@@ -91,18 +95,18 @@ class Stages:
                 used.append(with_ids(batch, ids_LTK) if is_recorded else batch)
         self._close("recompute", is_replayed=self._replay == "R3")
         cuts = np.cumsum([0, *map(len, windows)])
-        spans = list(zip(cuts, cuts[1:], strict=False))
+        spans = list(pairwise(cuts))
         updates = [used[a:b] for a, b in spans]
         if is_recorded:
-            self._submit(updates[0], "update")
+            self._submit(updates[0], "update", is_replayed=True)
         return [old[a:b] for a, b in spans], updates
 
     def update(self, windows: Sequence[Window], old: Sequence[Sequence[Tensor]], advantage_B: np.ndarray) -> None:
         """One optimizer step per window."""
         for k, window in enumerate(windows):
             if k + 1 < len(windows):
-                self._submit(windows[k + 1], "update")
-            tokens = self._count_tokens(window)
+                self._submit(windows[k + 1], "update", is_replayed=self._replay != "off")
+            tokens = self._count([window], lambda batch: int(batch.is_response_T.sum()))
             loss, size = 0.0, 0.0
             with self._learner.window():
                 for m, batch in enumerate(window):
@@ -164,26 +168,28 @@ class Stages:
                 f"given to the routers and {used} reached the experts; replay is not exact"
             )
 
-    def _submit(self, window: Window, stage: Stage) -> None:
+    def _submit(self, window: Window, stage: Stage, *, is_replayed: bool) -> None:
+        """Announce a window: the ids themselves where they are replayed, else only how many rows to expect."""
         rows = window_rows(window, experts=self._learner.shape.experts, stage=stage)
         self.tally.rows[stage].append(rows.load_MLE)
-        self._learner.submit(rows)
+        self._learner.submit([batch.ids_LTK.cpu().numpy() for batch in window] if is_replayed else rows, stage=stage)
 
     def _close(self, stage: Stage, *, is_replayed: bool) -> None:
-        """Keep what the window reported, and compare the rows that arrived with the plan's."""
-        arrival = self._learner.arrival()
-        if self._learner.report is not None:
-            self.tally.reports.append(self._learner.report)
-        if arrival.rows_ML is None:
+        """Keep what the window reported, and compare the rows that arrived with the planned ones."""
+        report = self._learner.report
+        if report is None:
             return
-        self.tally.arrived[stage].append(arrival.rows_ML)
-        if is_replayed and arrival.planned_ML is not None:
-            check_arrival(arrival.rows_ML, arrival.planned_ML, stage=stage, rank=self._layout.rank)
+        self.tally.reports.append(report)
+        self.tally.arrived[stage].append(report.arrived_ML)
+        # Under R2 the update replays what recompute recorded, of every row.
+        is_known = self._is_complete or (self._replay == "R2" and stage == "update")
+        if is_replayed and is_known and report.planned_ML is not None and report.arrived_ML is not None:
+            check_arrival(report.arrived_ML, report.planned_ML, stage=stage, rank=self._layout.rank)
             self.tally.checked_windows += 1
 
-    def _count_tokens(self, window: Window) -> int:
-        """Trained tokens of a window on all ranks. Every rank must call this."""
-        total = torch.tensor([sum(int(batch.is_response_T.sum()) for batch in window)], dtype=torch.float64)
+    def _count(self, windows: Sequence[Window], figure: Callable[[MicroBatch], int]) -> int:
+        """Sum a figure of all micro-batches of all ranks. Every rank must call this."""
+        total = torch.tensor([sum(figure(b) for window in windows for b in window)], dtype=torch.float64)
         sum_over([total], self._layout.world)
         return int(total[0])
 

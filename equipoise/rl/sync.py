@@ -2,7 +2,7 @@
 
 Steps:
 1. The owners' experts are gathered in canonical order; every rank copies the whole model into its rollout copy.
-2. Every rank hashes what it holds itself (its owned experts, and everything that is not sharded) before the copy left it.
+2. Every rank hashes what it holds itself: its owned experts, and everything that is not sharded.
 3. Every rank hashes the same parts of the copy. A part that differs from its owner's hash stops training by name.
 
 Knows state dicts. Does not know samples or plans.
