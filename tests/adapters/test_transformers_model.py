@@ -67,8 +67,15 @@ def test_a_replaced_forward_is_a_reason():
 def test_what_is_no_moe_model_of_transformers_is_an_error():
     with pytest.raises(AdapterError, match="a Linear is no transformers model"):
         inspect(torch.nn.Linear(2, 2))
-    config = AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=8, vocab_size=8, intermediate_size=8)
-    config.num_attention_heads = config.num_key_value_heads = 2
+    config = AutoConfig.for_model(
+        "llama",
+        num_hidden_layers=1,
+        hidden_size=8,
+        vocab_size=8,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     with pytest.raises(AdapterError, match="model_type 'llama' is not supported"):
         inspect(AutoModelForCausalLM.from_config(config))
     with pytest.raises(AdapterError, match="has no MoE layer"):

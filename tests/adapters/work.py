@@ -66,7 +66,8 @@ def make_balancer(model, group, *, slots=1, nodes=2, enabled=True, **figures):
 def forward(model, rank, micro_step):
     """Embeddings, whose gradients are kept, and the logits."""
     inputs = model.get_input_embeddings()(tokens_of(rank, micro_step))
-    inputs.retain_grad()
+    if inputs.requires_grad:
+        inputs.retain_grad()
     return inputs, model(inputs_embeds=inputs, use_cache=False).logits
 
 

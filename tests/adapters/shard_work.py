@@ -1,0 +1,8 @@
+"""What ranks do in the tests of shards; imports no framework."""
+
+from equipoise.adapters.shards import cut, gather
+
+
+def cut_and_gather(group, full):
+    own = cut(full, group)
+    return own, gather(own, group), gather(own, group, to=2)
