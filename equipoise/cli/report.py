@@ -31,14 +31,15 @@ def report(
     doctor: Annotated[
         Path | None, typer.Option(help="What `equipoise doctor --json` printed about the routes.")
     ] = None,
+    measured: Annotated[Path | None, typer.Option(help="What `python -m benchmarks.validate -o` wrote.")] = None,
     title: Annotated[str | None, typer.Option(help="What the page is called; the file's name if left out.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a result, and write its page and its trace."""
-    from equipoise.report import build_page, chrome_trace, write_page
+    from equipoise.report import Beside, build_page, chrome_trace, write_page
 
     console = screen(as_json=as_json)
-    page = build_page(result, title=title, doctor=doctor)
+    page = build_page(result, title=title, beside=Beside(doctor=doctor, measured=measured))
     events = None if trace is None else chrome_trace(page.document)
     show(page, console)
     if out is not None:

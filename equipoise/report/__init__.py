@@ -7,7 +7,9 @@
                    one function per chart, from plain arrays (frame.py is what they share, binning.py keeps them small)
     theme.py       colours, light and dark; words.py, figures as people read them; definitions.py, every word
     render.py      the HTML file, from templates/
-    doctor.py      the doctor's verdict, as a table
+    run.py         of a training run
+    doctor.py, validation.py
+                   what can stand beside a result: the doctor's verdict, predicted against measured
     summary.py     the same as text; trace.py, a timeline as a Chrome trace
 
 May import core and sim's result types; never torch, never a terminal library. Figures come from result documents,
@@ -15,27 +17,24 @@ which take skew from `loads.skew`, and from nowhere else.
 """
 
 from pathlib import Path
-from typing import Any
 
 from equipoise.report.page import Page
 from equipoise.report.render import render, write_page
-from equipoise.report.source import Result, build_page
+from equipoise.report.source import NOTHING, Beside, Result, build_page
 from equipoise.report.summary import as_text, summarise
 from equipoise.report.trace import chrome_trace
 
 
-def write_report(
-    result: Result, path: str | Path, *, title: str | None = None, doctor: Path | dict[str, Any] | None = None
-) -> Page:
+def write_report(result: Result, path: str | Path, *, title: str | None = None, beside: Beside = NOTHING) -> Page:
     """Write the page of a result as one HTML file that works offline.
 
     Args:
         result: an `Analysis` or `Simulation`, its JSON document, the path of a file with one, or a run's folder
         path: the HTML file
         title: what the page is called; the file's name by default
-        doctor: what `equipoise doctor --json` printed about its routes, or the path of a file with it
+        beside: the doctor's verdict, and how far predictions are from what was measured
     """
-    page = build_page(result, title=title, doctor=doctor)
+    page = build_page(result, title=title, beside=beside)
     write_page(page, Path(path))
     return page
 
@@ -43,6 +42,7 @@ def write_report(
 __all__ = [
     "write_report",
     "Page",
+    "Beside",
     "build_page",
     "render",
     "write_page",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.report.frame import Grid, frame, heat_map, limit_line
+from equipoise.report.frame import HALF_HEIGHT, Grid, frame, heat_map, limit_line
 from equipoise.report.page import Chart, Table, View
 from equipoise.report.theme import BLUE, GREY, ORANGE
 
@@ -44,7 +44,7 @@ def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
         scale="sequential",
         terms=("all-to-all", "rank", "before", "after"),
         wide=False,
-        **heat_map(mebibytes, grid, ends=(0.0, high), limits=(128, 128)),
+        **heat_map(mebibytes, grid, ends=(0.0, high), height=HALF_HEIGHT, limits=(128, 128)),
     )
 
 

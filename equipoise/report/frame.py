@@ -20,6 +20,8 @@ STYLES = {
     "balanced": (GREY, "dash"),
 }
 """Colour and dash of the lines that mean the same in every chart."""
+HALF_HEIGHT = 420
+"""Of heat maps that stand side by side, pixels."""
 MAX_SHOWN_WINDOWS = 8
 """More windows than these are not named in a chart: the names would lie on each other."""
 
@@ -95,7 +97,12 @@ class Grid:
 
 
 def heat_map(
-    matrices: dict[str, np.ndarray], grid: Grid, *, ends: tuple[float, float], limits: tuple[int, int] = (192, 256)
+    matrices: dict[str, np.ndarray],
+    grid: Grid,
+    *,
+    ends: tuple[float, float],
+    height: int | None = None,
+    limits: tuple[int, int] = (192, 256),
 ) -> dict[str, Any]:
     """Traces, layout, data, views and note of heat maps over the same axes, one shown at a time.
 
@@ -103,12 +110,13 @@ def heat_map(
         matrices: [rows, columns] by the name of their view
         grid: the axes
         ends: lowest and highest value that has a colour of its own, the same for all
+        height: in pixels; by the number of rows where it is left out
         limits: most rows and columns; beyond, cells are binned
     """
     binned = {name: bin_matrix(matrix, limits=limits) for name, matrix in matrices.items()}
     first = next(iter(binned.values()))
     rows, columns = bin_labels(grid.row_labels, first.row_size), bin_labels(grid.column_labels, first.column_size)
-    layout = frame(height=max(240, min(520, 110 + 13 * len(rows))), x=grid.columns, y=grid.rows)
+    layout = frame(height=height or max(240, min(520, 110 + 13 * len(rows))), x=grid.columns, y=grid.rows)
     # Labels of blocks are words; without this plotly would read "12-15" as a date.
     layout["xaxis"] |= {"type": "category", "nticks": 16, "showgrid": False, "ticks": ""}
     layout["yaxis"] |= {"type": "category", "nticks": 12, "showgrid": False, "ticks": "", "autorange": "reversed"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from equipoise.report.frame import STYLES, Grid, frame, heat_map, line, window_marks
+from equipoise.report.frame import HALF_HEIGHT, STYLES, Grid, frame, heat_map, line, window_marks
 from equipoise.report.page import Chart, Table
 from equipoise.report.theme import GREEN, GREY, VERMILION
 
@@ -133,7 +133,7 @@ def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], 
         scale="diverging",
         terms=("load", "rank", "before", "after"),
         wide=False,
-        **heat_map(ratios, grid, ends=_about_one(ratios)),
+        **heat_map(ratios, grid, ends=_about_one(ratios), height=HALF_HEIGHT),
     )
 
 
@@ -167,6 +167,9 @@ def over_mean(load: np.ndarray) -> np.ndarray:
 
 
 def _about_one(ratios: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Ends of the colours: symmetric about one, so that level is the ground's colour, and the same for all views."""
-    reach = max(0.05, *(float(np.abs(r - 1).max()) for r in ratios.values()))
+    """Ends of the colours: symmetric about one, so that level is the ground's colour, and the same for all views.
+
+    From nothing to twice the mean at most: what is hotter has the last colour.
+    """
+    reach = min(1.0, max(0.05, *(float(np.abs(r - 1).max()) for r in ratios.values())))
     return 1 - reach, 1 + reach

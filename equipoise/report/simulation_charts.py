@@ -70,7 +70,7 @@ def _charts(document: Document, views: dict[str, Policy], after: Policy | None) 
     yield _memory(views)
     if document["sweep"] is not None:
         yield from _sweep(document["sweep"])
-    if after is not None and any(window["paths"] for window in after["windows"]):
+    if after is not None and any(use["bytes"] for window in after["windows"] for use in window["paths"]):
         yield _paths(document, after)
 
 
@@ -226,6 +226,7 @@ def _paths(document: Document, after: Policy) -> Listing:
         (name, use["path"], *(round(use[k], 6) for k in ("moved_s", "hidden_s", "exposed_s")), num_bytes(use["bytes"]))
         for (name, _), window in zip(_windows(document), after["windows"], strict=True)
         for use in window["paths"]
+        if use["bytes"]
     ]
     exposed, moved = (sum(u[k] for w in after["windows"] for u in w["paths"]) for k in ("exposed_s", "moved_s"))
     return Listing(

@@ -1,22 +1,23 @@
 """What a page can be made of, and how it is recognised: a result object, its JSON document, a file, a run's folder.
 
     an object with `to_dict()`          Analysis, Simulation
-    a document, or a file that holds one  by its field `format`
-    a folder                             of a training run, by its metrics.jsonl
+    a document, or a file with one      by its field `format`
+    a folder                            of a training run, by its metrics.jsonl
 
 Knows which maker makes which page. A result that cannot be understood is refused before anything is written.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from equipoise.core import EquipoiseError
-from equipoise.report import analysis, simulation
+from equipoise.report import analysis, run, simulation
 from equipoise.report.doctor import NO_VERDICT, doctor_listing
 from equipoise.report.page import Page
+from equipoise.report.validation import NOT_MEASURED, validation_chart
 
 Document = dict[str, Any]
 
@@ -32,17 +33,32 @@ Result = HasDocument | Document | Path | str
 MAKERS: dict[str, Callable[..., Page]] = {
     analysis.FORMAT: analysis.analysis_page,
     simulation.FORMAT: simulation.simulation_page,
+    run.FORMAT: run.run_page,
 }
 """Who makes the page of a document, by its format."""
 
 
-def build_page(result: Result, *, title: str | None = None, doctor: Path | Document | None = None) -> Page:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What can be shown beside a result: other documents about the same thing, or the paths of files with them."""
+
+    doctor: Path | Document | None = None
+    """What `equipoise doctor --json` printed about its routes."""
+    measured: Path | Document | None = None
+    """What `python -m benchmarks.validate` wrote: how far predictions are from what was measured."""
+
+
+NOTHING = Beside()
+"""No other document."""
+
+
+def build_page(result: Result, *, title: str | None = None, beside: Beside = NOTHING) -> Page:
     """Make the page of a result.
 
     Args:
         result: a result, its document, or the path of a file or a run's folder
         title: what the page is called; the file's name by default
-        doctor: what the doctor says of its routes: the JSON it printed, or the path of a file with it
+        beside: other documents to show with it
     """
     document, name = read_document(result)
     maker = MAKERS.get(str(document.get("format")))
@@ -55,10 +71,23 @@ def build_page(result: Result, *, title: str | None = None, doctor: Path | Docum
         raise EquipoiseError(
             f"{name} says it is {document['format']} but has no field {error}; write it again with this version"
         ) from error
-    if doctor is None:
-        return replace(page, missing=(*page.missing, NO_VERDICT))
-    diagnosis, where = read_document(doctor)
-    return replace(page, sections=(*page.sections, doctor_listing(diagnosis, name=where)))
+    return _with_beside(page, beside)
+
+
+def _with_beside(page: Page, beside: Beside) -> Page:
+    """The page with what was handed in beside it, and with a word on what was not."""
+    sections, missing = list(page.sections), list(page.missing)
+    if beside.measured is None:
+        missing.append(NOT_MEASURED)
+    else:
+        document, name = read_document(beside.measured)
+        sections.append(validation_chart(document, name=name))
+    if beside.doctor is None:
+        missing.append(NO_VERDICT)
+    else:
+        document, name = read_document(beside.doctor)
+        sections.append(doctor_listing(document, name=name))
+    return replace(page, sections=tuple(sections), missing=tuple(missing))
 
 
 def read_document(result: Result) -> tuple[Document, str]:
@@ -67,7 +96,7 @@ def read_document(result: Result) -> tuple[Document, str]:
         return result, "this result"
     if isinstance(result, str | Path):
         path = Path(result)
-        return _read_file(path), path.name
+        return run.read_run(path) if path.is_dir() else _read_file(path), path.resolve().name
     return result.to_dict(), "this result"
 
 

@@ -7,11 +7,12 @@ Invariants (asserted by the tests):
 2. Lines are at most as wide as asked for, except for single words that are wider.
 """
 
+import math
 import textwrap
 from dataclasses import dataclass
 
 from equipoise.report.page import Cell, Chart, Page, Table
-from equipoise.report.words import digits
+from equipoise.report.words import plural
 
 MAX_ROWS = 12
 """A table longer than this is for the page and its CSV, not for a terminal."""
@@ -55,18 +56,26 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _table_lines(table: Table, width: int) -> tuple[str, ...]:
-    """Aligned columns: numbers to the right, words to the left; cut at the width."""
-    cells = [list(table.columns), *([_cell(c) for c in row] for row in table.rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
-    right = [any(isinstance(row[i], int | float) for row in table.rows) for i in range(len(widths))]
-    lines = []
-    for row in cells:
-        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
-        lines.append("  " + "  ".join(padded).rstrip()[: width - 2])
-    return tuple(lines)
+    """Aligned columns, numbers to the right and words to the left; columns that do not fit are left to the page."""
+    shown = [_column([row[i] for row in table.rows], name) for i, name in enumerate(table.columns)]
+    room = width - 2
+    kept = [column for i, column in enumerate(shown) if sum(len(c[0]) + 2 for c in shown[: i + 1]) - 2 <= room]
+    lines = [("  " + "  ".join(cells)).rstrip() for cells in zip(*kept, strict=True)]
+    left_out = len(shown) - len(kept)
+    return (*lines, *([f"  ({plural(left_out, 'more column')} on the page)"] if left_out else []))
 
 
-def _cell(value: Cell) -> str:
+def _column(cells: list[Cell], name: str) -> list[str]:
+    """A column's header and cells, all equally wide, with as many decimals in every row."""
+    numbers = [abs(cell) for cell in cells if isinstance(cell, float) and cell]
+    decimals = max(0, min(9, 2 - math.floor(math.log10(max(numbers))))) if numbers else 0
+    texts = [name, *(_text(cell, decimals) for cell in cells)]
+    widest = max(len(text) for text in texts)
+    is_number = any(isinstance(cell, int | float) for cell in cells)
+    return [text.rjust(widest) if is_number else text.ljust(widest) for text in texts]
+
+
+def _text(value: Cell, decimals: int) -> str:
     if value is None:
         return ""
-    return digits(value) if isinstance(value, float) else str(value)
+    return f"{value:.{decimals}f}" if isinstance(value, float) else str(value)

@@ -50,7 +50,9 @@ def cost_parts(parts: Parts, *, caption: str, title: str, terms: tuple[str, ...]
         focus: parts of the first view; a second view then shows all of them. Empty for no switch
     """
     names = _shown_parts(parts)
-    rows: list[tuple[Cell, ...]] = [(bar, *(p.get(name, 0.0) for name in names)) for bar, p in parts.items()]
+    rows: list[tuple[Cell, ...]] = [
+        (bar, sum(p.values()), *(p.get(name, 0.0) for name in names)) for bar, p in parts.items()
+    ]
     layout = frame(height=110 + 34 * len(parts), x="seconds", y="")
     layout |= {"barmode": "stack", "bargap": 0.35}
     layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "ticks": "", "type": "category"}
@@ -67,7 +69,7 @@ def cost_parts(parts: Parts, *, caption: str, title: str, terms: tuple[str, ...]
         caption=caption,
         traces=tuple(_bars(name, parts) for name in names),
         layout=layout,
-        data=Table(columns=("seconds of", *names), rows=tuple(rows)),
+        data=Table(columns=("seconds of", "total", *names), rows=tuple(rows)),
         terms=terms,
         views=views,
     )

@@ -55,7 +55,7 @@ def digits(value: float) -> str:
     if value == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(decimals, 9)}f}"
+    return f"{value:,.{decimals}f}"
 
 
 def plural(number: int, noun: str) -> str:

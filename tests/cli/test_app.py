@@ -76,7 +76,7 @@ FLAGS = {
         "--out",
         "--json",
     },
-    "report": {"-o", "--out", "--trace", "--doctor", "--title", "--json"},
+    "report": {"-o", "--out", "--trace", "--doctor", "--measured", "--title", "--json"},
     "parity": {"--ranks", "--nodes", "--slots", "--steps", "--json"},
     "train": {
         "--preset",

@@ -1,0 +1,243 @@
+"""The page of a training run: the document made of its folder, and what is said and drawn of it.
+
+The document, made from `config.toml` and `metrics.jsonl` (each figure: `docs/metrics.md`):
+    format    "equipoise-run-1"
+    settings  every setting of the run
+    steps     one object of metrics per step
+
+Figures of a run are measured, but for `static_s` and `saved_s`, which its plans predicted.
+
+Invariants (asserted by the tests):
+1. A folder without metrics, or with a broken line, is refused by name; the unfinished last line of a run that is still
+   being written is left out.
+2. What a run without expert parallelism cannot have, such as skew after, is not drawn.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from equipoise.core import EquipoiseError
+from equipoise.report.frame import STYLES, frame, line
+from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table
+from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
+from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
+
+FORMAT = "equipoise-run-1"
+Document = dict[str, Any]
+Steps = list[Document]
+_TIME_COLOURS = {"rollout": GREY, "training": BLUE, "waiting for plans": PURPLE, "exposed transfers": VERMILION}
+
+
+def read_run(folder: Path) -> Document:
+    """Read a run's folder into its document."""
+    metrics, settings = folder / "metrics.jsonl", folder / "config.toml"
+    if not metrics.exists():
+        raise EquipoiseError(f"{folder} has no metrics.jsonl; give the folder that `equipoise train -o FOLDER` wrote")
+    steps: Steps = []
+    lines = metrics.read_text(encoding="utf-8").split("\n")
+    # What stands behind the last line's end is a line that is still being written.
+    for number, text in enumerate(lines[:-1], start=1):
+        try:
+            steps.append(json.loads(text))
+        except ValueError as error:
+            raise EquipoiseError(f"{metrics}, line {number}, is not JSON ({error})") from error
+    if not steps:
+        raise EquipoiseError(f"{metrics} has no step yet; wait for the first one")
+    config = tomllib.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    return {"format": FORMAT, "settings": config, "steps": steps}
+
+
+def run_page(document: Document, *, title: str) -> Page:
+    """Make the page of a run."""
+    steps, settings = document["steps"], document["settings"]
+    has_skew = all(step["skew_after"] is not None for step in steps)
+    charts = [_reward(steps), _skew(steps, has_after=has_skew), _time(steps)]
+    if any(step["bytes"] for step in steps):
+        charts.append(_bytes(steps))
+    if any(step["static_s"] for step in steps):
+        charts.append(_predicted(steps))
+    model = settings.get("model", {})
+    name = model.get("path") or model.get("family") or "a model"
+    mode = settings.get("balance", {}).get("mode", "unknown")
+    return Page(
+        title=title,
+        kind=f"Training run of {plural(len(steps), 'step')}, {name}, mode {mode}",
+        answer=_answer(steps, has_after=has_skew),
+        conditions=_conditions(steps, settings),
+        notes=(),
+        figures=_figures(steps, has_after=has_skew),
+        sections=tuple(charts),
+        missing=_MISSING,
+        document=document,
+    )
+
+
+_MISSING = (
+    Missing(
+        title="Heat maps, timeline, policies",
+        words="A run keeps figures per step. Record its routes and simulate them:",
+        command="equipoise train --record ROUTES; equipoise simulate ROUTES --model ROUTES/model/config.json",
+    ),
+)
+
+
+def _answer(steps: Steps, *, has_after: bool) -> str:
+    first, last = _quarters(steps, "reward")
+    learnt = f"Mean reward went from {first:.3f} in the first quarter to {last:.3f} in the last"
+    before = f"the busiest rank had {ratio(_mean(steps, 'skew_before'))} times the mean load at the owners"
+    if not has_after:
+        return f"{learnt}; {before}."
+    return f"{learnt}; {before}, {ratio(_mean(steps, 'skew_after'))} times as it was run."
+
+
+def _conditions(steps: Steps, settings: Document) -> tuple[str, ...]:
+    ranks = settings.get("ranks")
+    device = settings.get("model", {}).get("device", "unknown device")
+    where = "" if ranks is None else f" on {plural(int(ranks), 'rank')}, {device}"
+    checked = sum(step["checked_windows"] for step in steps)
+    return (
+        f"Measured{where}, seed {settings.get('seed', 'unknown')}: reward, skew of the update's rows as they arrived, "
+        "seconds, bytes.",
+        f"Routes were known for {percent(_mean(steps, 'coverage'))} of the rows; rows arrived exactly as planned in "
+        f"{plural(checked, 'window')} that {'was' if checked == 1 else 'were'} compared.",
+    )
+
+
+def _figures(steps: Steps, *, has_after: bool) -> tuple[Figure, ...]:
+    first, last = _quarters(steps, "reward")
+    spent = sum(step["seconds"] for step in steps)
+    waited, exposed = (sum(step[name] for step in steps) for name in ("waited_s", "exposed_s"))
+    skew = ratio(_mean(steps, "skew_before")) + (f" to {ratio(_mean(steps, 'skew_after'))}" if has_after else "")
+    return (
+        Figure(label="Reward", value=f"{first:.3f} to {last:.3f}", words="first and last quarter"),
+        Figure(label="Mean skew", value=skew, words="busiest rank / mean rank, update"),
+        Figure(label="Waited for plans", value=percent(waited / spent), words=f"{seconds(waited)} of {seconds(spent)}"),
+        Figure(label="Exposed transfers", value=percent(exposed / spent), words=f"{seconds(exposed)}, slowest rank"),
+    )
+
+
+def _reward(steps: Steps) -> Chart:
+    first, last = _quarters(steps, "right_share")
+    return _lines(
+        steps,
+        {"reward": "reward", "right answers": "right_share"},
+        styles={"reward": (BLUE, "solid"), "right answers": (GREEN, "dot")},
+        name="reward",
+        title="Reward over steps",
+        caption=f"Right answers: {percent(first)} in the first quarter, {percent(last)} in the last.",
+        y="mean over samples",
+        terms=("reward",),
+    )
+
+
+def _skew(steps: Steps, *, has_after: bool) -> Chart:
+    names = {"before": "skew_before", **({"after": "skew_after"} if has_after else {})}
+    words = f"Before: recorded routes at the owners, {ratio(_mean(steps, 'skew_before'))} on average."
+    after = f" After: rows that arrived, {ratio(_mean(steps, 'skew_after'))}." if has_after else ""
+    return _lines(
+        steps,
+        names,
+        styles=STYLES,
+        name="skew-over-steps",
+        title="Skew over steps",
+        caption=f"{words}{after}",
+        y="busiest rank / mean rank",
+        terms=("skew", "before", "after"),
+    )
+
+
+def _predicted(steps: Steps) -> Chart:
+    static, saved = (sum(step[name] for step in steps) for name in ("static_s", "saved_s"))
+    drawn = [{**step, "planned_s": step["static_s"] - step["saved_s"]} for step in steps]
+    return _lines(
+        drawn,
+        {"before": "static_s", "after": "planned_s"},
+        styles=STYLES,
+        name="predicted-seconds",
+        title="Predicted seconds of expert layers",
+        caption=f"What plans promised on the described cluster, not what this machine took: {percent(saved / static)} "
+        "saved over all steps.",
+        y="seconds, predicted",
+        terms=("predicted", "before", "after", "saved"),
+    )
+
+
+def _time(steps: Steps) -> Chart:
+    parts = {
+        "rollout": [step["rollout_s"] for step in steps],
+        "training": [s["seconds"] - s["rollout_s"] - s["waited_s"] - s["exposed_s"] for s in steps],
+        "waiting for plans": [step["waited_s"] for step in steps],
+        "exposed transfers": [step["exposed_s"] for step in steps],
+    }
+    spent = sum(step["seconds"] for step in steps)
+    return _stacked(
+        steps,
+        parts,
+        colours=_TIME_COLOURS,
+        name="time-over-steps",
+        title="Seconds of each step",
+        caption=f"A step takes {seconds(spent / len(steps))} on average; {percent(sum(parts['rollout']) / spent)} is "
+        "rollout. Waits are those of the slowest rank.",
+        y="seconds",
+        terms=("exposed", "measured"),
+    )
+
+
+def _bytes(steps: Steps) -> Chart:
+    paths = sorted({path for step in steps for path in step["bytes"]})
+    colours = {path: (ORANGE, BLUE, GREEN, PURPLE, *SERIES)[place] for place, path in enumerate(paths)}
+    moved = sum(sum(step["bytes"].values()) for step in steps)
+    return _stacked(
+        steps,
+        {path: [step["bytes"].get(path, 0) / 2**20 for step in steps] for path in paths},
+        colours=colours,
+        name="bytes-over-steps",
+        title="Bytes of experts moved in each step",
+        caption=f"{num_bytes(moved)} in all, over all ranks, by the path they took.",
+        y="MiB",
+        terms=("pull", "return", "publish", "collect"),
+    )
+
+
+def _lines(steps: Steps, names: dict[str, str], *, styles: dict[str, tuple[str, str]], y: str, **words: Any) -> Chart:
+    """Lines over steps; `names` says which metric a line shows."""
+    at = [step["step"] for step in steps]
+    rows: list[tuple[Cell, ...]] = [(s["step"], *(s[metric] for metric in names.values())) for s in steps]
+    return Chart(
+        traces=tuple(line(n, at, [s[metric] for s in steps], style=styles[n]) for n, metric in names.items()),
+        layout=frame(height=280, x="step", y=y, hover="x unified"),
+        data=Table(columns=("step", *names), rows=tuple(rows)),
+        wide=False,
+        **words,
+    )
+
+
+def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, str], y: str, **words: Any) -> Chart:
+    """Stacked columns over steps."""
+    at = [step["step"] for step in steps]
+    shown = {name: values for name, values in parts.items() if any(values)}
+    rows: list[tuple[Cell, ...]] = [(at[i], *(values[i] for values in shown.values())) for i in range(len(at))]
+    traces = [
+        {"type": "bar", "name": name, "x": at, "y": [round(v, 6) for v in values], "marker": {"color": colours[name]}}
+        | {"hovertemplate": "%{y:.4g}"}
+        for name, values in shown.items()
+    ]
+    return Chart(
+        traces=tuple(traces),
+        layout=frame(height=280, x="step", y=y, hover="x unified") | {"barmode": "stack", "bargap": 0.15},
+        data=Table(columns=("step", *shown), rows=tuple(rows)),
+        wide=False,
+        **words,
+    )
+
+
+def _mean(steps: Steps, name: str) -> float:
+    return float(sum(step[name] for step in steps) / len(steps))
+
+
+def _quarters(steps: Steps, name: str) -> tuple[float, float]:
+    """Means over the first and the last quarter."""
+    quarter = max(1, len(steps) // 4)
+    return _mean(steps[:quarter], name), _mean(steps[-quarter:], name)

@@ -1,0 +1,121 @@
+"""The page of a training run: its folder read with care, its figures as they were written."""
+
+import json
+
+import pytest
+
+from equipoise.core import EquipoiseError
+from equipoise.report import Beside, build_page
+
+SETTINGS = 'seed = 3\nranks = 2\n\n[model]\nfamily = "olmoe"\ndevice = "cpu"\n\n[balance]\nmode = "equipoise"\n'
+
+
+def metrics(step, **others):
+    """One step's line, as the training loop writes it."""
+    return {
+        "step": step,
+        "reward": 0.1 * step,
+        "right_share": 0.05 * step,
+        "skew_before": 1.5,
+        "skew_after": 1.02,
+        "coverage": 1.0,
+        "checked_windows": 2,
+        "static_s": 0.4,
+        "saved_s": 0.1,
+        "bytes": {"peer": 2**20 * (1 + step), "edge": 2**19},
+        "waited_s": 0.1,
+        "exposed_s": 0.05,
+        "rollout_s": 0.8,
+        "seconds": 2.0,
+        **others,
+    }
+
+
+def write_run(folder, steps, *, tail=""):
+    folder.mkdir()
+    (folder / "config.toml").write_text(SETTINGS)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + tail)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "mine", [metrics(step) for step in range(8)])
+
+
+def chart(page, name):
+    return next(c for c in page.charts if c.name == name)
+
+
+def test_the_answer_is_what_was_learnt_and_how_level_it_ran(run):
+    page = build_page(run)
+    assert page.title == "mine"
+    assert page.kind == "Training run of 8 steps, olmoe, mode equipoise"
+    assert page.answer == (
+        "Mean reward went from 0.050 in the first quarter to 0.650 in the last; the busiest rank had 1.50 times the "
+        "mean load at the owners, 1.02 times as it was run."
+    )
+    assert "rows arrived exactly as planned in 16 windows" in " ".join(page.conditions)
+    values = {f.label: f.value for f in page.figures}
+    assert values["Waited for plans"] == "5.0 %"
+    assert values["Exposed transfers"] == "2.5 %"
+
+
+def test_charts_hold_the_figures_of_every_step(run):
+    page = build_page(run)
+    assert [c.name for c in page.charts] == [
+        "reward",
+        "skew-over-steps",
+        "time-over-steps",
+        "bytes-over-steps",
+        "predicted-seconds",
+    ]
+    assert chart(page, "reward").traces[0]["y"] == pytest.approx([0.1 * step for step in range(8)])
+    totals = [sum(row[1:]) for row in chart(page, "time-over-steps").data.rows]
+    assert totals == pytest.approx([2.0] * 8)
+    peer = next(t for t in chart(page, "bytes-over-steps").traces if t["name"] == "peer")
+    assert peer["y"] == pytest.approx([1.0 + step for step in range(8)])
+    assert "25.0 % saved" in chart(page, "predicted-seconds").caption
+    assert "not what this machine took" in chart(page, "predicted-seconds").caption
+
+
+def test_a_run_without_expert_parallelism_has_no_skew_after_and_moves_nothing(tmp_path):
+    plain = {"skew_after": None, "bytes": {}, "static_s": 0.0, "saved_s": 0.0, "checked_windows": 0}
+    page = build_page(write_run(tmp_path / "off", [metrics(step, **plain) for step in range(3)]))
+    assert [t["name"] for t in chart(page, "skew-over-steps").traces] == ["before"]
+    assert page.answer.endswith("at the owners.")
+    assert [c.name for c in page.charts] == ["reward", "skew-over-steps", "time-over-steps"]
+
+
+def test_one_step_is_enough(tmp_path):
+    page = build_page(write_run(tmp_path / "young", [metrics(0)]))
+    assert chart(page, "reward").traces[0]["mode"] == "markers"
+
+
+def test_an_unfinished_last_line_is_left_out_and_a_broken_one_refused(tmp_path):
+    live = write_run(tmp_path / "live", [metrics(0), metrics(1)], tail='{"step": 2, "rew')
+    assert len(build_page(live).document["steps"]) == 2
+    broken = write_run(tmp_path / "broken", [metrics(0)], tail="oops\n" + json.dumps(metrics(1)) + "\n")
+    with pytest.raises(EquipoiseError, match=r"metrics\.jsonl, line 2, is not JSON"):
+        build_page(broken)
+
+
+def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EquipoiseError, match=r"empty has no metrics\.jsonl"):
+        build_page(tmp_path / "empty")
+    with pytest.raises(EquipoiseError, match="has no step yet"):
+        build_page(write_run(tmp_path / "fresh", []))
+
+
+def test_errors_of_a_rank_replay_can_stand_beside_it(run, tmp_path):
+    row = {"shape visited": "no", "layer mean": 3.0, "layer worst": -9.0, "run mean": 1.5, "run worst": 2.5}
+    rows = [{"case": name, "stage": stage, **row} for name, stage in (("qwen3", "update"), ("all", "both"))]
+    document = {"benchmark": "validate", "replay": {"device": "NVIDIA H200"}, "rows": rows, "limits": []}
+    page = build_page(run, beside=Beside(measured=document))
+    errors = chart(page, "predicted-against-measured")
+    assert "off by 1.5 % on average, 2.5 % at worst" in errors.caption
+    assert errors.traces[0]["y"] == ["qwen3, update", "all, both"]
+    assert "Predicted against measured" not in [part.title for part in page.missing]
+    with pytest.raises(EquipoiseError, match="is no validation"):
+        build_page(run, beside=Beside(measured={"benchmark": "planner"}))
