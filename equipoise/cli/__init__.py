@@ -8,6 +8,7 @@
     count.py      any dump into histograms
     loads.py      any dump and a schedule into loads, window by window
     plan.py       loads into a plan (`plan_view.py` draws it)
+    simulate.py   a step replayed under several policies, sweeps and break-even (`simulation.py` runs them)
     generate.py   a generated workload into the native store (`storing.py` writes it, for ingest too)
     analyze.py    seconds lost, what a plan gives back, skew, memory (`step_loads.py` counts what it needs,
                   `analysis_view.py` and `seconds_view.py` draw it)

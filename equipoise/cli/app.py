@@ -16,9 +16,10 @@ from equipoise.cli.loads import loads
 from equipoise.cli.parity import parity
 from equipoise.cli.plan import plan
 from equipoise.cli.report import report
+from equipoise.cli.simulate import simulate
 from equipoise.cli.train import train
 
-VERBS = (analyze, doctor, ingest, count, loads, plan, report, generate, parity, train, calibrate, formats)
+VERBS = (analyze, doctor, ingest, count, loads, plan, simulate, report, generate, parity, train, calibrate, formats)
 
 HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
 

@@ -6,11 +6,14 @@ Knows terminals. Does not know what is shown.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from equipoise.core.errors import EquipoiseError
 
 
 def screen(*, as_json: bool) -> Console:
@@ -22,6 +25,14 @@ def screen(*, as_json: bool) -> Console:
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document as one line, the last of standard output."""
     typer.echo(json.dumps(document, allow_nan=False))
+
+
+def write_json(document: dict[str, Any], path: Path) -> None:
+    """Write one JSON document to a file, or raise saying why not."""
+    try:
+        path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise EquipoiseError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -33,17 +33,6 @@ def windows_of(
     return windows if stages is None else [w for stage in stages for w in _in_stage(windows, stage)]
 
 
-def as_stage(loads: LoadMatrix, stage: Stage) -> LoadMatrix:
-    """The same rows in another stage."""
-    return LoadMatrix(
-        loads.load_MLRE,
-        stage=stage,
-        padding_MLRE=loads.padding_MLRE,
-        coverage_MLR=loads.coverage_MLR,
-        layer_numbers_L=loads.layer_numbers_L,
-    )
-
-
 def layers_of(loads: LoadMatrix, layers: slice) -> LoadMatrix:
     """Some layers of a window."""
     padding, coverage, numbers = loads.padding_MLRE, loads.coverage_MLR, loads.layer_numbers_L

@@ -1,9 +1,9 @@
-"""Windows from what is given: joined, cut and put into other stages without losing anything."""
+"""Windows from what is given: joined and cut without losing anything."""
 
 import numpy as np
 
 from equipoise.core import LoadMatrix
-from equipoise.sim.windows import as_stage, joined, layers_of
+from equipoise.sim.windows import joined, layers_of
 from tests.sim.steps import MODEL, skewed_loads
 
 
@@ -36,9 +36,3 @@ def test_layers_keep_what_belongs_to_them():
     assert some.padding_MLRE.shape == some.load_MLRE.shape
     assert some.coverage_MLR.shape == some.load_MLRE.shape[:3]
     assert layers_of(skewed_loads(), slice(0, MODEL.layers)) == skewed_loads()
-
-
-def test_another_stage_has_the_same_rows():
-    moved = as_stage(padded(), "recompute")
-    assert moved.stage == "recompute"
-    assert as_stage(moved, "update") == padded()

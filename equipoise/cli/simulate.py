@@ -1,0 +1,178 @@
+"""Replay a step under several policies on a described cluster: seconds by part, sweeps, and where a plan begins to pay.
+
+    equipoise simulate --demo
+    equipoise simulate rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 16 --sweep ep=8,16 slots=0,1,2
+
+Everything is simulated; no GPU and no torch needed. With --sweep the words NAME=VALUES after it are further axes.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.options import (
+    DEFAULT_SCHEDULE,
+    FormatOption,
+    JsonFlag,
+    LastRowOption,
+    ModelOption,
+    Reading,
+    ReportOption,
+    ShortFlag,
+    find_model,
+    refuse_existing,
+)
+from equipoise.cli.output import print_json, screen, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from equipoise.cli.step_loads import Packing
+    from equipoise.core import LoadMatrix, ModelShape
+    from equipoise.sim import Simulation
+
+DEMO_MODEL = "qwen3-30b-a3b"
+POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
+
+
+def simulate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DUMP] [AXIS=VALUES]...",
+            help="Rollouts in any form, or a counts or loads .npz file; further axes of --sweep.",
+            show_default=False,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    cluster: Annotated[str, typer.Option(help="Device preset: h100, h200, a100 or b200.")] = "h100",
+    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 16,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
+    schedule: Annotated[
+        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
+    ] = DEFAULT_SCHEDULE,
+    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
+    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
+    policies: Annotated[str, typer.Option(help="Policies to compare, separated by commas.")] = POLICIES,
+    slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1,
+    history: Annotated[
+        Path | None, typer.Option(help="Loads of an earlier step (.npz), for the policy eplb-history.")
+    ] = None,
+    pipeline_stages: Annotated[int, typer.Option(help="Pipeline stages, one forward, one backward.")] = 1,
+    repeat_forward: Annotated[
+        bool, typer.Option("--repeat-forward", help="Activations are recomputed in the backward pass.")
+    ] = False,
+    rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0,
+    other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0,
+    planning_s: Annotated[
+        float, typer.Option(help="Seconds of planning a window; it hides behind what runs before.")
+    ] = 0.0,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="Axis to sweep: ep, slots, micro (samples) or tokens =V,V,...")
+    ] = None,
+    break_even: Annotated[bool, typer.Option(help="Whether to look for the tokens from which on a plan pays.")] = True,
+    form: FormatOption = None,
+    last_row: LastRowOption = "recorded",
+    allow_short: ShortFlag = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
+    report: ReportOption = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare policies on a step, with every cost charged."""
+    from equipoise.cli.simulation import Step, run
+    from equipoise.cli.step_loads import Packing
+    from equipoise.core import Cluster, LoadMatrix
+    from equipoise.sim import StepSetting
+
+    if out is not None:
+        refuse_existing(out)
+    dump, axes = split_words(words or [], sweep or [])
+    packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
+    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    shape, windows = step_source(dump, reading, packing, demo=demo)
+    step = Step(
+        windows=windows,
+        model=shape,
+        cluster=Cluster.preset(cluster, ep=ep, ranks_per_node=ranks_per_node),
+        setting=StepSetting(
+            pipeline_stages=pipeline_stages,
+            activations="recomputed" if repeat_forward else "kept",
+            rollout_s=rollout_s,
+            other_s=other_s,
+            planning_s=planning_s,
+        ),
+        slots=slots,
+        history=None if history is None else LoadMatrix.load(history),
+    )
+    found = run(step, policies.split(","), axes=axes, break_even=break_even)
+    _publish(found, "a generated step" if dump is None else dump.name, out=out, report=report, as_json=as_json)
+
+
+def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:
+    """Tell the dump from axes: an axis is NAME=VALUES; more than one other word is an error."""
+    from equipoise.core import InfeasiblePlanError, RoutesError
+    from equipoise.sim.sweep import AXES
+
+    split = [word for given in sweep for word in given.split()]
+    is_axis = [word.partition("=")[0] in AXES and "=" in word for word in words]
+    dumps = [word for word, axis in zip(words, is_axis, strict=True) if not axis]
+    split += [word for word, axis in zip(words, is_axis, strict=True) if axis]
+    if len(dumps) > 1:
+        raise RoutesError(f"give one dump, not {len(dumps)}: {', '.join(dumps)}")
+    if len(split) > 0 and not sweep:
+        raise InfeasiblePlanError(f"{split[0]} names an axis; write --sweep {' '.join(split)}")
+    return (Path(dumps[0]) if dumps else None), dict(_axis(word) for word in split)
+
+
+def _axis(word: str) -> tuple[str, tuple[int, ...]]:
+    from equipoise.core import InfeasiblePlanError
+    from equipoise.sim.sweep import checked_axis
+
+    name, _, values = word.partition("=")
+    numbers = values.split(",")
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise InfeasiblePlanError(f"--sweep {word!r}: write a name and whole numbers, such as ep=8,16 or slots=0,1,2")
+    return name, checked_axis(name, [int(number) for number in numbers])
+
+
+def step_source(
+    dump: Path | None, reading: Reading, packing: "Packing", *, demo: bool
+) -> "tuple[ModelShape, Callable[[int, int | None], Sequence[LoadMatrix]]]":
+    """The model, and what makes the step's windows at an EP width and a number of samples per micro-step."""
+    from dataclasses import replace
+
+    from equipoise.cli.step_loads import count_windows, load_step
+    from equipoise.core import RoutesError
+    from equipoise.loads import generate_counts
+
+    def at(ep: int, micro: int | None) -> "Packing":
+        return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
+
+    if demo and dump is None:
+        shape = find_model(reading.model or DEMO_MODEL)
+        counts = generate_counts(shape, samples=256, mean_tokens=4096)
+        return shape, lambda ep, micro: count_windows(counts, at(ep, micro))
+    if demo or dump is None:
+        raise RoutesError("give one of the two: a DUMP to simulate, or --demo for a generated step")
+    shape, first = load_step(dump, reading, packing)
+    if shape.layers != first[0].num_layers:
+        shape = shape.replace(layers=first[0].num_layers)
+    own = {(packing.ep, None): first}
+    return shape, lambda ep, micro: own.get((ep, micro)) or load_step(dump, reading, at(ep, micro))[1]
+
+
+def _publish(found: "Simulation", title: str, *, out: Path | None, report: Path | None, as_json: bool) -> None:
+    from equipoise.cli.report import write_page_of
+    from equipoise.sim.summary import summary
+
+    console, document = screen(as_json=as_json), found.to_dict()
+    console.print(summary(found, title=title), soft_wrap=True, end="")
+    if out is not None:
+        write_json(document, out)
+        console.print(f"Written: {out}", soft_wrap=True)
+    if report is not None:
+        write_page_of(found, report, console, title=title)
+    if as_json:
+        print_json(document)

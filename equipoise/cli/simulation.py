@@ -1,0 +1,60 @@
+"""What `equipoise simulate` runs: the step under every policy, then its sweep and its break-even, each with a bar.
+
+Knows the simulator. Does not know files or words of the command line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from equipoise.cli.output import progress
+from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.sim import Simulation, StepSetting, simulate
+from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
+from equipoise.sim.sweep import break_even_curves, sweep_points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step to simulate."""
+
+    windows: Callable[[int, int | None], Sequence[LoadMatrix]]
+    """Its windows at an EP width and a number of samples per micro-step (None: as it is)."""
+    model: ModelShape
+    cluster: Cluster
+    setting: StepSetting
+    slots: int
+    history: LoadMatrix | None
+
+
+def run(step: Step, policies: Sequence[str], *, axes: Mapping[str, tuple[int, ...]], break_even: bool) -> Simulation:
+    """Simulate the step, and what was asked for beside it."""
+    windows = step.windows(step.cluster.ep, None)
+    step.cluster.home_slots(step.model)
+    with progress("simulating (the first run compiles for a while)") as show:
+        found = simulate(
+            windows,
+            policies,
+            cluster=step.cluster,
+            model=step.model,
+            slots=step.slots,
+            setting=step.setting,
+            history=step.history,
+            progress=show,
+        )
+    if not axes and not break_even:
+        return found
+    points: tuple[SweepPoint, ...] = ()
+    curves: tuple[BreakEvenCurve, ...] = ()
+    if axes:
+        with progress("sweeping") as show:
+            points = sweep_points(
+                step.windows, cluster=step.cluster, model=step.model, axes=axes, setting=step.setting, progress=show
+            )
+    if break_even:
+        # The last window: an update, where there is one.
+        window = windows[-1].split_groups(step.cluster.ep)[0]
+        with progress("break-even") as show:
+            curves = break_even_curves(
+                window, cluster=step.cluster, model=step.model, slots=step.slots, setting=step.setting, progress=show
+            )
+    return replace(found, sweep=Sweep(axes=dict(axes), points=points, curves=curves))

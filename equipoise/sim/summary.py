@@ -1,0 +1,154 @@
+"""A simulation in plain text of 100 columns or less: the answer, policies, parts, paths, memory, sweep, small print.
+
+Knows results. Computes nothing but what stands in them; knows no colours, so that any terminal or log shows it.
+
+Invariants (asserted by the tests):
+1. Every figure is one of `Simulation.to_dict()`, rounded.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from equipoise.sim.result import Simulation
+
+PARTS = (
+    ("compute", "experts"),
+    ("all_to_all_inside", "a2a in"),
+    ("all_to_all_across", "a2a across"),
+    ("pull", "pull"),
+    ("return", "return"),
+    ("publish", "publish"),
+    ("collect", "collect"),
+    ("planning", "planning"),
+    ("attention", "attention"),
+    ("bubble", "bubble"),
+)
+"""Parts and how their columns are called."""
+MIB = 2**20
+
+
+def summary(simulation: Simulation, *, title: str) -> str:
+    """Everything, as text."""
+    return "\n".join(_lines(simulation.to_dict(), title)) + "\n"
+
+
+def _lines(document: dict[str, Any], title: str) -> Iterator[str]:
+    model, cluster, profile = document["model"], document["cluster"], document["profile"]
+    yield f"{title}: {model['name']}, {model['layers']} MoE layers of {model['experts']} experts, top-{model['top_k']}"
+    yield f"{cluster['ep']} ranks in nodes of {cluster['ranks_per_node']}, {profile['device']} ({profile['kind']})"
+    yield from _windows(document["windows"])
+    yield ""
+    yield from _answer(document)
+    yield "Policies (seconds of expert layers; of balanced and speed-up in expert time, then of the whole step)"
+    yield from _policies(document["policies"])
+    yield ""
+    yield "Parts, seconds on the critical path"
+    yield from _parts(document["policies"])
+    yield ""
+    yield from _sweep(document["sweep"])
+    yield from (f"- {note}" for note in document["notes"])
+
+
+def _windows(windows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for window in windows:
+        skew_M = window["before"]["skew_M"]
+        words = f"{window['micro_steps']} micro-steps, {window['tokens_per_rank']:,.0f} tokens per rank and micro-step"
+        groups = f", {window['groups']} EP groups" if window["groups"] > 1 else ""
+        yield f"  {window['stage']}: {words}{groups}, mean skew {sum(skew_M) / len(skew_M):.2f}"
+
+
+def _answer(document: dict[str, Any]) -> Iterator[str]:
+    """What equipoise gives back, in one sentence; nothing where it was not compared."""
+    ours = next((p for p in document["policies"] if p["policy"] == "equipoise"), None)
+    if ours is None or ours["speedup"] is None:
+        return
+    size, share = ours["memory"]["replicas_bytes"] / MIB, ours["exposed_share"]
+    yield (
+        f"Equipoise, {ours['slots']} slots ({size:,.0f} MiB per GPU): {1 - 1 / ours['speedup']:.1%} less time in "
+        f"expert layers, {1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
+    )
+    yield ""
+
+
+def _policies(policies: Sequence[dict[str, Any]]) -> list[str]:
+    head = ["policy", "slots", "expert s", "of bal.", "speed-up", "experts", "step s", "of bal.", "speed-up", "MiB/GPU"]
+    rows = [
+        [
+            entry["policy"],
+            str(entry["slots"]),
+            f"{entry['expert_s']:.3f}",
+            _percent(entry["of_balanced"]),
+            _times(entry["speedup"]),
+            f"{entry['expert_share']:.0%}",
+            f"{entry['step_s']:.3f}",
+            _percent(entry["step_of_balanced"]),
+            _times(entry["step_speedup"]),
+            f"{entry['memory']['replicas_bytes'] / MIB:,.0f}",
+        ]
+        for entry in policies
+    ]
+    return table([head, *rows])
+
+
+def _parts(policies: Sequence[dict[str, Any]]) -> list[str]:
+    """One column per part that any policy has."""
+    shown = [(key, name) for key, name in PARTS if any(entry["seconds"][key] for entry in policies)]
+    rows = [[entry["policy"], *(f"{entry['seconds'][key]:.3f}" for key, _ in shown)] for entry in policies]
+    return table([["policy", *(name for _, name in shown)], *rows])
+
+
+def _sweep(sweep: dict[str, Any] | None) -> Iterator[str]:
+    if sweep is None:
+        return
+    if sweep["points"]:
+        yield "Sweep (seconds of expert layers)"
+        head = ["EP", "slots", "samples", "tokens/rank", "skew", "static", "equipoise", "balanced", "saved", "of bal."]
+        yield from table([head, *(_point(point) for point in sweep["points"])])
+        yield ""
+    if sweep["break_even"] is not None:
+        worth = sweep["break_even"]["worth"]
+        yield f"Break-even: a plan pays (saves at least {worth:.0%} of expert time) from so many tokens per rank on"
+        curves = sweep["break_even"]["curves"]
+        rows = [
+            [
+                f"{curve['skew']:.2f}",
+                "never" if curve["tokens"] is None else f"{curve['tokens']:,}",
+                *(f"{point['saved_share']:.1%}" for point in curve["points"]),
+            ]
+            for curve in curves
+        ]
+        yield from table([["skew", "pays from", *(f"{p['tokens']:,}" for p in curves[0]["points"])], *rows])
+        yield ""
+
+
+def _point(point: dict[str, Any]) -> list[str]:
+    seconds = point["seconds"]
+    return [
+        str(point["ep"]),
+        str(point["slots"]),
+        "-" if point["micro"] is None else str(point["micro"]),
+        f"{point['tokens']:,}",
+        f"{point['skew']:.2f}",
+        *(f"{seconds[name]:.3f}" for name in ("static", "equipoise", "balanced")),
+        f"{point['saved_share']:.1%}",
+        _percent(point["of_balanced"]),
+    ]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: names to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  " + "  ".join(cells))
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"

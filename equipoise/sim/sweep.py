@@ -1,0 +1,173 @@
+"""The same step at other EP widths, slots and sizes, and from which tokens per rank and skew on a plan pays.
+
+How sizes change without new routes (both are compositions, and the result says so):
+- tokens: loads are multiplied, which keeps the routing pattern and its skew.
+- skew: loads are mixed with the same rows dealt out evenly, which keeps the tokens.
+
+The break-even looks at a few layers and micro-steps of one window, spread over it: what a plan saves is much the same
+in all of them, and a curve needs many points.
+
+Knows loads, policies and results. Does not know files: other EP widths and packings come from a function that is given.
+
+Invariants (asserted by the tests):
+1. A point with the step's own figures has the seconds of `simulate`.
+2. Mixing keeps every source's rows; skew falls as the even part grows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
+from equipoise.core.value import require_int
+from equipoise.loads.skew import rank_loads, skew_ML
+from equipoise.planner.estimate import complete
+from equipoise.sim.break_even import BreakEvenCurve, SweepPoint
+from equipoise.sim.prediction import deal_out
+from equipoise.sim.setting import StepSetting
+from equipoise.sim.step import simulate
+from equipoise.sim.trial import WORTH, Progress
+
+AXES = ("ep", "slots", "micro", "tokens")
+"""What can be swept: EP width, replica slots, samples per micro-step, tokens per rank and micro-step."""
+COMPARED = ("static", "balanced")
+"""Policies beside equipoise that a point needs; they do not depend on slots."""
+TOKENS = tuple(2**i for i in range(7, 16))
+"""Tokens per rank that a break-even curve tries, 128 to 32,768."""
+MIXES = (0.25, 0.5, 1.0)
+"""Shares of the real loads that a break-even curve mixes with even ones."""
+CURVE_ENTRIES = 4
+"""Layers, and micro-steps, that a break-even curve looks at."""
+
+Windows = Callable[[int, int | None], Sequence[LoadMatrix]]
+"""The step's windows at an EP width and a number of samples per micro-step (None: as it is)."""
+
+
+def sweep_points(
+    windows: Windows,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    axes: Mapping[str, Sequence[int]],
+    setting: StepSetting | None = None,
+    progress: Progress | None = None,
+) -> tuple[SweepPoint, ...]:
+    """Simulate every combination of the axes' values.
+
+    Args:
+        windows: makes the step's windows
+        cluster: hardware, and the EP width where that is not swept
+        model: the model's shape
+        axes: values by name, see AXES; a missing one keeps what the step has (slots: 1)
+        setting: the step around the experts
+        progress: called with (points done, points in all)
+    """
+    values = {name: checked_axis(name, axes[name]) for name in axes}
+    plain = replace(setting or StepSetting(), timeline_layers=0)
+    widths, micros = values.get("ep", (cluster.ep,)), values.get("micro", (None,))
+    slots, tokens = values.get("slots", (1,)), values.get("tokens", (None,))
+    total = len(widths) * len(micros) * len(tokens) * len(slots)
+    points: list[SweepPoint] = []
+    for ep, micro in product(widths, micros):
+        assert ep is not None, "a cluster has an EP width"
+        step = [complete(window)[0] for window in windows(ep, micro)]
+        for size in tokens:
+            sized = step if size is None else [at_tokens(loads, size, model) for loads in step]
+            for point in _at(sized, cluster.with_ep(ep), model, slots, plain):
+                points.append(replace(point, micro=micro))
+                if progress is not None:
+                    progress(len(points), total)
+    return tuple(points)
+
+
+def _at(
+    step: Sequence[LoadMatrix], cluster: Cluster, model: ModelShape, slots: Sequence[Any], setting: StepSetting
+) -> Iterator[SweepPoint]:
+    """One point per number of slots."""
+    given: dict[str, Any] = {"cluster": cluster, "model": model, "setting": setting}
+    compared = {r.policy: r.seconds.experts for r in simulate(step, COMPARED, **given).policies}
+    for count in slots:
+        ours = simulate(step, "equipoise", slots=count, **given).policies[0].seconds.experts
+        yield SweepPoint(
+            ep=cluster.ep,
+            slots=count,
+            micro=None,
+            tokens=round(mean_tokens(step, model)),
+            skew=mean_skew(step, cluster.ep),
+            seconds={**compared, "equipoise": ours},
+        )
+
+
+def break_even_curves(
+    window: LoadMatrix,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    slots: int = 1,
+    setting: StepSetting | None = None,
+    progress: Progress | None = None,
+) -> tuple[BreakEvenCurve, ...]:
+    """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`."""
+    few, shape = sampled(complete(window)[0], model)
+    plain = replace(setting or StepSetting(), timeline_layers=0, pipeline_stages=1, planning_s=0.0)
+    curves: list[BreakEvenCurve] = []
+    for mix in MIXES:
+        mixed = mixed_with_even(few, mix)
+        points = []
+        for tokens in TOKENS:
+            sized = [at_tokens(mixed, tokens, shape)]
+            (point,) = _at(sized, cluster, shape, (slots,), plain)
+            points.append((tokens, point.saved_share))
+            if progress is not None:
+                progress(len(curves) * len(TOKENS) + len(points), len(MIXES) * len(TOKENS))
+        curves.append(BreakEvenCurve(skew=mean_skew([mixed], cluster.ep), points=tuple(points), worth=WORTH))
+    return tuple(curves)
+
+
+def checked_axis(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """The values of an axis, or an error that names what is wrong."""
+    if name not in AXES:
+        raise InfeasiblePlanError(f"there is no axis {name!r} to sweep; known: {', '.join(AXES)}")
+    if not values:
+        raise InfeasiblePlanError(f"axis {name!r} has no values; write {name}=1,2,4")
+    low = 0 if name == "slots" else 1
+    return tuple(require_int(f"sweep {name}", value, low=low, error=InfeasiblePlanError) for value in values)
+
+
+def mean_tokens(step: Sequence[LoadMatrix], model: ModelShape) -> float:
+    """Mean tokens that a source rank forwards in a micro-step."""
+    rows = sum(int(loads.load_MLRE.sum()) for loads in step)
+    entries = sum(loads.load_MLRE[..., 0].size for loads in step)
+    return rows / (entries * model.top_k)
+
+
+def mean_skew(step: Sequence[LoadMatrix], ep: int) -> float:
+    """Mean skew over all windows, groups, micro-steps and layers, every expert at its owner."""
+    found = [skew_ML(rank_loads(group)) for loads in step for group in loads.split_groups(ep)]
+    return float(np.concatenate(found).mean())
+
+
+def at_tokens(loads: LoadMatrix, tokens: int, model: ModelShape) -> LoadMatrix:
+    """The same pattern with `tokens` tokens per rank and micro-step on average, in whole rows."""
+    factor = tokens / mean_tokens([loads], model)
+    return LoadMatrix(np.rint(loads.load_MLRE * factor).astype(np.int64), stage=loads.stage)
+
+
+def mixed_with_even(loads: LoadMatrix, share: float) -> LoadMatrix:
+    """`share` of the real loads and the rest of the same rows dealt out evenly over the experts."""
+    even_MLRE = deal_out(loads.load_MLRE)
+    mixed = even_MLRE + np.rint(share * (loads.load_MLRE - even_MLRE)).astype(np.int64)
+    return LoadMatrix(mixed, stage=loads.stage)
+
+
+def sampled(loads: LoadMatrix, model: ModelShape) -> tuple[LoadMatrix, ModelShape]:
+    """A few layers and micro-steps, spread over the window, and the model of so many layers."""
+    layers, steps = (
+        np.unique(np.linspace(0, size - 1, min(size, CURVE_ENTRIES)).round().astype(int))
+        for size in (loads.num_layers, loads.num_micro_steps)
+    )
+    few = LoadMatrix(loads.load_MLRE[steps][:, layers], stage=loads.stage)
+    return few, model.replace(layers=len(layers))
