@@ -28,6 +28,11 @@ from equipoise.runtime.pages import Pager, Pages, Span, whole
 class ReplicaBuffers(Protocol):
     """The replica slots of one rank, buffer by buffer."""
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether home and replica slots are one tensor."""
+        ...
+
     def home(self, layer: int) -> tuple[torch.Tensor, ...] | None:
         """The two home matrices of a layer where this says where they lie, else None."""
         ...
@@ -36,8 +41,8 @@ class ReplicaBuffers(Protocol):
         """[slots, ...] of a buffer."""
         ...
 
-    def joined(self, layer: int, buffer: int) -> ExpertWeights | None:
-        """[home_slots + slots, ...] matrices of a layer and a buffer in one, without biases; None where apart."""
+    def joined(self, layer: int, buffer: int) -> tuple[torch.Tensor, ...]:
+        """[home_slots + slots, ...] the two matrices of a layer and a buffer in one; nothing where apart."""
         ...
 
     def close(self) -> None:
@@ -47,6 +52,8 @@ class ReplicaBuffers(Protocol):
 
 class SeparateBuffers:
     """Replica slots in tensors of their own."""
+
+    is_joined = False
 
     def __init__(self, layout: Layout) -> None:
         count = layout.depth + 1
@@ -59,8 +66,9 @@ class SeparateBuffers:
         """[slots, ...] of a buffer."""
         return self._slots[buffer]
 
-    def joined(self, layer: int, buffer: int) -> None:
+    def joined(self, layer: int, buffer: int) -> tuple[torch.Tensor, ...]:
         """Homes and replicas are apart."""
+        return ()
 
     def close(self) -> None:
         """Let go of the tensors."""
@@ -69,6 +77,8 @@ class SeparateBuffers:
 
 class Arena:
     """Replica slots behind the home slots of every layer."""
+
+    is_joined = True
 
     def __init__(self, layout: Layout, *, pager: Pager, homes: Sequence[Pages]) -> None:
         """Make the pages of the replica slots and map them behind the home pages.
@@ -80,12 +90,13 @@ class Arena:
         sizes = [whole(layout.matrix_bytes(field, layout.slots), pager.granule) for field in (0, 1)]
         replicas = [[pager.make(size) for size in sizes] for _ in range(layout.depth + 1)]
         self._starts = [homes[field].num_bytes - layout.matrix_bytes(field, layout.home_slots) for field in (0, 1)]
-        self._spans: list[list[list[Span]]] = [
+        spans = [
             [[pager.map([homes[2 * layer + field], pages[field]]) for field in (0, 1)] for pages in replicas]
             for layer in range(layout.layers)
         ]
         for one in (one for pages in replicas for one in pages):
             one.release()
+        self._joined = [[self._matrices(pair) for pair in pairs] for pairs in spans]
         self._biases = [
             allocate_experts(layout, layout.slots, layout.dtype, device=layout.device)[2:] if layout.bias_bytes else ()
             for _ in range(layout.depth + 1)
@@ -94,27 +105,27 @@ class Arena:
     def home(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The two home matrices of a layer, in front of the first buffer."""
         home_slots = self._layout.home_slots
-        return tuple(matrix[:home_slots] for matrix in self._matrices(layer, 0))
+        return tuple(matrix[:home_slots] for matrix in self._joined[layer][0])
 
     def slots(self, buffer: int) -> ExpertWeights:
         """[slots, ...] of a buffer, as seen behind the first layer."""
         home_slots = self._layout.home_slots
-        return ExpertWeights(*(matrix[home_slots:] for matrix in self._matrices(0, buffer)), *self._biases[buffer])
+        return ExpertWeights(*(matrix[home_slots:] for matrix in self._joined[0][buffer]), *self._biases[buffer])
 
-    def joined(self, layer: int, buffer: int) -> ExpertWeights:
-        """[home_slots + slots, ...] matrices of a layer and a buffer."""
-        return ExpertWeights(*self._matrices(layer, buffer))
+    def joined(self, layer: int, buffer: int) -> tuple[torch.Tensor, ...]:
+        """[home_slots + slots, ...] the two matrices of a layer and a buffer."""
+        return self._joined[layer][buffer]
 
     def close(self) -> None:
         """Let go of the addresses."""
-        self._spans, self._biases = [], []
+        self._joined, self._biases = [], []
 
-    def _matrices(self, layer: int, buffer: int) -> list[torch.Tensor]:
+    def _matrices(self, spans: Sequence[Span]) -> tuple[torch.Tensor, ...]:
         layout, slots = self._layout, self._layout.home_slots + self._layout.slots
-        return [
+        return tuple(
             span.view(start, (slots, *shape), layout.dtype)
-            for span, start, shape in zip(self._spans[layer][buffer], self._starts, layout.matrices, strict=True)
-        ]
+            for span, start, shape in zip(spans, self._starts, layout.matrices, strict=True)
+        )
 
 
 def make_buffers(layout: Layout, options: TransferOptions, *, pager: Pager, homes: Sequence[Pages]) -> ReplicaBuffers:

@@ -12,7 +12,7 @@ What the layer promises every bank, on every rank of the EP group, whatever its 
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -54,7 +54,10 @@ class ReplicaBank(Protocol):
         ...
 
     def hand_in(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
-        """Take the gradients of this rank's replicas and start them towards their homes; does not wait for homes."""
+        """Take the gradients of this rank's replicas and start them towards their homes.
+
+        Waits for no home of this layer, but for a free mailbox where homes are layers behind.
+        """
         ...
 
     def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
@@ -63,6 +66,15 @@ class ReplicaBank(Protocol):
         Args:
             gradients: [home_slots, ...] gradients that the home itself computed
         """
+        ...
+
+
+@runtime_checkable
+class JoiningBank(Protocol):
+    """A bank that can show home and replica weights in one tensor each, so that one product covers both."""
+
+    def joined(self, visit: Visit) -> ExpertWeights | None:
+        """Return home slots and then this rank's replicas at `visit`, promised as by `weights`; None where apart."""
         ...
 
 

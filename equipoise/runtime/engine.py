@@ -127,7 +127,7 @@ class TransferEngine:
             return self._puller.weights(visit)
 
     def joined(self, visit: Visit) -> ExpertWeights | None:
-        """Return home and replica weights at `visit` in one tensor each, without biases; None without an arena."""
+        """Return home and replica weights at `visit` in one tensor each; None without an arena."""
         self._open_plan()
         with torch.profiler.record_function("equipoise.weights"):
             return self._puller.joined(visit)

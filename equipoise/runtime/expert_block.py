@@ -2,7 +2,8 @@
 
 Knows rows that stand slot by slot, weights and a bank. Does not know where rows come from.
 
-Home and replica weights are separate tensors, so each product is two grouped calls. Replica weights are no autograd
+Where home and replica weights are separate tensors, each product is two grouped calls; where the bank joins them
+(`bank.JoiningBank`), one call covers both, and only the weight gradients are two. Replica weights are no autograd
 input: forward and backward each ask the bank for their own visit, because a buffer may hold something else in between;
 the backward hands in their gradients. The op saves the same number of tensors on every rank, whatever its rows:
 a rank that saved less would leave recomputation with early stop at another place than the others, and hang them.
@@ -24,7 +25,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.activation import Activation, activate, activate_backward
-from equipoise.runtime.bank import ExpertWeights, ReplicaBank
+from equipoise.runtime.bank import ExpertWeights, JoiningBank, ReplicaBank
 from equipoise.runtime.dispatch import Groups
 
 Products = Literal["grouped", "loop"]
@@ -68,27 +69,37 @@ class _ExpertBlock(torch.autograd.Function):
         options: BlockOptions,
         *tensors: Tensor | None,
     ) -> Tensor:
-        home = ExpertWeights(*tensors)
+        home, joined = ExpertWeights(*tensors), joined_weights(bank, _visit_now(visit))
+        ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
+        if joined is not None:
+            out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options)
+            # As many tensors as where they are apart, for the reason above.
+            ctx.save_for_backward(rows_ND, pre_NF, pre_NF[:0], *home)
+            return out_ND
         home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
         out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
         # Asked for only now: the home part gives a late pull more time.
         replica = bank.weights(_visit_now(visit))
         out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, _held_ends(groups, replica), options)
         ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
-        ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
         return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
-        groups, visit = ctx.groups, ctx.visit
-        replica = ctx.bank.weights(visit._replace(phase="backward"))
+        groups, visit, grad_ND = ctx.groups, ctx.visit._replace(phase="backward"), grad_ND.contiguous()
+        has_training = any(ctx.needs_input_grad[5:])
+        joined = joined_weights(ctx.bank, visit)
+        if joined is not None:
+            part = _Part(rows_ND, pre_home_NF, joined, _joined_ends(groups, joined))
+            grad_rows_ND, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
+            return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
+        replica = ctx.bank.weights(visit)
         sizes = [groups.num_home_rows, groups.num_replica_rows]
         home_ND, replica_ND = rows_ND.split(sizes)
-        grad_home_ND, grad_replica_ND = grad_ND.contiguous().split(sizes)
+        grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
         home_part = _Part(home_ND, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
         replica_part = _Part(replica_ND, pre_replica_NF, replica, _held_ends(groups, replica))
-        has_training = any(ctx.needs_input_grad[5:])
         # Replicas first: their gradients travel while the home part computes.
         rows_replica_ND, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
         if returned is not None:
@@ -110,6 +121,18 @@ class _Part(NamedTuple):
 def _visit_now(visit: Visit) -> Visit:
     """A forward that runs inside a backward is activation recomputation, part of the layer's backward visit."""
     return visit._replace(phase="backward") if _TRACKER.is_bw else visit
+
+
+def joined_weights(bank: ReplicaBank, visit: Visit) -> ExpertWeights | None:
+    """Home and replica weights in one, where the bank has them so."""
+    return bank.joined(visit) if isinstance(bank, JoiningBank) else None
+
+
+def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
+    """Group ends of home slots and of the replica slots in use."""
+    held = joined.num_slots - groups.home_end_S.numel()
+    assert held >= groups.num_replicas, "rows for replicas that the bank does not have"
+    return torch.cat([groups.home_end_S, groups.replica_end_S[:held] + groups.num_home_rows])
 
 
 def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
@@ -140,20 +163,54 @@ def _apply_backward(
     grad_ND: Tensor, part: _Part, options: BlockOptions, has_training: bool
 ) -> tuple[Tensor, ExpertWeights | None]:
     """Return the gradients of rows and, where experts train, of weights."""
-    rows_ND, pre_NF, weights, end_S = part
-    grad_act_NF = _product(grad_ND, weights.down_SDF, end_S, options)
-    grad_pre_NF = activate_backward(grad_act_NF, pre_NF, options.activation)
-    grad_rows_ND = _product(grad_pre_NF, weights.gate_up_SFD, end_S, options)
+    grad_pre_NF = _grad_pre(grad_ND, part, options)
+    grad_rows_ND = _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options)
     if not has_training:
         return grad_rows_ND, None
-    act_NF = activate(pre_NF, options.activation)
-    gradients = ExpertWeights(
-        _sum_products(grad_pre_NF, rows_ND, end_S, options),
-        _sum_products(grad_ND, act_NF, end_S, options),
-        None if weights.gate_up_bias_SF is None else _sum_groups(grad_pre_NF, end_S, options),
-        None if weights.down_bias_SD is None else _sum_groups(grad_ND, end_S, options),
+    act_NF = activate(part.pre_NF, options.activation)
+    return grad_rows_ND, _weight_gradients(_Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
+
+
+def _backward_joined(
+    ctx: Any, grad_ND: Tensor, part: _Part, *, has_training: bool
+) -> tuple[Tensor, ExpertWeights | None]:
+    """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are there."""
+    groups, options = ctx.groups, ctx.options
+    grad_pre_NF, own = _grad_pre(grad_ND, part, options), None
+    if has_training:
+        sums = _Sums(grad_ND, grad_pre_NF, activate(part.pre_NF, options.activation), part.rows_ND)
+        home_slots = groups.home_end_S.numel()
+        cut, ends = groups.num_home_rows, groups.replica_end_S[: part.weights.num_slots - home_slots]
+        # Apart, because a gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
+        returned = _weight_gradients(_Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
+        ctx.bank.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
+        own = _weight_gradients(_Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
+    return _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), own
+
+
+class _Sums(NamedTuple):
+    """What weight gradients are summed from, row by row."""
+
+    grad_ND: Tensor
+    grad_pre_NF: Tensor
+    act_NF: Tensor
+    rows_ND: Tensor
+
+
+def _grad_pre(grad_ND: Tensor, part: _Part, options: BlockOptions) -> Tensor:
+    """Gradient of the activation's input."""
+    grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
+    return activate_backward(grad_act_NF, part.pre_NF, options.activation)
+
+
+def _weight_gradients(sums: _Sums, part: _Part, options: BlockOptions) -> ExpertWeights:
+    weights, end_S = part.weights, part.end_S
+    return ExpertWeights(
+        _sum_products(sums.grad_pre_NF, sums.rows_ND, end_S, options),
+        _sum_products(sums.grad_ND, sums.act_NF, end_S, options),
+        None if weights.gate_up_bias_SF is None else _sum_groups(sums.grad_pre_NF, end_S, options),
+        None if weights.down_bias_SD is None else _sum_groups(sums.grad_ND, end_S, options),
     )
-    return grad_rows_ND, gradients
 
 
 def _product(rows_NX: Tensor, weights_SXY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:

@@ -7,6 +7,8 @@ gradient.
 Invariants (asserted by the tests):
 1. Its backward runs after the backward of everything created between it and the experts, plain and checkpointed.
 2. It waits for returns on every rank, whatever the rank's rows and replicas.
+3. A gradient that the engine of autograd holds elsewhere too, or that overlaps itself, is not changed in place. A hook
+   that keeps the gradient of an entered weight sees returns added to it later.
 """
 
 from typing import Any
@@ -38,6 +40,13 @@ class _EnterHome(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # The experts' own backward made these gradients and no one else holds them: adding in place is safe.
-        ctx.bank.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*gradients))
-        return None, None, *gradients
+        # The experts' own backward made these gradients, so mostly no one else holds them and adding in place is safe.
+        own = tuple(_own(gradient) for gradient in gradients)
+        ctx.bank.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*own))
+        return None, None, *own
+
+
+def _own(gradient: Tensor) -> Tensor:
+    """The gradient, or a copy where it is shared or overlaps itself."""
+    is_shared = gradient._use_count() > 1 or not gradient.is_contiguous()
+    return gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient

@@ -94,10 +94,10 @@ class Walk:
         if self._urgent == fill:
             self._urgent = None
 
-    def end(self) -> None:
-        """Note that what was begun is complete."""
+    def end(self, *, is_filled: bool = True) -> None:
+        """Note that what was begun is complete, or that it was given up and the buffer holds nothing."""
         assert self.filling is not None, "end of a fill that was not begun"
-        self._holds[self.filling.buffer] = self.filling.key
+        self._holds[self.filling.buffer] = self.filling.key if is_filled else None
         self.filling = None
 
     def forget(self) -> None:

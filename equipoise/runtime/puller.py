@@ -74,9 +74,17 @@ class Puller:
         return ExpertWeights(*(None if t is None else t[: len(fill.needs)] for t in self._buffers.slots(fill.buffer)))
 
     def joined(self, visit: Visit) -> ExpertWeights | None:
-        """Return home and replica weights at `visit` in one, without biases; None where they are apart."""
+        """Return home slots and then this rank's replicas at `visit`, in one tensor each; None where they are apart."""
+        if not self._buffers.is_joined:
+            return None
         fill = self._lend(visit)
-        return self._buffers.joined(visit.layer, fill.buffer)
+        held, home = len(fill.needs), self._node.home(self._node.rank, visit.layer)
+        matrices = self._buffers.joined(visit.layer, fill.buffer)
+        biases = zip(home[2:], self._buffers.slots(fill.buffer)[2:], strict=True)
+        return ExpertWeights(
+            *(matrix[: home.num_slots + held] for matrix in matrices),
+            *(None if own is None else torch.cat([own, replica[:held]]) for own, replica in biases),
+        )
 
     def close(self) -> None:
         """End the thread and let go of the buffers. Closing twice is allowed."""
@@ -130,12 +138,11 @@ class Puller:
         try:
             while (fill := self._take()) is not None:
                 with self._lane.work(after=self._free[fill.buffer]):
-                    for slot, need in enumerate(fill.needs):
-                        self._pull(need, self._buffers.slots(fill.buffer), slot)
+                    is_filled = all(self._pull(fill, slot) for slot in range(len(fill.needs)))
                 with self._changed:
                     self._filled[fill.buffer] = self._lane.mark()
                     if self._walk is not None:
-                        self._walk.end()
+                        self._walk.end(is_filled=is_filled)
                     self._changed.notify_all()
         except RuntimeError as error:
             self._fail(error)
@@ -151,13 +158,25 @@ class Puller:
                 self._changed.wait()
         return None
 
-    def _pull(self, need: Need, buffer: ExpertWeights, slot: int) -> None:
+    def _pull(self, fill: Fill, slot: int) -> bool:
+        """Bring one replica; False where a pause came before its weights, which then may never come."""
+        need = fill.needs[slot]
         path, transfer = self._paths[need.path], self._transfer(need)
-        self._node.watchdog.wait(lambda: self._is_closed or path.is_ready(need, self._version), transfer)
+
+        def is_over() -> bool:
+            return self._is_closed or self._is_paused or path.is_ready(need, self._version)
+
+        self._node.watchdog.wait(is_over, transfer)
+        if not path.is_ready(need, self._version):
+            return False
         with torch.profiler.record_function("equipoise.pull"):
-            copied = path.pull(need, buffer, slot)
+            try:
+                copied = path.pull(need, self._buffers.slots(fill.buffer), slot)
+            except TransferError as error:
+                raise self._node.watchdog.abort(f"{transfer} failed: {error}") from error
         self._node.counters.arrive(path.name, copied)
         self._node.counters.pulls += 1
+        return True
 
     def _transfer(self, need: Need) -> Transfer:
         return Transfer("pull", need.layer, need.expert, self._paths[need.path].name, need.source)

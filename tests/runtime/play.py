@@ -12,12 +12,20 @@ from tests.runtime.windows import all_experts, assert_same_bits, experts_at, own
 class Rank:
     """One rank with its engine, and every number that any rank should see."""
 
-    def __init__(self, group, plan, *, seed=0, timeout_s=20.0, **engine):
-        self.group, self.rank, self.seed = group, group.rank(), seed
+    def __init__(self, group, plan, *, seed=0, timeout_s=20.0, kind=None, transfer=None, has_bias=False, **engine):
+        """
+        Args:
+            kind: what to convert experts to: device and dtype
+            transfer: more fields of TransferOptions
+        """
+        self.group, self.rank, self.seed, self.kind = group, group.rank(), seed, kind or {}
         self.layers, experts = plan.home_LE.shape
-        self.everything = all_experts(experts, self.layers, seed)
+        self.everything = [
+            ExpertWeights(*(None if t is None else t.to(**self.kind) for t in w))
+            for w in all_experts(experts, self.layers, seed, has_bias=has_bias)
+        ]
         self.homes = owned_parameters(self.everything, self.rank, plan.home_slots)
-        options = TransferOptions(slots=plan.slots, depth=plan.itinerary.depth, timeout_s=timeout_s)
+        options = TransferOptions(slots=plan.slots, depth=plan.itinerary.depth, timeout_s=timeout_s, **(transfer or {}))
         self.engine = TransferEngine(self.homes, group=group, node_R=plan.cluster.node_R, options=options, **engine)
         self.totals = None
 
@@ -27,7 +35,15 @@ class Rank:
         got = self.engine.weights(visit)
         wanted = take(self.everything[visit.layer], [need.expert for need in needs])
         assert_same_bits(got, wanted, f"rank {self.rank}, {visit}")
+        self.check_joined(plan, visit, needs)
         return needs, got
+
+    def check_joined(self, plan, visit, needs):
+        """Where home and replica weights are one tensor, compare that too."""
+        joined = self.engine.joined(visit)
+        if joined is not None:
+            experts = experts_at(plan, visit.layer, self.rank) + [need.expert for need in needs]
+            assert_same_bits(joined, take(self.everything[visit.layer], experts), f"rank {self.rank}, {visit}, joined")
 
     def return_gradients(self, plan, visit):
         """Hand in what the replicas computed, collect what they computed for us, compare with a plain sum."""
@@ -48,7 +64,7 @@ class Rank:
         seed = hash((self.seed, micro_step, layer, expert, rank)) % 2**31
         generator = torch.Generator().manual_seed(seed)
         shapes = [t.shape[1:] for t in self.everything[layer].tensors()]
-        return [torch.randn(*shape, generator=generator) for shape in shapes]
+        return [torch.randn(*shape, generator=generator).to(**self.kind) for shape in shapes]
 
     def complete_gradient(self, plan, micro_step, layer, expert):
         """The home's own part, then the replicas' in ascending rank order."""
@@ -87,6 +103,31 @@ def stack(experts, *, like):
         for column, tensor in zip(columns, like.tensors(), strict=True)
     )
     return ExpertWeights(*(None if t is None else next(tensors) for t in like))
+
+
+def play_windows(group, plans, options):
+    """Whole windows with an optimizer step after each; what was moved, and what is left at the end.
+
+    Args:
+        options: of `Rank`
+    """
+    from tests.runtime.test_memory import held
+
+    if group.size() and options.get("kind", {}).get("device") == "cuda":
+        torch.cuda.set_device(0)
+    before = held()
+    rank = Rank(group, plans[0], seed=3, **options)
+    with rank.engine:
+        for plan in plans:
+            rank.engine.open_window(plan)
+            run_window(rank, plan, lambda: None)
+            rank.engine.close_window()
+            if plan.loads.stage == "update":
+                rank.check_owned_gradients(plan)
+            rank.update()
+    counters = rank.engine.counters
+    moved = {name: getattr(counters, name) for name in ("pulls", "returns", "refreshes", "on_demand")}
+    return {**moved, "bytes": dict(counters.bytes), "is_clean": held() == before}
 
 
 def run_window(rank, plan, pause):

@@ -30,6 +30,15 @@ class Run:
     in_flight: int = 1
     """Micro-steps whose forward has run and whose backward has not."""
     seed: int = 0
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    """Of weights and hidden states; the dense reference starts from the same rounded numbers."""
+    transfer: dict = field(default_factory=dict)
+    """More fields of TransferOptions."""
+
+    def cast(self, tensor):
+        """A tensor as this run computes with it."""
+        return tensor.to(self.dtype).to(self.device)
 
 
 @dataclass
@@ -44,16 +53,17 @@ class Outcome:
     log: list
 
 
-def expert_weights(layer, experts, *, run, dtype=torch.float32):
+def expert_weights(layer, experts, *, run, dtype=None):
     """All experts of a layer, logical order."""
     make = torch.Generator().manual_seed(1000 * run.seed + layer)
     shapes = [(2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)] + ([(2 * WIDTH,), (HIDDEN,)] if run.has_bias else [])
     tensors = [torch.randn((experts, *shape), generator=make) * 0.3 for shape in shapes]
-    return ExpertWeights(*(tensor.to(dtype) for tensor in tensors))
+    return ExpertWeights(*(run.cast(tensor).to(dtype or run.dtype) for tensor in tensors))
 
 
 def attention_weights(layer, *, run):
-    return torch.randn((HIDDEN, HIDDEN), generator=torch.Generator().manual_seed(7 + run.seed * 100 + layer)) * 0.2
+    make = torch.Generator().manual_seed(7 + run.seed * 100 + layer)
+    return run.cast(torch.randn((HIDDEN, HIDDEN), generator=make) * 0.2)
 
 
 def token_inputs(routing, micro_step, rank, *, run):
@@ -63,7 +73,8 @@ def token_inputs(routing, micro_step, rank, *, run):
     hidden_TD = torch.randn((len(ids), HIDDEN), generator=make)
     layers = len(routing.ids[micro_step])
     gates = [torch.rand((len(ids), ids.shape[1]), generator=make) for _ in range(layers)]
-    return hidden_TD, gates, torch.randn((len(ids), HIDDEN), generator=make)
+    direction_TD = torch.randn((len(ids), HIDDEN), generator=make)
+    return run.cast(hidden_TD), [run.cast(gate) for gate in gates], run.cast(direction_TD)
 
 
 def build_layers(group, plan, run):
@@ -116,7 +127,7 @@ def _forward(layers, attention, routing, micro_step, run):
     gates = [gate.requires_grad_() for gate in gates]
     x_TD = hidden_TD
     for layer, experts in enumerate(layers):
-        ids_TK = torch.from_numpy(routing.ids[micro_step][layer][rank])
+        ids_TK = torch.from_numpy(routing.ids[micro_step][layer][rank]).to(run.device)
         visit = Visit(micro_step, "forward", layer)
         prepared = experts.prepare(ids_TK, micro_step) if run.is_prepared else None
 
@@ -185,7 +196,7 @@ def run_dense(routing, run):
             x_TD = hidden_TD
             for layer in layers:
                 x_TD = x_TD + torch.tanh(x_TD @ attention[layer])
-                ids_TK = torch.from_numpy(by_layer[layer][rank])
+                ids_TK = torch.from_numpy(by_layer[layer][rank]).to(run.device)
                 x_TD = x_TD + dense_experts(
                     x_TD, ids_TK, gates[layer], weights[layer], activation=run.options.activation
                 )

@@ -22,7 +22,7 @@ class Trainer:
         self.layers = [self._owned(layer, plan) for layer in range(plan.loads.num_layers)]
         self.attention = [stack.attention_weights(layer, run=run).requires_grad_() for layer in range(len(self.layers))]
         homes = [experts.home for experts in self.layers]
-        options = TransferOptions(slots=plan.slots, timeout_s=20.0)
+        options = TransferOptions(slots=plan.slots, timeout_s=20.0, **run.transfer)
         self.engine = (
             TransferEngine(homes, group=group, node_R=plan.cluster.node_R, options=options) if has_engine else None
         )
@@ -33,7 +33,7 @@ class Trainer:
         cut = slice(self.group.rank() * plan.home_slots, (self.group.rank() + 1) * plan.home_slots)
         weights = stack.expert_weights(layer, plan.loads.num_experts, run=self.run)
         home = ExpertWeights(*(None if t is None else t[cut].clone() for t in weights))
-        return BalancedExperts(home, layer=layer, group=self.group, options=self.run.options)
+        return BalancedExperts(home, layer=layer, group=self.group, options=self.run.options).to(self.run.device)
 
     def window(self, plan, routing):
         """Accumulate one window's gradients at their owners; return what the stack saw."""

@@ -1,0 +1,66 @@
+"""Home and replica slots in one tensor: the same bits as apart, and no memory but that of the replica slots."""
+
+import pytest
+import torch
+
+from equipoise.runtime.arena import Arena
+from equipoise.runtime.layout import Layout, TransferOptions
+from equipoise.runtime.pages import HostPager
+from tests.runtime.play import play_windows
+from tests.runtime.test_layout import weights
+from tests.runtime.windows import LAYOUTS, random_plan
+
+ARENA = {"buffers": "arena"}
+
+
+def make_arena(*, layers=3, slots=2, depth=1):
+    layout = Layout.of([weights(width=24, hidden=40)] * layers, TransferOptions(slots=slots, depth=depth))
+    pager = HostPager()
+    homes = [pager.make(size) for size in layout.pieces(pager.granule)[:-1]]
+    return layout, homes, Arena(layout, pager=pager, homes=homes)
+
+
+def test_a_replica_slot_is_seen_behind_every_layer_and_changes_nothing_else():
+    layout, homes, arena = make_arena()
+    for layer in range(layout.layers):
+        for matrix in arena.home(layer):
+            matrix.fill_(layer)
+    for buffer in range(2):
+        for tensor in arena.slots(buffer).tensors():
+            tensor.copy_(torch.arange(2.0).add(10 * (buffer + 1))[:, None, None].expand_as(tensor))
+    for layer in range(layout.layers):
+        for buffer in range(2):
+            for matrix in arena.joined(layer, buffer):
+                assert matrix.is_contiguous()
+                values = [float(slot.unique()) for slot in matrix]
+                assert values == [layer, layer, 10 * (buffer + 1), 10 * (buffer + 1) + 1]
+    for pages in homes:
+        pages.release()
+
+
+def test_memory_beyond_the_homes_is_that_of_the_replica_slots():
+    from tests.runtime.test_memory import held, shared_bytes
+
+    before, used = held(), shared_bytes()
+    _, homes, arena = make_arena(layers=40, slots=2, depth=3)
+    pages = {one.num_bytes for one in homes}
+    assert len(pages) == 2, "gate_up and down"
+    grown = shared_bytes() - used
+    # Other processes share memory meanwhile; mapping replicas behind 40 layers by copying would take 20 times as much.
+    own = 40 * sum(pages)
+    replicas = 4 * 2 * 2 * HostPager.granule * 8
+    assert grown < 2 * (own + replicas) + 2**20
+    for one in homes:
+        one.release()
+    arena.close()
+    del arena
+    assert held() == before
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("stage", ["update", "recompute"])
+def test_windows_through_an_arena_have_every_bit(pool, stage, has_bias):
+    plans = [random_plan(LAYOUTS["4 as two nodes"], seed=w, slots=2, fewest=1, stage=stage) for w in range(2)]
+    for moved in pool.run(play_windows, 4, plans, {"transfer": ARENA, "has_bias": has_bias}):
+        assert moved["pulls"] > 0 and moved["is_clean"], "mappings or descriptors are left"

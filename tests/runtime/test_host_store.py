@@ -1,0 +1,172 @@
+"""The host store: what is refreshed and when, versions, checksums, completion, and both paths forced."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from equipoise.core import TransferError
+from equipoise.core.itinerary import PATHS, Visit
+from equipoise.runtime.layout import TransferOptions
+from equipoise.runtime.paths import needs_of
+from equipoise.runtime.refresher import first_uses
+from tests.runtime.play import Rank, play_windows, run_window
+from tests.runtime.windows import LAYOUTS, assert_same_bits, random_plan, take
+
+HOST = PATHS.index("host")
+
+
+def pulled_by_host(plan):
+    """(layer, expert) that some rank pulls by the host path, in either phase."""
+    table, layers = plan.replica_table, plan.home_LE.shape[0]
+    uses = (table.path_P2 == HOST).any(axis=1)
+    return {(int(entry) % layers, int(e)) for entry, e in zip(table.entry_P[uses], table.expert_P[uses], strict=True)}
+
+
+@pytest.mark.parametrize("stage", ["update", "recompute"])
+def test_each_home_refreshes_what_is_pulled_from_it_in_order_of_first_use(stage):
+    plan = random_plan((0, 0, 0, 0), seed=11, slots=2, fewest=1, micro_steps=3, stage=stage)
+    found = [first_uses(plan, rank=rank, paths=["host"]) for rank in range(4)]
+    assert {(e.layer, e.expert) for entries in found for e in entries} == pulled_by_host(plan)
+    visits = [plan.itinerary.visit(i) for i in range(len(plan.itinerary))]
+    for rank, entries in enumerate(found):
+        assert len(entries) == len({(e.layer, e.expert) for e in entries}), "an expert is written once"
+        assert all(plan.home_LE[e.layer, e.expert] == rank for e in entries)
+        assert all(plan.home_slot_LE[e.layer, e.expert] == e.slot for e in entries)
+        first = [
+            min((i for i, v in enumerate(visits) for r in range(4) if uses(plan, v, r, e)), default=len(visits))
+            for e in entries
+        ]
+        assert first == sorted(first)
+
+
+def uses(plan, visit, rank, entry):
+    needs = needs_of(plan, visit.micro_step, visit.layer, rank=rank, phase=visit.phase)
+    return visit.layer == entry.layer and any(n.expert == entry.expert and n.path == "host" for n in needs)
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("layout", ["4 as one node", "4 as two nodes"])
+@pytest.mark.parametrize("path", ["plan", "peer", "host"])
+def test_forced_paths_bring_the_same_bits(pool, path, layout):
+    plans = [random_plan(LAYOUTS[layout], seed=w, slots=1, fewest=1) for w in range(2)]
+    results = pool.run(play_windows, 4, plans, {"transfer": {"path": path, "is_checked": True}})
+    replicas = sum(len(plan.replica_table) for plan in plans)
+    assert sum(moved["pulls"] for moved in results) >= replicas
+    refreshes, paths = sum(moved["refreshes"] for moved in results), {p for moved in results for p in moved["bytes"]}
+    assert ("host" in paths) == (path != "peer")
+    if path == "peer":
+        assert refreshes == 0
+    if path == "plan":
+        assert refreshes == sum(len(pulled_by_host(plan)) for plan in plans), "more or less than the plan pulls"
+    assert all(moved["is_clean"] for moved in results), "mappings or descriptors are left"
+
+
+def versions_by_window(group, plan):
+    """Versions in the store after each of two windows; a stale expert is never pulled."""
+    rank = Rank(group, plan, transfer={"path": "host"})
+    seen = []
+    with rank.engine:
+        for _ in range(2):
+            rank.engine.open_window(plan)
+            run_window(rank, plan, lambda: None)
+            rank.engine.close_window()
+            rank.update()
+            dist.barrier(group)
+            store = rank.engine._store
+            seen.append(
+                [[store.version(layer, e) for e in range(plan.home_LE.shape[1])] for layer in range(rank.layers)]
+            )
+            dist.barrier(group)
+    return seen
+
+
+@pytest.mark.dist(2)
+def test_versions_rise_for_what_is_pulled_and_for_nothing_else(pool):
+    plan = random_plan((0, 0), seed=4, slots=1, fewest=1, micro_steps=1)
+    pulled = np.zeros(plan.home_LE.shape, dtype=bool)
+    pulled[plan.replica_table.entry_P % plan.home_LE.shape[0], plan.replica_table.expert_P] = True
+    assert 0 < pulled.sum() < pulled.size
+    for first, second in pool.run(versions_by_window, 2, plan):
+        assert (np.array(first) == 1 * pulled).all() and (np.array(second) == 2 * pulled).all()
+
+
+def corrupt(group, plan):
+    """In the second window one bit of an expert is turned in the store before rank 1 pulls it; what each rank says."""
+    rank = Rank(group, plan, timeout_s=4.0, transfer={"path": "host", "is_checked": True})
+    need = needs_of(plan, 0, 0, rank=1)[0]
+    try:
+        with rank.engine as engine:
+            engine.open_window(plan)
+            run_window(rank, plan, lambda: None)
+            engine.close_window()
+            rank.update()
+            spoil(engine._store, 0, need.expert)
+            engine.open_window(plan)
+            run_window(rank, plan, lambda: None)
+            engine.close_window()
+    except TransferError as error:
+        return str(error), need.expert
+    return "", need.expert
+
+
+def spoil(store, layer, expert):
+    """From now on, turn a bit of one expert between its checksum and its version."""
+    original = store.announce
+
+    def announce(*entry):
+        if entry[:2] == (layer, expert):
+            original(layer, expert, store.version(layer, expert))
+            store.experts(layer).gate_up_SFD[expert].view(-1).view(torch.int32)[5] ^= 1
+            store._version_LE[layer, expert] = entry[2]
+        else:
+            original(*entry)
+
+    store.announce = announce
+
+
+@pytest.mark.dist(2)
+def test_a_corrupted_expert_is_named_on_all_ranks(pool):
+    plan = random_plan((0, 0), seed=4, slots=1, fewest=1, micro_steps=1)
+    for words, expert in pool.run(corrupt, 2, plan):
+        assert f"host store: expert {expert} in layer index 0 has checksum" in words, words
+
+
+def complete(group, plan):
+    rank = Rank(group, plan, transfer={"is_checked": True})
+    with rank.engine as engine:
+        engine.open_window(plan)
+        run_window(rank, plan, lambda: None)
+        words = ""
+        try:
+            engine.complete_store()
+        except TransferError as error:
+            words = str(error)
+        engine.close_window()
+        rank.update()
+        store = engine.complete_store()
+        for layer in range(rank.layers):
+            experts = range(plan.home_LE.shape[1])
+            assert_same_bits(store.experts(layer), take(rank.everything[layer], experts), f"layer {layer}")
+            for expert in experts:
+                store.check(layer, expert)
+        assert store.is_complete(store.version(0, 0)) and not store.is_complete(store.version(0, 0) + 1)
+        dist.barrier(group)
+        engine.open_window(plan)
+        rank.check_weights(plan, Visit(0, "forward", 0))
+        engine.close_window()
+    return words
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("layout", ["4 as one node", "4 as two nodes", "4 strided"])
+def test_a_completed_store_holds_every_expert_of_the_model_on_every_node(pool, layout):
+    plan = random_plan(LAYOUTS[layout], seed=7, slots=1, fewest=1)
+    for words in pool.run(complete, 4, plan):
+        assert "close it before the host store is completed" in words
+
+
+@pytest.mark.parametrize("bad", [{"path": "nvlink"}, {"buffers": "one"}], ids=str)
+def test_unknown_paths_and_buffers_are_refused(bad):
+    with pytest.raises(TransferError, match="it must be one of"):
+        TransferOptions(slots=1, **bad)
