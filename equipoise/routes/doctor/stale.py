@@ -3,7 +3,8 @@
 Rows are cut into blocks of `BLOCK` tokens at multiples of `BLOCK`; each block leaves one 8-byte digest. A block whose
 rows some other sample already had is *shared*. Sharing is legitimate exactly for a common prefix: the route of a token
 is a function of the tokens up to it.
-- Token ids known in both samples: a shared block is legitimate if all tokens up to its end are the same, else stale.
+- Token ids known in both samples: a shared block is legitimate if all tokens up to its end are the same, or if the two
+  blocks differ in fewer than `MIN_BLOCK` tokens: small models give single tokens the same experts by chance; else stale.
 - Rows that moved to other places are found if they moved by a multiple of `BLOCK`.
 - Token ids unknown: a run of shared blocks from token 0 on, at the same places, may be a common prompt and is let pass;
   a shared block after the first difference is stale, and so is a sample whose every row another sample already had.
@@ -29,7 +30,7 @@ from equipoise.routes.doctor.reading import Reading
 BLOCK = 8
 """Tokens per digest: any 15 stale rows at their old places hold a whole block, and real traces show no false alarm."""
 MIN_BLOCK = 4
-"""Shorter remainders at the end of a turn are not compared: small models repeat single rows by chance."""
+"""Tokens that must differ, and shortest remainder that is compared: small models repeat single rows by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class _Origin:
     start: int
     prefix: bytes | None
     """Digest of all tokens up to the block's end; None where tokens are unknown."""
+    tokens: tuple[int, ...] = ()
+    """The block's tokens, where they are known."""
 
 
 @dataclass(slots=True)
@@ -89,7 +92,8 @@ class StaleRows(Check):
         routed_T: np.ndarray = np.any(reading.routed_TL, axis=1)
         for a, b, prefix in zip(edges[:-1], edges[1:], prefixes, strict=True):
             if routed_T[a - start : b - start].any():
-                here = _Origin(reading.sample, reading.title, a, prefix)
+                tokens = () if prefix is None else tuple(np.asarray(reading.recording.tokens)[a:b].tolist())
+                here = _Origin(reading.sample, reading.title, a, prefix, tokens)
                 self._look_at_block(here, reading.ids_KTL[:, a - start : b - start])
 
     def _look_at_block(self, here: _Origin, ids_KTL: np.ndarray) -> None:
@@ -110,7 +114,9 @@ class StaleRows(Check):
             self._judge_unknown(here, there, rows)
 
     def _judge_known(self, here: _Origin, there: _Origin, rows: int) -> None:
-        if here.prefix != there.prefix:
+        differing = sum(a != b for a, b in zip(here.tokens, there.tokens, strict=True))
+        is_chance = here.start == there.start and differing < MIN_BLOCK
+        if here.prefix != there.prefix and not is_chance:
             self._blame(here, there.title, rows)
 
     def _judge_unknown(self, here: _Origin, there: _Origin, rows: int) -> None:

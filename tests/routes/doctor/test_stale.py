@@ -47,6 +47,14 @@ class TestStaleRows:
             recordings = [replace(r, tokens=None) for r in recordings]
         assert not fired(recordings)
 
+    def test_a_few_tokens_that_chose_the_same_experts_by_chance_are_not_stale(self):
+        recordings = self.steal(good(), start=0, stop=BLOCK)
+        ids = recordings[1].tokens.copy()
+        ids[: BLOCK - 3] = recordings[0].tokens[: BLOCK - 3]
+        assert not fired([recordings[0], replace(recordings[1], tokens=ids)])
+        ids[BLOCK - 4] += 1
+        assert fired([recordings[0], replace(recordings[1], tokens=ids)]) == ("stale-rows",)
+
     def test_the_same_sample_twice_with_the_same_tokens_is_good(self):
         recordings = good()
         assert not fired([*recordings, replace(recordings[0], name="again")])
