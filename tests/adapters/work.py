@@ -175,8 +175,8 @@ def install_and_uninstall(group, family, folder):
     with make_balancer(model, group) as balancer:
         handle = adapter.install(model, balancer, worker=kept_worker())
         shapes = {name: tuple(p.shape) for name, p in handle.expert_parameters.items()}
-        routes = other_routes(build(family), group.rank())
-        with torch.no_grad(), balancer.window(routes, stage="recompute"):
+        unknown = [torch.full((len(handle.found.layers), SAMPLES * TOKENS, handle.found.top_k), -1)]
+        with torch.no_grad(), balancer.window(unknown, stage="recompute"):
             with handle.micro_step(0, record=True) as recorded:
                 model(input_ids=tokens_of(group.rank(), 0), use_cache=False)
             model.save_pretrained(Path(folder) / "installed")
