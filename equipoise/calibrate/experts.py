@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.calibrate.bench import Bench, Timing, measure
+from equipoise.calibrate.bench import SHORT_SLEEP_CYCLES, Bench, Timing, measure
 from equipoise.calibrate.grid import ZIPF, Grid, cut_rows
 from equipoise.calibrate.progress import Steps
 from equipoise.core.itinerary import Visit
@@ -23,8 +23,8 @@ from equipoise.runtime.expert_block import BlockOptions, expert_block
 
 ERROR_LIMIT = 2e-2
 """bf16 operands land between 1e-3 and 1e-2."""
-EVEN_ROWS = 4096
-"""From this many rows on, even groups are measured too."""
+EVEN_ROWS = 65536
+"""At this many rows even groups are measured too."""
 VISIT = Visit(0, "forward", 0)
 
 
@@ -101,8 +101,8 @@ class Cell:
             with torch.no_grad():
                 return self.forward()
 
-        bench.heat()
-        return measure(infer, bench, warm=2), measure(self.update, bench, warm=2)
+        forward = measure(infer, bench, warm=2, sleep_cycles=SHORT_SLEEP_CYCLES)
+        return forward, measure(self.update, bench, warm=2)
 
 
 def check_block(experts: ExpertWeights, bench: Bench) -> None:
@@ -154,7 +154,7 @@ KEYS = ("forward_ns", "update_ns", "even_forward_ns", "even_update_ns")
 
 
 def _time_even(rows: int, experts: ExpertWeights, bench: Bench) -> tuple[float | None, float | None]:
-    if bench.is_gpu and (rows < EVEN_ROWS or experts.num_slots == 1):
+    if bench.is_gpu and (rows != EVEN_ROWS or experts.num_slots == 1):
         return None, None
     forward, update = Cell.random(rows, experts, zipf=0.0, bench=bench).time(bench)
     return forward.median_ns, update.median_ns
