@@ -80,11 +80,9 @@ class Puller:
         fill = self._lend(visit)
         held, home = len(fill.needs), self._node.home(self._node.rank, visit.layer)
         matrices = self._buffers.joined(visit.layer, fill.buffer)
-        biases = zip(home[2:], self._buffers.slots(fill.buffer)[2:], strict=True)
-        return ExpertWeights(
-            *(matrix[: home.num_slots + held] for matrix in matrices),
-            *(None if own is None else torch.cat([own, replica[:held]]) for own, replica in biases),
-        )
+        pairs = zip(home[2:], self._buffers.slots(fill.buffer)[2:], strict=False)
+        biases = (None if a is None or b is None else torch.cat([a, b[:held]]) for a, b in pairs)
+        return ExpertWeights(*(matrix[: home.num_slots + held] for matrix in matrices), *biases)
 
     def close(self) -> None:
         """End the thread and let go of the buffers. Closing twice is allowed."""

@@ -47,7 +47,10 @@ class Trainer:
         if self.engine is not None:
             self.engine.close_window()
         for weight in self.attention:
-            dist.all_reduce(weight.grad, group=self.group)
+            # On the CPU, where gloo adds every dtype.
+            total = weight.grad.float().cpu()
+            dist.all_reduce(total, group=self.group)
+            weight.grad.copy_(total)
         outcome.expert_grads = [[p.grad.clone() for p in experts.parameters()] for experts in self.layers]
         return outcome
 
@@ -67,6 +70,28 @@ def run_window(group, plan, routing, run):
         return trainer.window(plan, routing)
     finally:
         trainer.close()
+
+
+def run_both(group, plan, static, routing, run):
+    """One window statically and one under the engine: two outcomes in the owners' order, on the CPU, and the bytes."""
+    outcomes, moved = [], {}
+    for has_engine, one in ((False, static), (True, plan)):
+        trainer = Trainer(group, one, run, has_engine=has_engine)
+        try:
+            outcomes.append(on_cpu(trainer.window(one, routing)))
+            moved = dict(trainer.engine.counters.bytes) if has_engine else {}
+        finally:
+            trainer.close()
+    return *outcomes, moved
+
+
+def on_cpu(value):
+    """The same lists with tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, stack.Outcome):
+        return stack.Outcome(**{name: on_cpu(part) for name, part in vars(value).items()})
+    return [on_cpu(part) for part in value] if isinstance(value, list) else value
 
 
 def train(group, windows, run, steps, has_engine):
