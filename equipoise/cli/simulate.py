@@ -7,7 +7,7 @@ Everything is simulated; no GPU and no torch needed. With --sweep the words NAME
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -63,6 +63,9 @@ def simulate(
     repeat_forward: Annotated[
         bool, typer.Option("--repeat-forward", help="Activations are recomputed in the backward pass.")
     ] = False,
+    sends: Annotated[
+        Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
+    ] = "rows",
     rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0,
     other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0,
     planning_s: Annotated[
@@ -99,6 +102,7 @@ def simulate(
         setting=StepSetting(
             pipeline_stages=pipeline_stages,
             activations="recomputed" if repeat_forward else "kept",
+            sends=sends,
             rollout_s=rollout_s,
             other_s=other_s,
             planning_s=planning_s,

@@ -7,6 +7,7 @@ Knows rows, holders and prices. Does not know plans or time of day.
 
 Invariants (asserted by the tests):
 1. The busiest rank's nanoseconds and those of the exchanges are the price line of `kernels.price`.
+2. Sending tokens once per node never sends more across than sending every row.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.kernels import compute_ns, settle
-from equipoise.cost.links import RECEIVED_ACROSS, SENT_ACROSS, Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.links import RECEIVED_ACROSS, RECEIVED_INSIDE, SENT_ACROSS, Holders, home_nodes, nodes_of, traffic
 from equipoise.cost.model import Tables
 
 
@@ -39,8 +40,12 @@ def rank_rows(
     rep_rows_MRS: np.ndarray,
     keep_permille_N: np.ndarray,
     persistent: bool,
+    forwards: bool,
 ) -> RankRows:
-    """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front."""
+    """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front.
+
+    `forwards`: what crosses arrives once per node and is handed on over the links inside, row by row.
+    """
     micro_steps, ranks = load_MRE.shape[:2]
     rows_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
     busy_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
@@ -54,6 +59,9 @@ def rank_rows(
         rows_MR[m] = settled.rows_R
         busy_MR[m] = settled.busy_R
         inside_M[m] = settled.link_R4[:, :2].max()
+        if forwards:
+            received_R = settled.link_R4[:, RECEIVED_INSIDE] + settled.link_R4[:, RECEIVED_ACROSS]
+            inside_M[m] = max(inside_M[m], received_R.max())
         across_M[m] = _across_rows(settled.link_R4, node_R, keep_permille_N)
     return RankRows(rows_MR, busy_MR, inside_M, across_M)
 
@@ -68,19 +76,38 @@ def _across_rows(link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.nd
     return int(across)
 
 
-def level_rows(load_MRE: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray) -> RankRows:
+def level_rows(
+    load_MRE: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, *, forwards: bool = False
+) -> RankRows:
     """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`."""
     ranks, experts = load_MRE.shape[1:]
     row_MR = load_MRE.sum(axis=2)
     near_R = np.bincount(node_R)[node_R]
     mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
     rows_MR = np.broadcast_to(mean_M1, row_MR.shape).copy()
+    inside_M = (row_MR * (near_R - 1) // ranks).max(axis=1)
+    if forwards:
+        inside_M = np.maximum(inside_M, mean_M1[:, 0] * (ranks - 1) // ranks)
     return RankRows(
         rows_MR=rows_MR,
         busy_MR=np.where(rows_MR > 0, experts // ranks, 0),
-        inside_M=(row_MR * (near_R - 1) // ranks).max(axis=1),
+        inside_M=inside_M,
         across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1) * int(keep_permille_N.mean()) // 1000,
     )
+
+
+def kept_by_chance(chance_E: np.ndarray, node_E: np.ndarray, nodes: int) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it, if a token is sent there once and chooses independently.
+
+    Args:
+        chance_E: [E] share of the tokens that choose each expert
+        node_E: [E] node of each expert
+    """
+    miss_N, rows_N = np.ones(nodes), np.zeros(nodes)
+    np.multiply.at(miss_N, node_E, 1 - np.minimum(1.0, chance_E))
+    np.add.at(rows_N, node_E, chance_E)
+    kept_N = np.divide(1 - miss_N, rows_N, out=np.ones(nodes), where=rows_N > 0)
+    return np.maximum(1, np.ceil(kept_N * 1000)).astype(np.int64)
 
 
 @compiled

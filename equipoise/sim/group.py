@@ -15,10 +15,10 @@ import numpy as np
 from equipoise.core.plan import Plan
 from equipoise.core.value import Value
 from equipoise.cost.model import GRADIENT_BYTES
-from equipoise.loads.forecast import Activations
 from equipoise.sim.clockwork import NANO
 from equipoise.sim.replay import ACROSS, ATTENTION, COMPUTE, INSIDE, PLANNING, PULL, RETURN, Replayed, replay
 from equipoise.sim.result import RANK_PARTS, Parts, PathName, PathUse
+from equipoise.sim.setting import StepSetting
 from equipoise.sim.work import Work, work_of
 
 PATH_NAMES: tuple[PathName, ...] = ("peer", "host", "return")
@@ -38,8 +38,8 @@ class GroupOutcome(Value):
 def run_group(
     plans: Sequence[Plan],
     *,
+    setting: StepSetting,
     depth: int,
-    activations: Activations,
     planning_s: float,
     pairs_P: Sequence[np.ndarray | None],
 ) -> GroupOutcome:
@@ -47,13 +47,13 @@ def run_group(
 
     Args:
         plans: one per pipeline stage
+        setting: the step around the experts
         depth: visits ahead that pulls may start
-        activations: whether the backward pass repeats the forward pass
         planning_s: seconds of planning that the window waits for
         pairs_P: per stage, [L, E, E] tokens that chose both experts, or None
     """
     works = [
-        work_of(plan, depth=depth, activations=activations, pair_LEE=pair_LEE)
+        work_of(plan, depth=depth, activations=setting.activations, sends=setting.sends, pair_LEE=pair_LEE)
         for plan, pair_LEE in zip(plans, pairs_P, strict=True)
     ]
     done = replay(works, depth=depth)

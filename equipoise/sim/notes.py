@@ -11,6 +11,14 @@ from equipoise.sim.plans import PlanSource
 from equipoise.sim.setting import StepSetting
 from equipoise.sim.trial import Groups
 
+CROSSING = {
+    "rows": "Every row crosses nodes on its own, as in Megatron's alltoall dispatcher; engines that send a token once "
+    "per node need less.",
+    "tokens": "A token crosses to a node once and is handed on inside, as in DeepEP; how many do is estimated as if a "
+    "token chose its experts independently.",
+    "pairs": "Rows that cross nodes are thinned by counted pairs of experts chosen together.",
+}
+
 
 def notes_of(
     windows: Sequence[Groups],
@@ -30,9 +38,7 @@ def notes_of(
         f"Expert compute, attention and pulls: {profile.device}, {made}.",
         "All-to-all: modelled by the busiest link at a share of its published rate; all ranks meet in it, and expert "
         "transfers stand still meanwhile.",
-        "A token crosses to a node once, estimated from pairs of experts chosen together."
-        if has_pairs
-        else "Across nodes every row counts, also of tokens that engines send once per node: an upper bound.",
+        CROSSING["pairs" if has_pairs and setting.sends == "rows" else setting.sends],
         "Attention: attention and shared experts of the MoE layers, at an assumed context of 4,096 tokens.",
         "Left out unless given as seconds: optimizer, gradient reduction, embedding, head, dense layers, rollout.",
     ]

@@ -15,6 +15,10 @@ Planning = Literal["hidden", "exposed"]
 """`hidden`: a window is planned while what comes before it runs (rollout, or the window before), and only what is left
 then counts; `exposed`: all of it counts."""
 
+Sends = Literal["rows", "tokens"]
+"""What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which is
+then handed on inside (DeepEP)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSetting:
@@ -31,6 +35,7 @@ class StepSetting:
     planning: Planning = "hidden"
     planning_s: float = 0.0
     """Seconds that planning one window takes."""
+    sends: Sends = "rows"
     shown: Shown = field(default_factory=Shown)
     """Whose arrays and timeline the result holds."""
     timeline_layers: int = 4
@@ -44,7 +49,7 @@ class StepSetting:
                 raise InfeasiblePlanError(
                     f"StepSetting.{name} is {getattr(self, name)}; it must be a number of seconds, at least 0"
                 )
-        for name, allowed in (("activations", Activations), ("planning", Planning)):
+        for name, allowed in (("activations", Activations), ("planning", Planning), ("sends", Sends)):
             if getattr(self, name) not in get_args(allowed):
                 raise InfeasiblePlanError(
                     f"StepSetting.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"

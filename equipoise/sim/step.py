@@ -74,8 +74,7 @@ def simulate(
         setting: the step around the experts
         options: deeper knobs of planning
         history: an earlier step's loads, for "eplb-history"; by default it knows the first half of each window
-        pair_LEE: [L, E, E] tokens that chose both experts; with it a token crosses once per node, as engines send it,
-            and not once per row
+        pair_LEE: [L, E, E] tokens that chose both experts, with which the planner thins rows that cross nodes
         progress: called with (group windows replayed, group windows in all)
     """
     setting, options = setting or StepSetting(), options or PlanOptions()
@@ -201,8 +200,8 @@ class _Step:
             plans = source.plans(loads, window=window, group=g)
             outcome = run_group(
                 plans,
+                setting=self.setting,
                 depth=self.options.depth,
-                activations=self.setting.activations,
                 planning_s=planning_s,
                 pairs_P=self._pairs(),
             )

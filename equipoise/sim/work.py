@@ -23,11 +23,12 @@ from equipoise.core.value import Value
 from equipoise.cost import CostModel
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
-from equipoise.cost.ranks import RankRows, compute_ns_of, level_rows, rank_rows
+from equipoise.cost.ranks import RankRows, compute_ns_of, kept_by_chance, level_rows, rank_rows
 from equipoise.loads.forecast import Activations
 from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.planner.pricing import count_before
 from equipoise.sim.clockwork import NANO
+from equipoise.sim.setting import Sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +89,12 @@ class Work(Value):
 
 
 def work_of(
-    plan: Plan, *, depth: int = 1, activations: Activations = "kept", pair_LEE: np.ndarray | None = None
+    plan: Plan,
+    *,
+    depth: int = 1,
+    activations: Activations = "kept",
+    sends: Sends = "rows",
+    pair_LEE: np.ndarray | None = None,
 ) -> Work:
     """Translate a plan of one window and EP group.
 
@@ -96,13 +102,14 @@ def work_of(
         plan: of any policy
         depth: visits ahead that pulls may start
         activations: whether the backward pass repeats the forward pass
-        pair_LEE: [L, E, E] tokens that chose both experts: a token then crosses once per node, not once per row
+        sends: what crosses nodes
+        pair_LEE: [L, E, E] tokens that chose both experts, with which the planner thins rows that cross nodes
     """
     costs = {
         stage: CostModel.of(plan.cluster, plan.model, stage=stage, depth=depth)
         for stage in ("recompute", plan.loads.stage)
     }
-    settled = _settle(plan, pair_LEE)
+    settled = _settle(plan, pair_LEE, sends)
     rows_MLR, busy_MLR = (np.stack([getattr(s, name) for s in settled], axis=1) for name in ("rows_MR", "busy_MR"))
     most = int(busy_MLR.max(initial=1))
     tables = {stage: cost.tables(most) for stage, cost in costs.items()}
@@ -155,29 +162,41 @@ def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
     return replace(work, **arrays, send_M=work.send_M[micro_steps], transfers=chosen)
 
 
-def _settle(plan: Plan, pair_LEE: np.ndarray | None) -> list[RankRows]:
+def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> list[RankRows]:
     """What every rank does, layer by layer."""
     load_MLRE, node_R = plan.loads.load_MLRE, plan.cluster.node_array_R
     expert_MLRS, rows_MLRS = slots_of(plan)
     found = []
     for layer in range(plan.loads.num_layers):
         home_E = np.array(plan.home_LE[layer])
-        keep_N = _kept(plan, home_E, None if pair_LEE is None else pair_LEE[layer])
+        forwards = sends == "tokens"
+        keep_N = _by_chance(plan, layer) if forwards else _by_pairs(plan, home_E, pair_LEE, layer)
         if plan.policy == "balanced":
-            found.append(level_rows(load_MLRE[:, layer], node_R, keep_N))
+            found.append(level_rows(load_MLRE[:, layer], node_R, keep_N, forwards=forwards))
             continue
         # Copies, because a read-only array would compile the kernels a second time.
         slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
-        found.append(rank_rows(np.array(load_MLRE[:, layer]), home_E, node_R, *slots, keep_N, plan.persistent))
+        load_MRE = np.array(load_MLRE[:, layer])
+        found.append(rank_rows(load_MRE, home_E, node_R, *slots, keep_N, plan.persistent, forwards))
     return found
 
 
-def _kept(plan: Plan, home_E: np.ndarray, pair_EE: np.ndarray | None) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it; all where pairs are not known."""
-    pairs = np.zeros((0, 0), dtype=np.int64) if pair_EE is None else np.array(pair_EE, dtype=np.int64, order="C")
+def _by_pairs(plan: Plan, home_E: np.ndarray, pair_LEE: np.ndarray | None, layer: int) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it, as the planner has them; all where pairs are not known."""
+    none_EE = np.zeros((0, 0), dtype=np.int64)
+    pairs = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
     node_R = plan.cluster.node_array_R
     kept: np.ndarray = kept_permille(node_R[home_E], plan.cluster.num_ep_nodes, pairs, plan.model.top_k)
     return kept
+
+
+def _by_chance(plan: Plan, layer: int) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it, if tokens are sent once per node."""
+    rows_E, experts, top_k = plan.loads.load_MLRE[:, layer].sum(axis=(0, 1)), plan.model.experts, plan.model.top_k
+    chance_E = rows_E * top_k / max(1, rows_E.sum())
+    if plan.policy == "balanced":
+        chance_E = np.full(experts, top_k / experts)
+    return kept_by_chance(chance_E, plan.cluster.node_array_R[plan.home_LE[layer]], plan.cluster.num_ep_nodes)
 
 
 def slots_of(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

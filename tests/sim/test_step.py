@@ -293,3 +293,16 @@ def test_plans_are_replayed_only_with_their_own_loads(loads):
 def test_settings_that_make_no_sense_are_refused(change):
     with pytest.raises(InfeasiblePlanError, match=f"StepSetting.{next(iter(change))}"):
         replace(StepSetting(), **change)
+
+
+def test_tokens_sent_once_per_node_cost_less_across_and_rows_are_handed_on_inside(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    rows, tokens = (
+        simulate(loads, ["static", "equipoise", "balanced"], setting=StepSetting(sends=sends), **given)
+        for sends in ("rows", "tokens")
+    )
+    for one, other in zip(rows.policies, tokens.policies, strict=True):
+        exchanged = [p.seconds.all_to_all_inside + p.seconds.all_to_all_across for p in (one, other)]
+        assert exchanged[1] < exchanged[0]
+        assert one.seconds.compute == other.seconds.compute
+    assert any("DeepEP" in note for note in tokens.notes)
