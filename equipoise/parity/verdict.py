@@ -53,8 +53,13 @@ class Verdict:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the run shows anything: a run in which nothing moves is static training twice."""
-        return self.displaced > 0 and (self.case.slots == 0 or self.pulls > 0)
+        """Whether the run shows anything: a run in which nothing moves is static training twice.
+
+        One rank has no other to move experts to. With slots, replicas may leave no reason to displace an expert.
+        """
+        if self.case.ranks == 1:
+            return True
+        return self.pulls > 0 if self.case.slots else self.displaced > 0
 
     @property
     def is_good(self) -> bool:

@@ -228,10 +228,15 @@ def train_again(group, case):
 
 
 def train_in_groups(world, case, steps):
-    """Two EP groups with different routes, and so different homes, whose owners reduce their gradients."""
+    """Two EP groups with different routes, and so different homes, whose owners reduce their gradients.
+
+    Ranks of `world` beyond the two groups only help to make them, as torch wants.
+    """
     rank, size = world.rank(), case.ranks
     groups = [torch.distributed.new_group(list(range(first, first + size))) for first in (0, size)]
     pairs = [torch.distributed.new_group([owner, owner + size]) for owner in range(size)]
+    if rank >= 2 * size:
+        return None
     number, group, pair = rank // size, groups[rank // size], pairs[rank % size]
     found = []
     for enabled in (False, True):
@@ -253,6 +258,8 @@ def train_in_groups(world, case, steps):
 def train_in_stages(world, case, steps):
     """Two pipeline stages of EP2, one forward and one backward in turn; each stage has half of the layers."""
     groups = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
+    if world.rank() >= 4:
+        return None
     stage, half = world.rank() // 2, dataclasses.replace(case, layers=case.layers // 2, seed=world.rank() // 2)
     found = []
     for enabled in (False, True):
@@ -269,6 +276,36 @@ def train_in_stages(world, case, steps):
                     parameter.grad = None
         found.append(([p.detach().clone() for p in net.parameters()], balancer.report, on_demand))
     return found
+
+
+def offload_between_stages(group, case, is_offloaded):
+    """A recompute and an update window; between them, and inside the second, parameters may leave and come back."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    parameters = [p for experts in find_layers(net).values() for p in experts.parameters()]
+
+    def offload():
+        kept = [parameter.data.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = torch.empty(0)
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.data = values
+
+    with balancer_of(net, case, group) as balancer:
+        with balancer.window(routes_of(window), stage="recompute"), torch.no_grad():
+            outputs = [net(inputs, micro_step) for micro_step, inputs in enumerate(window)]
+        if is_offloaded:
+            with balancer.suspended():
+                offload()
+        with balancer.window(routes_of(window)):
+            for micro_step, inputs in enumerate(window):
+                out_TD = net(inputs, micro_step)
+                outputs.append(out_TD.detach())
+                out_TD.sum().backward()
+                if is_offloaded and micro_step == 0:
+                    with balancer.suspended():
+                        offload()
+        reports = balancer.report
+    return outputs, [p.grad.clone() for p in net.parameters()], reports.counts["pulls"]
 
 
 def of_stage(inputs, stage, layers):
