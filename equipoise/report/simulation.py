@@ -142,8 +142,11 @@ def _missing(document: Document, compared: Compared) -> tuple[Missing, ...]:
     if compared.static is None or compared.after is None or compared.balanced is None:
         words = "The comparison needs doing nothing, a plan and the ceiling:"
         found.append(("Policies", words, f"{command} --policies static,equipoise,balanced"))
-    if document["sweep"] is None:
-        found.append(("Sweep and break-even", "Not asked for:", f"{command} --sweep ep=8,16 slots=0,1,2"))
+    sweep = document["sweep"] or {"points": [], "break_even": None}
+    if not sweep["points"]:
+        found.append(("Sweep", "Not asked for:", f"{command} --sweep ep=8,16 slots=0,1,2"))
+    if sweep["break_even"] is None:
+        found.append(("Break-even", "Not asked for:", f"{command} --break-even"))
     if not any(policy["timeline"] for policy in document["policies"]):
         found.append(("Timeline", "This result was written without one:", f"{command} -o result.json"))
     return tuple(Missing(title=title, words=words, command=line) for title, words, line in found)

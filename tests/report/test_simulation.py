@@ -153,7 +153,7 @@ def test_policies_that_were_not_simulated_are_not_spoken_of(names, answer, missi
     page = build_page(simulation(policies=chosen, sweep=False), title="x")
     assert page.answer.endswith(answer)
     titles = [part.title for part in page.missing]
-    assert missing in titles and "Sweep and break-even" in titles
+    assert missing in titles and {"Sweep", "Break-even"} <= set(titles)
     spoken = " ".join(c.caption for c in page.sections)
     assert all(p[0] not in spoken for p in POLICIES if p[0] not in names)
     assert "sweep" not in [c.name for c in page.charts]
