@@ -9,8 +9,8 @@ More:
     torchrun --nproc-per-node 8 --no-python equipoise train --ranks 8 --model PATH --set task.data=questions.jsonl
 
 Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file, changed by any number of
---set a.b=value; `docs/training.md` explains them, `docs/metrics.md` the figures. Exit code 0: trained, or all modes agree; 1: modes
-differ; 2: something is wrong with what was given; 130: interrupted.
+--set a.b=value; `docs/training.md` explains them, `docs/metrics.md` the figures.
+Exit code 0: trained, or all modes agree; 1: modes differ; 2: something is wrong with what was given; 130: interrupted.
 """
 
 from pathlib import Path

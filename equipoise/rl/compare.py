@@ -30,6 +30,7 @@ from torch import Tensor
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core.errors import TrainingError
+from equipoise.planning.worker import PlanWorker
 from equipoise.rl.config import Mode, TrainConfig, change
 from equipoise.rl.events import Event, Show
 from equipoise.rl.kernels import start_planner
@@ -146,17 +147,20 @@ def parse_modes(words: str) -> tuple[Mode, ...]:
     return tuple(mode for mode in get_args(Mode) if mode in modes)
 
 
-def run_comparison(config: TrainConfig, layout: Layout, show: Show, modes: Sequence[Mode]) -> Comparison | None:
+def run_comparison(
+    config: TrainConfig, layout: Layout, show: Show, modes: Sequence[Mode], worker: PlanWorker | None = None
+) -> Comparison | None:
     """Train every mode and compare. Every rank must call this; the first one returns the comparison."""
     model = build_model(config.model, seed=config.seed)
-    planner = start_planner(config, inspect(model).shape, mode="equipoise" if "equipoise" in modes else "off")
+    mode: Mode = "equipoise" if "equipoise" in modes else "off"
+    planner = start_planner(config, inspect(model).shape, mode=mode, worker=worker)
     warm_up_told(model, config, layout, show)
-    worker = None if planner is None else planner.ready(show)
+    ready = None if planner is None else planner.ready(show)
     rollouts: list[Experience] = []
     legs = []
     for name, mode, settings in _legs(config, modes):
         show(Event("note", {"words": f"training {name}"}))
-        trainer = Trainer(copy.deepcopy(model), settings, layout, mode=mode, show=show, worker=worker)
+        trainer = Trainer(copy.deepcopy(model), settings, layout, mode=mode, show=show, worker=ready)
         given = rollouts if rollouts and not config.compare_free else None
         legs.append(_train_leg(trainer, settings, name=name, given=given, keep=rollouts))
     if planner is not None:

@@ -78,7 +78,8 @@ def too_few(config: TrainConfig) -> str | None:
         return None
     return (
         f"{config.ranks} ranks on GPUs were asked for; this machine holds {there} (devices: "
-        f"{torch.cuda.device_count()}, ranks on each: {config.model.ranks_per_device}). Start them with torchrun on more machines, or use --preset tiny"
+        f"{torch.cuda.device_count()}, ranks on each: {config.model.ranks_per_device}). Start them "
+        "with torchrun on more machines, or use --preset tiny"
     )
 
 

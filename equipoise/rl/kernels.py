@@ -29,19 +29,29 @@ _WORDS = "compiling planner kernels, once per machine"
 _PATIENCE_S = 2.0
 
 
-def start_planner(config: TrainConfig, model: ModelShape, *, mode: Mode) -> "StartedPlanner | None":
+def start_planner(
+    config: TrainConfig, model: ModelShape, *, mode: Mode, worker: PlanWorker | None = None
+) -> "StartedPlanner | None":
     """Start a planning process where the mode plans; returns at once."""
     if mode != "equipoise":
         return None
-    return StartedPlanner(build_cluster(config, model), model, balancer_options(config))
+    return StartedPlanner(build_cluster(config, model), model, balancer_options(config), worker=worker)
 
 
 class StartedPlanner:
     """One rank's planning process."""
 
-    def __init__(self, cluster: Cluster, model: ModelShape, options: BalancerOptions) -> None:
-        """Start the process and have it plan a made-up window; returns at once."""
-        self.worker, self._task = PlanWorker(), (cluster, model, options)
+    def __init__(
+        self, cluster: Cluster, model: ModelShape, options: BalancerOptions, *, worker: PlanWorker | None = None
+    ) -> None:
+        """Start the process and have it plan a made-up window; returns at once.
+
+        Args:
+            worker: a process to use, left running on close; an own one by default
+        """
+        self._is_own = worker is None
+        self.worker = PlanWorker() if worker is None else worker
+        self._task = (cluster, model, options)
         self._trouble: EquipoiseError | None = None
         self._thread = threading.Thread(target=self._plan, daemon=True)
         self._thread.start()
@@ -66,8 +76,9 @@ class StartedPlanner:
         self.worker.call("open", *self._task)
 
     def close(self) -> None:
-        """End the process."""
-        self.worker.close()
+        """End the process, where it is an own one."""
+        if self._is_own:
+            self.worker.close()
 
     def _plan(self) -> None:
         cluster, model, _ = self._task

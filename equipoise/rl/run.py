@@ -18,7 +18,7 @@ Invariants (asserted by the tests):
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from equipoise.adapters.transformers import inspect
+from equipoise.planning.worker import PlanWorker
 from equipoise.rl.checkpoint import Checkpoints, State
 from equipoise.rl.config import TrainConfig
 from equipoise.rl.config_file import write_config
@@ -61,11 +62,17 @@ class _Opened(NamedTuple):
     """The first step to train."""
 
 
-def run(config: TrainConfig, layout: Layout, show: Show, places: Places) -> dict[str, Any]:
-    """Train from beginning to end. Every rank must call this; returns the summary."""
+def run(
+    config: TrainConfig, layout: Layout, show: Show, places: Places, worker: PlanWorker | None = None
+) -> dict[str, Any]:
+    """Train from beginning to end. Every rank must call this; returns the summary.
+
+    Args:
+        worker: a planning process to use, instead of an own one
+    """
     checkpoints = Checkpoints(places.out / "checkpoints", layout, facts=_facts(config), keep=config.checkpoint.keep)
     newest = checkpoints.newest() if places.is_resumed else None
-    opened = _open(config, layout, show, checkpoints=checkpoints, newest=newest)
+    opened = _open(config, layout, show, checkpoints=checkpoints, newest=newest, worker=worker)
     trainer, planner, first = opened.trainer, opened.planner, opened.first
     _begin(config, layout, show, places, trainer=trainer, first=first)
     sinks = _open_sinks(config, layout, places, first=first)
@@ -97,20 +104,26 @@ def run(config: TrainConfig, layout: Layout, show: Show, places: Places) -> dict
 
 
 def _open(
-    config: TrainConfig, layout: Layout, show: Show, *, checkpoints: Checkpoints, newest: Path | None
+    config: TrainConfig,
+    layout: Layout,
+    show: Show,
+    *,
+    checkpoints: Checkpoints,
+    newest: Path | None,
+    worker: PlanWorker | None,
 ) -> "_Opened":
     """The trainer, warmed up or as a checkpoint has it. Every rank must call this."""
     if newest is None:
         model = build_model(config.model, seed=config.seed)
     else:
         model = load_model(newest / "model").to(device=config.model.device, dtype=getattr(torch, config.model.dtype))
-    planner = start_planner(config, inspect(model).shape, mode=config.balance.mode)
+    planner = start_planner(config, inspect(model).shape, mode=config.balance.mode, worker=worker)
     if newest is None:
         warm_up_told(model, config, layout, show)
     # Every rank's planner is awaited here, so that none waits for another's inside a step.
-    worker = None if planner is None else planner.ready(show)
+    ready = None if planner is None else planner.ready(show)
     state = None if newest is None else checkpoints.load(newest, weights=model.state_dict())
-    trainer = Trainer(model.train(), config, layout, show=show, worker=worker)
+    trainer = Trainer(model.train(), config, layout, show=show, worker=ready)
     if state is None:
         return _Opened(trainer, planner, 0)
     trainer.restore(state)
@@ -190,7 +203,8 @@ def _record(folder: Path, trainer: Trainer, layout: Layout, step: int) -> None:
         return
     (folder / "model").mkdir(parents=True, exist_ok=True)
     trainer.learner.model.config.save_pretrained(folder / "model")
-    samples = [sample for part in parts for sample in part]
+    # Without the version of the weights: a folder of several steps would otherwise look like a mixture of them.
+    samples = [replace(sample, weight_version="") for part in parts for sample in part]
     write_routes(to_routes(samples, trainer.learner.shape), folder / f"step-{step:06d}.jsonl", format="vllm-http")
 
 

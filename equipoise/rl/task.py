@@ -27,7 +27,7 @@ import numpy as np
 from equipoise.core.errors import TrainingError
 from equipoise.rl.config import TaskConfig
 
-PART = 0.2
+PART = 0.0
 """Most that a wrong answer earns, for the share of its characters that are right."""
 
 Reward = Callable[[str, str, str], float]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from equipoise.adapters.transformers import inspect
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.batch import split_windows
 from equipoise.rl.checkpoint import State
@@ -34,11 +35,13 @@ from equipoise.rl.layout import Layout, gather_objects
 from equipoise.rl.learner import Learner
 from equipoise.rl.metrics import RankFigures, step_metrics
 from equipoise.rl.model import copy_model, open_tokenizer
+from equipoise.rl.outside import Engine, Outside, RecordedRollouts
 from equipoise.rl.rollout import Request, Sampler
 from equipoise.rl.sample import Sample
 from equipoise.rl.stages import Stages
 from equipoise.rl.sync import sync_weights
 from equipoise.rl.task import Question, find_reward, open_task
+from equipoise.rl.tokens import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Trainer:
         self.task, self.reward = open_task(config.task), find_reward(config.task.reward)
         self.tokenizer = open_tokenizer(config.model)
         self.reference = copy_model(model) if config.update.kl else None
-        self.sampler = Sampler(copy_model(model), config=config.rollout, tokenizer=self.tokenizer)
+        self.engine = _open_engine(model, config, self.tokenizer)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.learner = Learner(model, config, layout, mode=mode or config.balance.mode, worker=worker)
         self.stages = Stages(self.learner, config, layout, reference=self.reference)
@@ -126,8 +129,10 @@ class Trainer:
         self.learner.close()
 
     def _roll_out(self, step: int) -> Experience:
-        self._tell(step, "sync")
-        version = sync_weights(self.learner, self.sampler.model, self.layout)
+        version = ""
+        if isinstance(self.engine, Sampler):
+            self._tell(step, "sync")
+            version = sync_weights(self.learner, self.engine.model, self.layout)
         self._tell(step, "rollout")
         begin, share = time.monotonic(), self.config.rollout.prompts // self.layout.ranks
         questions = self.task.questions(self.config.rollout.prompts, seed=self.config.seed, step=step)
@@ -139,7 +144,7 @@ class Trainer:
             seed=seed_of(self.config.seed, step, self.layout.rank),
             weight_version=version[:12],
         )
-        found = dict(self.sampler.generate(request))
+        found = dict(self.engine.generate(request))
         samples = [found[place] for place in range(len(found))]
         return Experience(questions=list(request.questions), samples=samples, seconds=time.monotonic() - begin)
 
@@ -160,6 +165,15 @@ class Trainer:
 
     def _tell(self, step: int, name: str) -> None:
         self._show(Event("stage", {"step": step, "name": name, "rank": self.layout.rank}))
+
+
+def _open_engine(model: nn.Module, config: TrainConfig, tokenizer: Tokenizer) -> Sampler | RecordedRollouts | Engine:
+    """Our own sampling on a copy of the model, or what the settings name."""
+    source = config.rollout.source
+    if not source:
+        return Sampler(copy_model(model), config=config.rollout, tokenizer=tokenizer)
+    outside = Outside(config=config.rollout, model=inspect(model).shape, tokenizer=tokenizer)
+    return Engine(source, outside) if source.startswith("http") else RecordedRollouts(source, outside)
 
 
 def seed_of(*parts: int) -> int:

@@ -1,0 +1,196 @@
+"""Rollouts from outside: a folder of recorded ones in any form that `equipoise.routes` reads, or an engine's HTTP face.
+
+Folder: one file per step, `step-000003.*` for step 3 where files are named so, else the files in order of their names.
+    A file holds the samples of all ranks: question after question, `rollout.samples` of each. Token ids must be in it;
+    each sample must begin with its question's tokens.
+Engine, `rollout.engine`:
+    vllm     POST URL/v1/completions  {prompt: ids, n, max_tokens, temperature, seed, return_token_ids: true}
+             choices[i].token_ids, choices[i].routed_experts (base64 of .npy)
+    sglang   POST URL/generate        {input_ids, sampling_params: {n, max_new_tokens, temperature},
+                                       return_routed_experts: true}
+             per sample: output_ids, meta_info.routed_experts (base64 of int32)
+    The engine must be started with --enable-return-routed-experts. Giving it new weights is left to the caller.
+
+A sample whose routes are broken is refused by name; or, with `rollout.allow_missing_routes`, trained without foresight:
+its rows are -1, the model routes them, and coverage says so.
+
+Knows files, HTTP and order. Does not know how routes are decoded (`equipoise.routes` does).
+
+Invariants (asserted by the tests):
+1. What `--record` wrote trains again to the same losses.
+2. A broken sample is refused with file and name; allowed, it lowers coverage and nothing else.
+3. A sample that does not begin with its question is refused: rewards would judge another answer.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import ModelShape, RoutesError, SampleRoutes
+from equipoise.core.errors import TrainingError
+from equipoise.rl.config import RolloutConfig
+from equipoise.rl.rollout import Request
+from equipoise.rl.sample import Sample, from_routes
+from equipoise.rl.tokens import Tokenizer
+from equipoise.routes import read_routes
+from equipoise.routes.source import SUFFIXES, Source
+
+_AT_ONCE = 8
+"""Requests that one rank has open."""
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What both sources share: the model whose routes they record, and how prompts are written."""
+
+    config: RolloutConfig
+    model: ModelShape
+    tokenizer: Tokenizer
+
+    def read(self, records: Sequence[tuple[str, Any]], *, form: str | None = None) -> list[SampleRoutes]:
+        """The samples of some records, each with its place for messages."""
+        return [sample for place, record in records for sample in self._read_record(place, record, form)]
+
+    def place(self, samples: Sequence[SampleRoutes], request: Request) -> Iterator[tuple[int, Sample]]:
+        """Check that samples answer the request's questions, in order, and hand them out."""
+        wanted = len(request.questions) * self.config.samples
+        if len(samples) != wanted:
+            raise RoutesError(
+                f"step {request.step}: {len(samples)} samples for {len(request.questions)} questions of "
+                f"{self.config.samples} samples each; {wanted} are needed"
+            )
+        for place, routes in enumerate(samples):
+            question, number = divmod(place, self.config.samples)
+            prompt = self.tokenizer.encode(request.questions[question].prompt)
+            tokens = [] if routes.tokens_T is None else routes.tokens_T[: len(prompt)].tolist()
+            if tokens != prompt:
+                raise RoutesError(
+                    f"step {request.step}: sample {routes.name!r} does not begin with question "
+                    f"{request.questions[question].prompt!r}; record rollouts of this task, seed and order"
+                )
+            sample = from_routes(routes, num_prompt=len(prompt), layers=self.model.layers, top_k=self.model.top_k)
+            yield place, replace(sample, name=request.name(question, number))
+
+    def _read_record(self, place: str, record: Any, form: str | None) -> list[SampleRoutes]:
+        try:
+            return list(read_routes([record], model=self.model, format=form).samples)
+        except RoutesError as error:
+            if not self.config.allow_missing_routes:
+                raise RoutesError(f"{place}: {error} (or train without foresight: --allow-missing-routes)") from error
+            found = _without_routes(record, self.model)
+            if not found:
+                raise RoutesError(
+                    f"{place}: {error}; its token ids cannot be read either, so it cannot be used"
+                ) from error
+            return found
+
+
+class RecordedRollouts:
+    """A folder of recorded rollouts."""
+
+    def __init__(self, folder: str, outside: Outside) -> None:
+        """Look what there is; files are read step by step."""
+        self._folder, self._outside = Path(folder), outside
+        if not self._folder.is_dir():
+            raise TrainingError(
+                f"setting rollout.source: no folder {folder}; give a folder of rollouts, or an http URL"
+            )
+        self._files = sorted(path for path in self._folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+    def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
+        """Yield (place, sample) of this rank's questions."""
+        path = self._file(request.step)
+        records = [(f"{path} {place}".strip(), record) for place, record in Source.of(path).opened().records()]
+        samples = self._outside.read(records)
+        first, count = request.first, self._outside.config.samples
+        share = samples[first * count : (first + len(request.questions)) * count]
+        yield from self._outside.place(share, request)
+
+    def _file(self, step: int) -> Path:
+        named = [path for path in self._files if path.name.startswith(f"step-{step:06d}")]
+        if named or step < len(self._files):
+            return named[0] if named else self._files[step]
+        raise TrainingError(f"{self._folder} holds rollouts of {len(self._files)} steps; step {step} has none")
+
+
+class Engine:
+    """An engine that answers over HTTP."""
+
+    def __init__(self, url: str, outside: Outside) -> None:
+        """Ask the engine at `url`; nothing is sent yet."""
+        self._url, self._outside = url.rstrip("/"), outside
+
+    def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
+        """Yield (place, sample) of this rank's questions."""
+        is_vllm = self._outside.config.engine == "vllm"
+        ask = self._ask_vllm if is_vllm else self._ask_sglang
+        prompts = [self._outside.tokenizer.encode(question.prompt) for question in request.questions]
+        seeds = [request.seed + number for number in range(len(prompts))]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            answers = list(threads.map(ask, prompts, seeds))
+        records = [(f"{self._url}, question {request.first + n}", r) for n, found in enumerate(answers) for r in found]
+        samples = self._outside.read(records, form="vllm-http" if is_vllm else "sglang")
+        yield from self._outside.place(samples, request)
+
+    def _ask_vllm(self, prompt: list[int], seed: int) -> list[Any]:
+        config = self._outside.config
+        body = {
+            "prompt": prompt,
+            "n": config.samples,
+            "max_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": seed,
+            "return_token_ids": True,
+        }
+        return [{**self._post("/v1/completions", body), "request": {"token_ids": prompt}}]
+
+    def _ask_sglang(self, prompt: list[int], seed: int) -> list[Any]:
+        config = self._outside.config
+        sampling = {
+            "n": config.samples,
+            "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "sampling_seed": seed,
+        }
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
+        found = self._post("/generate", body)
+        return [{**one, "input_ids": prompt} for one in (found if isinstance(found, list) else [found])]
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self._url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return json.loads(answer.read())
+        except (urllib.error.URLError, ValueError, OSError) as error:
+            raise TrainingError(f"the engine at {self._url}{path} gave no usable answer: {error}") from error
+
+
+def _without_routes(record: Any, model: ModelShape) -> list[SampleRoutes]:
+    """The tokens of a record whose routes are broken; nothing where they cannot be read."""
+    if not isinstance(record, dict):
+        return []
+    name = str(record.get("request_id") or record.get("id") or "sample")
+    prompt = record.get("prompt_token_ids") or record.get("input_ids") or record.get("request", {}).get("token_ids")
+    choices = record.get("choices") or [record]
+    parts = [choice.get("token_ids") or choice.get("output_ids") for choice in choices]
+    if prompt is None or not all(isinstance(part, list) and part for part in parts):
+        return []
+    return [
+        SampleRoutes(
+            name=name if len(parts) == 1 else f"choice {number} of {name}",
+            ids_TLK=np.zeros((0, model.layers, model.top_k), dtype=np.int64),
+            num_tokens=len(prompt) + len(part),
+            tokens_T=np.array([*prompt, *part]),
+        )
+        for number, part in enumerate(parts)
+    ]

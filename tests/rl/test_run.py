@@ -1,0 +1,112 @@
+"""Whole runs on ranks of the pool: one seed one result, resumed or not, replay and arrival proved, routes that pass."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from equipoise.core import ModelShape, TrainingError
+from equipoise.rl.config import change
+from equipoise.rl.metrics import TIMES
+from equipoise.rl.model import load_model
+from equipoise.routes import diagnose, stream_recordings
+from tests.rl import work
+from tests.rl.test_model import FAMILIES
+
+
+def lines_of(out):
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def newest_weights(out):
+    return load_model(sorted((out / "checkpoints").glob("step-*"))[-1] / "model").state_dict()
+
+
+@pytest.mark.dist(2)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pool, tmp_path):
+    config = work.small(steps=4, checkpoint={"every": 2}, update={"kl": 0.05})
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for folder in (whole, halves):
+        folder.mkdir()
+    pool.run(work.train_run, 2, config, whole)
+    pool.run(work.train_run, 2, change(config, steps=2), halves)
+    # A step that was trained after the checkpoint and lost: its line must go.
+    with (halves / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "reward": 99}) + "\n")
+    pool.run(work.resume_run, 2, config, halves)
+    assert lines_of(whole) == lines_of(halves)
+    assert work.same_weights(newest_weights(whole), newest_weights(halves))
+    assert sum(line["replicas"] for line in lines_of(whole)) > 0, "without replicas plans would not matter"
+
+
+@pytest.mark.dist(2)
+def test_replay_is_exact_arrival_is_planned_and_skew_is_gone(pool):
+    config = work.small()
+    (metrics, weights), (_, other) = pool.run(work.metrics_of, 2, config, 2)
+    for line in metrics:
+        assert line["coverage"] == 1.0
+        assert line["replayed_rows"] > 0
+        assert line["checked_windows"] == 2 * 3, "two ranks, recompute and two update windows"
+        assert line["skew_before"] > line["skew_after"] >= 1.0
+        assert line["ratio"] == pytest.approx(1.0, abs=0.1)
+    assert work.same_weights(weights, other), "every rank gives out the same whole model"
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("replay", ["R2", "off"])
+def test_without_the_rollouts_routes_the_share_of_other_choices_is_told(pool, replay):
+    config = work.small(update={"replay": replay, "learning_rate": 0.01})
+    (metrics, _), _ = pool.run(work.metrics_of, 2, config, 2)
+    assert all(0.0 <= line["differing_share"] < 0.5 for line in metrics)
+    if replay == "R2":
+        assert all(line["replayed_rows"] > 0 and line["checked_windows"] == 2 * 2 for line in metrics)
+    else:
+        assert all(line["replayed_rows"] == 0 and line["checked_windows"] == 0 for line in metrics)
+        assert any(line["differing_share"] > 0 for line in metrics), "weights moved, so must some choices"
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_activation_checkpointing_changes_nothing(pool, kind):
+    plain = work.small(balance={"mode": "static"})
+    wanted = pool.run(work.metrics_of, 2, plain, 1)[0][1]
+    found = pool.run(work.metrics_of, 2, change(plain, update={"activation_checkpointing": kind}), 1)[0][1]
+    assert work.same_weights(wanted, found)
+
+
+@pytest.mark.dist(4)
+def test_two_ep_groups_train_what_one_trains(pool):
+    config = work.small(ranks=4, rollout={"prompts": 4}, balance={"mode": "static"})
+    whole = pool.run(work.metrics_of, 4, config, 1)[0][1]
+    groups = pool.run(work.metrics_of, 4, replace(config, ep=2), 1)
+    for _, weights in groups:
+        for name, tensor in whole.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_routes_pass_the_doctor_with_no_finding(pool, tmp_path, family):
+    config = work.small(
+        model={"family": family, "top_k": 4}, balance={"mode": "static"}, warmup={"steps": 2}, checkpoint={"every": 0}
+    )
+    out, record = tmp_path / "out", tmp_path / "routes"
+    out.mkdir()
+    summary = pool.run(work.record_run, 2, config, out, record)[0]
+    assert summary["record"] == str(record)
+    shape = ModelShape.from_config(record / "model" / "config.json")
+    diagnosis = diagnose(stream_recordings(record, model=shape), model=shape)
+    assert diagnosis.ok, diagnosis.fired
+    assert diagnosis.num_samples == 2 * 16
+
+
+@pytest.mark.dist(2)
+def test_a_checkpoint_of_another_seed_is_refused_by_name(pool, tmp_path):
+    config = work.small(steps=1, balance={"mode": "static"})
+    pool.run(work.train_run, 2, config, tmp_path)
+    said = pool.run(work.resume_error, 2, change(config, seed=5), tmp_path)
+    assert said[0] == said[1]
+    assert said[0][0] == TrainingError.__name__ and "seed is 0, this run has 5" in said[0][1]

@@ -1,0 +1,97 @@
+"""Small runs that tests call on the pool's ranks, and what they have in common."""
+
+from functools import lru_cache
+
+import torch
+
+from equipoise.core import EquipoiseError
+from equipoise.planning.worker import PlanWorker
+from equipoise.rl.compare import run_comparison
+from equipoise.rl.config_file import build_config
+from equipoise.rl.events import ignore
+from equipoise.rl.layout import build_layout
+from equipoise.rl.model import build_model
+from equipoise.rl.run import Places, run
+from equipoise.rl.train import Trainer
+
+SMALL = {
+    "steps": 2,
+    "ranks": 2,
+    "timeout_s": 60.0,
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "experts": 8, "top_k": 2, "expert_width": 16},
+    "warmup": {"steps": 6, "batch": 16},
+    "rollout": {"prompts": 4, "samples": 4, "max_new_tokens": 5},
+    "update": {"mini_batches": 2, "micro_batch": 2},
+    "balance": {"mode": "equipoise", "slots": 1},
+    "checkpoint": {"every": 1},
+}
+
+
+def small(**changes):
+    """A configuration of a few thousand weights; `changes` replace or, for a table, change entries of it."""
+    content = {name: dict(value) if isinstance(value, dict) else value for name, value in SMALL.items()}
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            content.setdefault(name, {}).update(value)
+        else:
+            content[name] = value
+    return build_config(content)
+
+
+@lru_cache(maxsize=1)
+def kept_worker():
+    """One planning process per rank of the pool: starting one takes seconds."""
+    return PlanWorker()
+
+
+def train_run(group, config, out, *, record=None, is_resumed=False, show=ignore):
+    """A whole run on this rank, as `equipoise train` makes it."""
+    worker = kept_worker() if config.balance.mode == "equipoise" else None
+    places = Places(out=out, record=record, is_resumed=is_resumed)
+    return run(config, build_layout(config, group), show, places, worker)
+
+
+def resume_run(group, config, out):
+    """Go on with a run."""
+    return train_run(group, config, out, is_resumed=True)
+
+
+def record_run(group, config, out, record):
+    """A run that keeps its routes."""
+    return train_run(group, config, out, record=record)
+
+
+def compare_run(group, config, modes):
+    """Compare modes on this rank."""
+    worker = kept_worker() if "equipoise" in modes else None
+    return run_comparison(config, build_layout(config, group), ignore, modes, worker)
+
+
+def trainer_of(group, config, **options):
+    """A trainer of a random model, not warmed up."""
+    layout = build_layout(config, group)
+    worker = kept_worker() if config.balance.mode == "equipoise" else None
+    return Trainer(build_model(config.model, seed=config.seed), config, layout, worker=worker, **options)
+
+
+def metrics_of(group, config, steps):
+    """Metrics of some steps, and the whole weights afterwards."""
+    trainer = trainer_of(group, config)
+    metrics = [trainer.step(step) for step in range(steps)]
+    weights = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
+    trainer.close()
+    return metrics, weights
+
+
+def same_weights(first, second):
+    """Whether two state dicts have the same bits."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def resume_error(group, config, out):
+    """What resuming says."""
+    try:
+        resume_run(group, config, out)
+    except EquipoiseError as error:
+        return type(error).__name__, str(error)
+    return None
