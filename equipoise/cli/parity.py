@@ -1,12 +1,15 @@
 """Prove that balanced training learns what static training learns: a small stack trained both ways on local ranks.
 
 equipoise parity
-equipoise parity --ranks 4 --nodes 2 --slots 2 --steps 50 --json
+equipoise parity --ranks 4 --nodes 2 --slots 2 --steps 50 --dispatch two_level --json
+equipoise parity --matrix
 
+The last one goes through 1, 2, 4 and 8 ranks, 0 to 2 slots, and one and two nodes, a line each (some minutes).
 Starts the ranks itself, on CPU, and needs torch. Exit code 0: every measure is within its limit, 1: one is not, or
 nothing moved. What is measured and the limits: `equipoise/parity/verdict.py`.
 """
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,11 +23,20 @@ if TYPE_CHECKING:
     from equipoise.parity.verdict import Measure, Verdict
 
 
+class Dispatch(StrEnum):
+    """How tokens get to their experts."""
+
+    direct = "direct"
+    two_level = "two_level"
+
+
 def parity(
-    ranks: Annotated[int, typer.Option(min=2, max=8, help="Local ranks of the EP group.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="Local ranks of the EP group.")] = 4,
     nodes: Annotated[int, typer.Option(min=1, help="Declared nodes; replicas stay inside each.")] = 1,
     slots: Annotated[int, typer.Option(min=0, max=4, help="Replica slots per rank; 0 for placement alone.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Windows, each ended by an AdamW step.")] = 9,
+    dispatch: Annotated[Dispatch, typer.Option(help="One copy per expert, or one per node.")] = Dispatch.direct,
+    matrix: Annotated[bool, typer.Option("--matrix", help="All ranks, nodes and slots, a line each.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small stack static and balanced, and compare."""
@@ -33,14 +45,27 @@ def parity(
     _require_torch()
     if ranks % nodes:
         raise TopologyError(f"--ranks {ranks} do not divide into --nodes {nodes}; give every node as many ranks")
-    from equipoise.parity.case import ParityCase
-    from equipoise.parity.verdict import check_parity
+    from equipoise.parity import verdict as verdicts
+    from equipoise.parity.case import ParityCase, all_sizes
 
-    verdict = check_parity(ParityCase(ranks=ranks, nodes=nodes, slots=slots, steps=steps))
-    show(verdict, screen(as_json=as_json))
+    case = ParityCase(ranks=ranks, nodes=nodes, slots=slots, steps=steps, dispatch=dispatch.value)
+    console, found = screen(as_json=as_json), []
+    for one in all_sizes(case) if matrix else [case]:
+        found.append(verdicts.check_parity(one))
+        (show_line if matrix else show)(found[-1], console)
     if as_json:
-        print_json(document(verdict))
-    raise typer.Exit(0 if verdict.is_good else 1)
+        documents = [document(verdict) for verdict in found]
+        print_json({"cases": documents} if matrix else documents[0])
+    raise typer.Exit(0 if all(verdict.is_good for verdict in found) else 1)
+
+
+def show_line(verdict: "Verdict", console: "Console") -> None:
+    """Print one case of a matrix: its sizes, and what does not hold."""
+    case = verdict.case
+    bad = [measure.name for measure in verdict.measures if not measure.is_good]
+    word = "good" if verdict.is_good else f"FINDING: {', '.join(bad) or 'nothing moved'}"
+    sizes = f"ranks {case.ranks}, nodes {case.nodes}, slots {case.slots}, steps {case.steps}, {case.dispatch}"
+    console.print(f"{sizes}: {word} ({verdict.displaced} displaced, {verdict.pulls} pulls)", soft_wrap=True)
 
 
 def show(verdict: "Verdict", console: "Console") -> None:
@@ -73,6 +98,7 @@ def document(verdict: "Verdict") -> dict[str, Any]:
         "nodes": case.nodes,
         "slots": case.slots,
         "steps": case.steps,
+        "dispatch": case.dispatch,
         "displaced": verdict.displaced,
         "replicas": verdict.replicas,
         "pulls": verdict.pulls,

@@ -6,7 +6,7 @@ Routes are skewed and differ by window, so that plans differ too: experts have D
 ones sit side by side, as the worst case for contiguous expert parallelism.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -77,3 +77,9 @@ class ParityCase:
     def _draw(self, rng: np.random.Generator, share_E: np.ndarray, tokens: int) -> np.ndarray:
         rows = [rng.choice(self.experts, self.top_k, replace=False, p=share_E) for _ in range(tokens)]
         return np.array(rows, dtype=np.int64).reshape(tokens, self.top_k)
+
+
+def all_sizes(case: ParityCase) -> list[ParityCase]:
+    """The same case on 1, 2, 4 and 8 ranks, from 4 on also as two nodes, with 0, 1 and 2 slots."""
+    places = [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2)]
+    return [replace(case, ranks=ranks, nodes=nodes, slots=slots) for ranks, nodes in places for slots in (0, 1, 2)]

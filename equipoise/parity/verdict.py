@@ -7,7 +7,8 @@ Limits, fp32 on CPU:
 - gradient norm of the first window: the same bits without replicas; 1e-6 relative with them, because splitting an
   expert's rows splits its weight gradient's sum;
 - root-mean-square error of the experts' gradients against float64: at most 1.1 times static training's;
-- last loss: 1e-5 relative; weights after the last step: 1e-5 of the largest weight of their tensor.
+- last loss: 1e-5 relative; weights after the last step: 1e-5 of the largest weight of their tensor;
+- windows of a rank in which some layer got other rows than the plan said: none.
 """
 
 import math
@@ -84,6 +85,7 @@ def judge(case: ParityCase, static: Sequence[Training], balanced: Sequence[Train
         _errors(case, static, balanced),
         _relative(f"loss, window {case.steps}", a.losses[-1], b.losses[-1], limit=1e-5),
         _weights(case, static, balanced),
+        _arrivals(balanced),
     )
     return Verdict(
         case=case,
@@ -112,6 +114,11 @@ def _weights(case: ParityCase, static: Sequence[Training], balanced: Sequence[Tr
             difference = max(difference, float((x - y).abs().max() / x.abs().max()))
     name = f"weight difference, {case.steps} steps"
     return Measure(name=name, static=None, balanced=None, difference=difference, limit=1e-5)
+
+
+def _arrivals(balanced: Sequence[Training]) -> Measure:
+    off = sum(not report.is_as_planned for training in balanced for report in training.reports)
+    return Measure(name="windows with unplanned rows", static=None, balanced=off, difference=off, limit=0.0)
 
 
 def _errors(case: ParityCase, static: Sequence[Training], balanced: Sequence[Training]) -> Measure:

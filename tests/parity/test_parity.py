@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,8 @@ REPORT = WindowReport(
     counts={"pulls": 1},
     bytes={},
     exposed_s={},
+    planned_ML=np.ones((2, 1)),
+    arrived_ML=np.ones((2, 1)),
 )
 
 
@@ -67,8 +70,10 @@ def test_equal_trainings_are_good():
         ({"norm": 2.00001}, ["gradient norm, window 1"]),
         ({"weights": [torch.ones(2, 2) + 1e-4]}, ["weight difference, 1 steps"]),
         ({"gradients": [t + 1e-3 for t in trainings()[0].gradients]}, ["gradient error ratio"]),
+        ({"reports": [dataclasses.replace(REPORT, arrived_ML=np.zeros((2, 1)))]}, ["windows with unplanned rows"]),
+        ({"reports": [dataclasses.replace(REPORT, arrived_ML=None)]}, ["windows with unplanned rows"]),
     ],
-    ids=["loss", "loss is not a number", "output", "gradient norm", "weights", "gradients"],
+    ids=["loss", "loss is not a number", "output", "gradient norm", "weights", "gradients", "rows", "no rows"],
 )
 def test_each_difference_is_found(changed, found):
     names, verdict = findings(**changed)
