@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.calibrate.bench import SHORT_SLEEP_CYCLES, Bench, Timing, measure
+from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.calibrate.grid import ZIPF, Grid, cut_rows
 from equipoise.calibrate.progress import Steps
 from equipoise.core.itinerary import Visit
@@ -101,8 +101,7 @@ class Cell:
             with torch.no_grad():
                 return self.forward()
 
-        forward = measure(infer, bench, warm=2, sleep_cycles=SHORT_SLEEP_CYCLES)
-        return forward, measure(self.update, bench, warm=2)
+        return measure(infer, bench, warm=2), measure(self.update, bench, warm=2)
 
 
 def check_block(experts: ExpertWeights, bench: Bench) -> None:
