@@ -14,7 +14,7 @@ Invariants (asserted by the tests):
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from equipoise.core.errors import RoutesError
 _TRACKER = ModuleTracker()
 """Asked only whether a backward is running; it tracks nothing."""
 
-RouteIds = Tensor | Sequence[Any]
+RouteIds: TypeAlias = Tensor | Sequence[Any]
 """[L, T, K] ids as one tensor or array, or one [T, K] per MoE layer; -1 where the model shall route itself."""
 
 

@@ -18,8 +18,8 @@ What install changes, and uninstall restores:
 3. Hooks, see `transformers_routers`. Forward functions, routers, shared experts and dense layers stay as they are.
 4. `model.save_pretrained` writes the canonical checkpoint; every rank must call it.
 
-Knows the order of these steps. Written for transformers 5.10 up to 5.17 and tested with 5.17; a router that makes its
-gates otherwise than known is refused at install.
+Knows the order of these steps. Tested with transformers 5.17; a router that makes its gates otherwise than known, as
+another version may, is refused at install.
 
 Invariants (asserted by the tests, per family):
 1. Losses and all gradients are those of the whole model in one process, within fp32 rounding.
@@ -82,14 +82,14 @@ def balanced_experts(module: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, gates
 class _LentExperts:
     """One experts module, its full parameters kept aside while balanced experts stand in their place."""
 
-    def __init__(self, module: Any, family: Family, path: str) -> None:
-        self.module, self.path, self._family = module, path, family
+    def __init__(self, module: Any, family: Family) -> None:
+        self.module, self._family = module, family
         self._full = {name: module._parameters[name] for name in family.tensors}
         self._config = module.config
 
     def cut(self, group: Any) -> ExpertWeights:
         """This rank's experts in the runtime's layout."""
-        return ExpertWeights(*(self.to_runtime(cut(full, group)) for full in self._full.values()))
+        return ExpertWeights(*(self.exchanged(cut(full, group)) for full in self._full.values()))
 
     def swap(self, balanced: BalancedExperts, *, config: Any, layer: Any) -> None:
         """Put the balanced parameters under the module's names."""
@@ -111,10 +111,10 @@ class _LentExperts:
     def gathered(self, shard: Tensor, group: Any, *, to: int | None = None) -> Any:
         """[E, ...] in transformers' layout; None on a rank that gets nothing. Every rank must call this."""
         full = gather(shard, group, to=to)
-        return None if full is None else self.to_runtime(full)
+        return None if full is None else self.exchanged(full)
 
-    def to_runtime(self, weights: Tensor) -> Tensor:
-        """Weights in the runtime's layout, and back: where the two differ, the last axes are exchanged."""
+    def exchanged(self, weights: Tensor) -> Tensor:
+        """Weights from transformers' layout to the runtime's, or back: where the two differ, by their last axes."""
         if self._family.is_transposed and weights.ndim == 3:
             return weights.transpose(1, 2).contiguous()
         return weights
@@ -187,7 +187,7 @@ class Installed:
         for name, tensor in own.items():
             if name in experts:
                 lent = self._lent[name.rpartition(".")[0]]
-                tensor.copy_(lent.to_runtime(cut(state[name], self.balancer.group)))
+                tensor.copy_(lent.exchanged(cut(state[name], self.balancer.group)))
             else:
                 tensor.copy_(state[name])
 
@@ -225,7 +225,7 @@ def install(
     """
     found = _agreed(model, balancer)
     family = FAMILIES[found.family]
-    lent = {x.experts_path: _LentExperts(model.get_submodule(x.experts_path), family, x.path) for x in found.layers}
+    lent = {x.experts_path: _LentExperts(model.get_submodule(x.experts_path), family) for x in found.layers}
     options = replace_fields(options or LayerOptions(), activation=family.activation, combine_order="top_k")
     balanced = {
         path: BalancedExperts(one.cut(balancer.group), layer=index, group=balancer.group, options=options)

@@ -112,12 +112,14 @@ def _find_layers(base: Any, prefix: str, family: Family) -> Iterator[FoundLayer]
 
 
 def _model_reasons(model: Any) -> Iterator[str]:
+    if hasattr(model, "_orig_mod"):
+        yield "the model is compiled; install on the model itself, without torch.compile"
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         yield "the model is quantized; load it without quantization_config"
     if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
         yield "the model has LoRA adapters; merge them into the weights first"
     if getattr(model, "_tp_size", None) not in (None, 1) or getattr(model, "_device_mesh", None) is not None:
-        yield "the model is tensor parallel; load it without tp_plan and device_mesh"
+        yield "the model is tensor parallel or sharded already; load it without tp_plan and device_mesh"
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if "meta" in devices:
         yield "some weights are on the meta device; load them first"

@@ -56,6 +56,11 @@ def test_other_activations_half_precision_integers_and_unlike_layers_are_reasons
     assert "is torch.float8_e4m3fn; experts must be in 16 or 32 bit" in inspect(model).unsupported[0]
 
 
+def test_a_compiled_model_is_a_reason():
+    (reason,) = inspect(torch.compile(build("mixtral"))).unsupported
+    assert reason == "the model is compiled; install on the model itself, without torch.compile"
+
+
 def test_a_replaced_forward_is_a_reason():
     model = build("gpt_oss")
     model.model.layers[0].mlp.forward = lambda hidden: hidden

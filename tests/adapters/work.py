@@ -171,7 +171,8 @@ def install_and_uninstall(group, family, folder):
     model = build(family)
     # First, because transformers notes architecture and dtype in the configuration when it saves.
     model.save_pretrained(Path(folder) / f"plain{group.rank()}")
-    before = footprint(model)
+    before, other = footprint(model), type(model)(model.config)
+    other.load_state_dict(model.state_dict())
     with make_balancer(model, group) as balancer:
         handle = adapter.install(model, balancer, worker=kept_worker())
         shapes = {name: tuple(p.shape) for name, p in handle.expert_parameters.items()}
@@ -180,11 +181,14 @@ def install_and_uninstall(group, family, folder):
             with handle.micro_step(0, record=True) as recorded:
                 model(input_ids=tokens_of(group.rank(), 0), use_cache=False)
             model.save_pretrained(Path(folder) / "installed")
+            logits = other(input_ids=tokens_of(group.rank(), 0), use_cache=False).logits
         adapter.uninstall(model)
     after = footprint(model)
-    own = recorded_routes(model, group.rank(), micro_steps=1)[0]
+    with torch.no_grad(), adapter.record(model) as own:
+        expected = model(input_ids=tokens_of(group.rank(), 0), use_cache=False).logits
     same = [a == b for a, b in zip(before, after, strict=True)]
-    return same, shapes, torch.equal(recorded.ids_LTK, own), files(Path(folder)) if group.rank() == 0 else None
+    is_own = torch.equal(recorded.ids_LTK, own.ids_LTK), torch.equal(logits, expected)
+    return same, shapes, is_own, files(Path(folder)) if group.rank() == 0 else None
 
 
 def files(folder):
