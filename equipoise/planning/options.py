@@ -30,6 +30,12 @@ class BalancerOptions:
     """Most bytes per rank for replica buffers, mailboxes and outbox together."""
     timeout_s: float = 60.0
     """Bound on every wait of a transfer."""
+    path: Literal["plan", "peer", "host"] = "plan"
+    """Which way pulls go: as the plan says, or all of them by one path."""
+    buffers: Literal["separate", "arena"] = "separate"
+    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both."""
+    is_checked: bool = False
+    """Keep a checksum of every expert in the host store, and compare it before a pull."""
     is_prepared: bool = True
     """Make every dispatch of a window ahead where all routes are known; False where other routes may come than those
     submitted. Then each layer sorts its rows and exchanges counts, and follows whatever comes."""
@@ -47,4 +53,5 @@ class BalancerOptions:
     @property
     def transfer_figures(self) -> Mapping[str, Any]:
         """The fields of `TransferOptions` that are set here."""
-        return {name: getattr(self, name) for name in ("slots", "depth", "budget_bytes", "timeout_s")}
+        names = ("slots", "depth", "budget_bytes", "timeout_s", "path", "buffers", "is_checked")
+        return {name: getattr(self, name) for name in names}

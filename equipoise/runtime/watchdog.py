@@ -11,15 +11,17 @@ Each rank has a row of 64-bit words in the node's memory that only it writes, an
     ABORTED      1 once its message says why it gave up
     TAGS...      one per mailbox of returned gradients (see `returns`)
 
-A word is stored after the data it announces; x86-64 keeps the order of stores, and each store here goes through the
-interpreter, which takes and releases locks in between.
+A word is stored after the data it announces, and x86-64 keeps the order of stores. Other machines may not: they are
+refused, because a rank could see a word before its data.
 
 Invariants (asserted by the tests):
 1. A wait that does not end within `timeout_s` raises an error that names the rank, what it waited for, and the bound.
 2. Once one rank has given up, every wait of the node's other ranks ends at once with that rank's words.
 3. A peer whose process is gone ends the wait at once, by name.
+4. A machine that may reorder stores is refused before anything is shared.
 """
 
+import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +39,9 @@ _EXIT_S = 0.3
 """A connection breaks a moment before its process is seen to have ended."""
 _LIFE_EVERY_S = 0.05
 """Looking whether a process lives reads a file, so it is done less often."""
+
+_ORDERED = ("x86_64", "amd64")
+"""Machines that keep the order of stores, as Linux and others call them."""
 
 Kind = Literal["pull", "return", "refresh", "publish", "collect", "fence"]
 
@@ -77,6 +82,7 @@ class Watchdog:
             rank: this rank
             timeout_s: bound on every wait
         """
+        check_store_order()
         self.rank, self.timeout_s = rank, timeout_s
         self._words, self._messages = dict(words), dict(messages)
         self._watched: dict[int, tuple[int, int]] = {}
@@ -150,6 +156,15 @@ class Watchdog:
     def close(self) -> None:
         """Let go of the shared words."""
         self._words, self._messages = {}, {}
+
+
+def check_store_order() -> None:
+    """Refuse a machine on which another process may see two stores in another order than they were made."""
+    if platform.machine().lower() not in _ORDERED:
+        raise TransferError(
+            f"this machine is {platform.machine()!r}; the ranks of a node share memory by the order of stores, which "
+            f"only {' and '.join(_ORDERED)} keep: train with a disabled balancer here"
+        )
 
 
 def identity() -> tuple[int, int]:

@@ -30,6 +30,12 @@ def test_a_wait_that_never_ends_names_everything():
     assert words[0][ABORTED] == 1
 
 
+def test_a_machine_that_may_reorder_stores_is_refused(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(TransferError, match="this machine is 'aarch64'.*only x86_64 and amd64 keep"):
+        watchdogs()
+
+
 def test_a_wait_returns_the_seconds_it_took():
     _, (one, _) = watchdogs(timeout_s=10)
     end = time.monotonic() + 0.05
