@@ -1,0 +1,155 @@
+"""The papers' comparison, simulated: what planning ahead gives over static expert parallelism and over oracle EPLB.
+
+    python -m benchmarks.paper
+    python -m benchmarks.paper --layers 4 --write benchmarks/reports/paper_simulated_202611
+
+What bounds it: `balanced`, every rank computing the mean; results are given as a share of it.
+
+Set-up, after ReLibra's: EP16 and EP32 on 8-GPU Hopper nodes with NVLink and 400 Gb/s per GPU, one batch of 1,024
+samples in 32 micro-steps, recompute and update. All policies have the same loads, 2 replica slots and prices. Workloads
+are described in `paper_cases.py`, ablations in `paper_ablations.py`.
+
+Simulated, no cluster was run: expert compute, attention and transfers from figures measured on one H200, all-to-all
+modelled. Both ways of crossing nodes are shown: every row on its own (Megatron's alltoall), or a token once per node
+(DeepEP). Nothing is tuned to a trace. Rollout is not part of any figure. Planning takes what the planner's report says
+for one core, shared by the ranks of the group, and the first window waits for it.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.paper_ablations import SLOTS, ablations
+from benchmarks.paper_cases import Case, cases, generated_case
+from benchmarks.paper_report import write_report
+from benchmarks.results import Limit, format_table, publish
+from equipoise.core.plan import Plan
+from equipoise.planner import plan
+from equipoise.sim import Simulation, StepSetting, simulate
+from equipoise.sim.setting import Sends
+from equipoise.sim.sweep import mean_skew
+from equipoise.sim.windows import joined
+
+Row = dict[str, Any]
+POLICIES = ("static", "eplb-oracle", "lplb", "reactive", "reactive-free", "equipoise", "balanced")
+SENDS: tuple[Sends, ...] = ("tokens", "rows")
+PLANNING_S = 0.34 / 48
+"""Seconds one core plans a layer of 32 micro-steps at EP32: benchmarks/reports/planner_xeon_202611.md."""
+NOTE = (
+    "simulated: kernels and transfers measured on one H200, all-to-all modelled, no cluster was run; ratios in expert "
+    "time unless they say step; 'step' leaves rollout, optimizer and head out; see the docstring of benchmarks/paper.py"
+)
+
+
+def main() -> int:
+    """Compare, take apart, publish."""
+    parser = argparse.ArgumentParser(description="The papers' comparison, simulated")
+    parser.add_argument("--layers", type=int, default=4, help="MoE layers of each model that are simulated")
+    parser.add_argument("--write", type=Path, help="also write <path>.json and <path>.md")
+    given = parser.parse_args()
+    rows = [row for case in cases(given.layers) for row in compare(case)]
+    taken_apart = [
+        row
+        for name in ("qwen3-235b-a22b", "qwen3-30b-a3b")
+        for row in take_apart(generated_case(name, "mixed", 32, given.layers))
+    ]
+    limits = list(limits_of(rows))
+    if given.write is not None:
+        write_report(given.write, rows, taken_apart, limits=limits, layers=given.layers, note=NOTE)
+    print(format_table(taken_apart))
+    return publish("paper", rows, limits=limits, note=NOTE)
+
+
+def setting_of(case: Case, sends: Sends) -> StepSetting:
+    """The step around the experts."""
+    planning_s = PLANNING_S * case.model.layers * case.loads.num_micro_steps / 32 / case.cluster.ep
+    return StepSetting(sends=sends, planning_s=planning_s, timeline_layers=0)
+
+
+def compare(case: Case) -> Iterator[Row]:
+    """One row per way of crossing nodes; every policy's plans are made once."""
+    windows = [joined([case.loads], "recompute"), case.loads]
+    plans = {policy: [_planned(loads, case, policy) for loads in windows] for policy in POLICIES}
+    for sends in SENDS:
+        found = {policy: _replayed(plans[policy], case, sends) for policy in POLICIES}
+        yield row_of(case, sends, found)
+
+
+def _planned(loads: Any, case: Case, policy: str) -> Plan:
+    return plan(loads, cluster=case.cluster, model=case.model, slots=SLOTS, policy=policy)
+
+
+def _replayed(plans: Sequence[Plan], case: Case, sends: Sends) -> Simulation:
+    windows = [made.loads for made in plans]
+    return simulate(windows, plans, cluster=case.cluster, model=case.model, setting=setting_of(case, sends))
+
+
+def row_of(case: Case, sends: Sends, found: dict[str, Simulation]) -> Row:
+    """Ratios of one case."""
+    seconds = {policy: simulation.policies[0].seconds for policy, simulation in found.items()}
+    ours = seconds["equipoise"]
+    after = found["equipoise"].policies[0].windows[-1].after
+    return {
+        "table": "comparison",
+        "source": case.source,
+        "model": case.model.name,
+        "workload": case.workload,
+        "EP": case.cluster.ep,
+        "crossing": sends,
+        "skew": mean_skew([case.loads], case.cluster.ep),
+        "skew_after": float(after.skew_M.mean()),
+        **{f"over_{name}": seconds[name].experts / ours.experts for name in POLICIES[:5]},
+        "of_balanced": seconds["balanced"].experts / ours.experts,
+        "compute_of_balanced": seconds["balanced"].compute / ours.compute,
+        "step_over_static": seconds["static"].total / ours.total,
+        "step_over_eplb-oracle": seconds["eplb-oracle"].total / ours.total,
+        "step_of_balanced": seconds["balanced"].total / ours.total,
+        "expert_share": seconds["static"].experts / seconds["static"].total,
+        "exposed": (ours.transfers + ours.planning) / ours.experts,
+    }
+
+
+def take_apart(case: Case) -> Iterator[Row]:
+    """Speed-up over static of the method and of its halves."""
+    windows = [joined([case.loads], "recompute"), case.loads]
+    static = [_planned(loads, case, "static") for loads in windows]
+    balanced = [_planned(loads, case, "balanced") for loads in windows]
+    made = [("static", static), *((n, [change(loads, case) for loads in windows]) for n, change in ablations())]
+    for sends in SENDS:
+        floor = _replayed(static, case, sends).policies[0].seconds
+        ceiling = _replayed(balanced, case, sends).policies[0].seconds
+        for name, plans in made:
+            result = _replayed(plans, case, sends).policies[0]
+            yield {
+                "table": "ablation",
+                "model": case.model.name,
+                "workload": case.workload,
+                "EP": case.cluster.ep,
+                "crossing": sends,
+                "plan": name,
+                "skew_after": float(mean(result.windows[-1].after.skew_M)),
+                "over_static": floor.experts / result.seconds.experts,
+                "of_balanced": ceiling.experts / result.seconds.experts,
+                "step_over_static": floor.total / result.seconds.total,
+                "exposed": (result.seconds.transfers + result.seconds.planning) / result.seconds.experts,
+            }
+
+
+def limits_of(rows: Sequence[Row]) -> Iterator[Limit]:
+    """The aims, checked on the least favourable case of each kind."""
+    for source in dict.fromkeys(row["source"] for row in rows):
+        for sends in SENDS:
+            some = [row for row in rows if (row["source"], row["crossing"]) == (source, sends)]
+            where = f"{source}, {sends} cross nodes, worst of {len(some)} cases"
+            yield Limit(name=f"share of balanced, {where}", value=min(r["of_balanced"] for r in some), at_least=0.97)
+            compute = min(r["compute_of_balanced"] for r in some)
+            yield Limit(name=f"share of balanced, expert compute alone, {where}", value=compute, at_least=0.97)
+            wide = [row["over_eplb-oracle"] for row in some if row["EP"] == 32]
+            yield Limit(name=f"over oracle EPLB at EP32, {where}", value=min(wide), at_least=1.2)
+            yield Limit(name=f"exposed overhead, {where}", value=max(r["exposed"] for r in some), at_most=0.01)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

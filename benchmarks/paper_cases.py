@@ -1,0 +1,110 @@
+"""Workloads of the papers' comparison: shapes, widths, and loads of one batch in 32 micro-steps.
+
+Two kinds, and every result says which:
+- generated: loads with the measured properties of real routing (`loads.generator`), in the model's own shape. "math"
+  and "code" are one domain each (different ones), "mixed" is four domains, "grouped" the same four domains one after
+  another, as rollouts of one prompt stand side by side. 1,024 samples of 4,096 tokens on average; samples of similar
+  length share a micro-step, as trainers group them, so sources are nearly level.
+- real, composed: recorded routes of gpt-oss-20b answering questions of mathematics, of computer science, or of all
+  kinds. Four layers of 32 experts stand side by side as one layer of 128 (see `traces.stacked`), loads are multiplied
+  to the same rows per rank, and as many micro-steps are taken as there are 1,024 tokens for, 32 at most.
+
+Knows data. Does not know policies.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.traces import FOLDER, MICRO_STEP_TOKENS, Trace, stacked
+from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.loads.generator import generate_counts
+
+MODELS = ("qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b")
+WIDTHS = (16, 32)
+SAMPLES, MICRO_STEPS, MEAN_TOKENS = 1024, 32, 4096
+WORKLOADS = {"math": (1, 11), "code": (1, 12), "mixed": (4, 13), "grouped": (4, 13)}
+"""Domains and seed of each generated workload."""
+TOPICS = {
+    "math": ("math", "mathematics", "algebra", "statistics"),
+    "code": ("computer", "machine_learning"),
+    "mixed": ("",),
+}
+"""What a category's name must hold to belong to a real workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """One line of the comparison."""
+
+    source: str
+    workload: str
+    model: ModelShape
+    cluster: Cluster
+    loads: LoadMatrix
+    """The update; recompute replays the same micro-steps."""
+
+
+def cases(layers: int, *, widths: tuple[int, ...] = WIDTHS) -> Iterator[Case]:
+    """Every case, with so many of each model's MoE layers."""
+    for name in MODELS:
+        for workload in WORKLOADS:
+            for ranks in widths:
+                yield generated_case(name, workload, ranks, layers)
+    if FOLDER.is_dir():
+        for workload in TOPICS:
+            for ranks in widths:
+                yield real_case(workload, ranks)
+
+
+def cluster_of(ranks: int) -> Cluster:
+    """8-GPU H200 nodes with NVLink and 400 Gb/s per GPU."""
+    return Cluster.preset("h200", ranks_per_node=8, ep=ranks, network_bytes_per_s=50_000_000_000)
+
+
+def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
+    """Loads with measured properties, in the shape of a published model."""
+    domains, seed = WORKLOADS[workload]
+    model = ModelShape.preset(name)
+    model = model.replace(layers=min(layers, model.layers))
+    counts = generate_counts(model, samples=SAMPLES, mean_tokens=MEAN_TOKENS, domains=domains, seed=seed)
+    order_B = np.argsort(counts.tokens_B, kind="stable")
+    if workload == "grouped":
+        domain_B = np.array([name.rpartition("-")[2] for name in counts.names])
+        order_B = order_B[np.argsort(domain_B[order_B], kind="stable")]
+    shape = (MICRO_STEPS, ranks, SAMPLES // MICRO_STEPS // ranks, model.layers, model.experts)
+    load_MLRE = counts.count_BLE[order_B].reshape(shape).sum(axis=2).transpose(0, 2, 1, 3)
+    return Case(
+        source="generated",
+        workload=workload,
+        model=model,
+        cluster=cluster_of(ranks),
+        loads=LoadMatrix(np.ascontiguousarray(load_MLRE)),
+    )
+
+
+def real_case(workload: str, ranks: int) -> Case:
+    """Recorded routes of one kind of question, four layers side by side."""
+    wide = stacked(_read_topic(workload), 128)
+    loads = wide.loads(ranks, micro_steps=MICRO_STEPS)
+    # As many rows per rank as 4,096 tokens of the generated workloads have.
+    rows = MEAN_TOKENS * SAMPLES // MICRO_STEPS * 8
+    factor = rows / (MICRO_STEP_TOKENS * wide.model.top_k)
+    return Case(
+        source="real, composed",
+        workload=workload,
+        model=wide.model,
+        cluster=cluster_of(ranks),
+        loads=LoadMatrix(np.rint(loads.load_MLRE * factor).astype(np.int64)),
+    )
+
+
+def _read_topic(workload: str) -> Trace:
+    with np.load(FOLDER / "gptoss20b_decode_routes.npz", allow_pickle=False) as file:
+        ids_TLK, offsets, category = file["ids"], file["offsets"], file["category"]
+    chosen = [i for i, name in enumerate(category) if any(topic in str(name) for topic in TOPICS[workload])]
+    # A fixed order that mixes subjects: the recording is sorted by them.
+    order = np.random.default_rng(0).permutation(chosen)
+    ids = np.concatenate([ids_TLK[offsets[i] : offsets[i + 1]] for i in order])
+    return Trace(name=f"gpt-oss-20b {workload}", model=ModelShape.preset("gpt-oss-20b"), ids_TLK=ids)

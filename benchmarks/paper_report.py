@@ -1,0 +1,119 @@
+"""The papers' comparison as files: every row as JSON, and a page for people.
+
+Knows rows and published figures. Computes nothing.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Limit, format_table, read_commit, read_machine
+
+PUBLISHED = (
+    ("over Megatron-LM / other systems, training throughput", "step_over_static", "1.21-1.58x", "up to 1.45x"),
+    ("over EPLB and LPLB with oracle loads", "step_over_eplb-oracle", "1.06-1.21x", "-"),
+    ("share of forced-balanced throughput", "step_of_balanced", "90-94 %", "-"),
+    ("the same, expert compute alone", "compute_of_balanced", "-", "-"),
+    ("rank skew after", "skew_after", "1.00-1.08 (EP8-64)", "-"),
+)
+"""(what, our column, ReLibra arXiv 2605.08639, ForeMoE arXiv 2606.11867), authors' own figures."""
+
+
+def write_report(
+    path: Path, rows: Sequence[Any], taken_apart: Sequence[Any], *, limits: Sequence[Limit], layers: int, note: str
+) -> None:
+    """Write `<path>.json` and `<path>.md`."""
+    said = [{"name": x.name, "value": x.value, "holds": x.holds} for x in limits]
+    document = {
+        "benchmark": "paper",
+        "command": f"python -m benchmarks.paper --layers {layers} --write {path}",
+        "commit": read_commit(),
+        "machine": read_machine(),
+        "rows": [*rows, *taken_apart],
+        "limits": said,
+    }
+    path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    path.with_suffix(".md").write_text("\n".join(_page(document, rows, taken_apart, limits, note)) + "\n")
+
+
+def _page(
+    document: dict[str, Any], rows: Sequence[Any], taken_apart: Sequence[Any], limits: Sequence[Limit], note: str
+) -> list[str]:
+    return [
+        "# The papers' comparison, simulated",
+        "",
+        f"    {document['command']}",
+        "",
+        f"Commit {document['commit']}; computed on {document['machine']}. No spread: same input, same result.",
+        "",
+        f"{note[0].upper()}{note[1:]}.",
+        "",
+        "## Beside the papers",
+        "",
+        "Least to most over all cases of a kind. Not the same traces, cluster or code: the papers' figures are their",
+        "authors' measurements, ours are simulated.",
+        "",
+        *_beside(rows),
+        "",
+        "## Aims",
+        "",
+        "```",
+        *(_limit(limit) for limit in limits),
+        "```",
+        "",
+        "## Every case",
+        "",
+        "```",
+        format_table([_short(row) for row in rows]),
+        "```",
+        "",
+        "## Taken apart",
+        "",
+        "```",
+        format_table([{k: v for k, v in row.items() if k != "table"} for row in taken_apart]),
+        "```",
+    ]
+
+
+def _beside(rows: Sequence[Any]) -> list[str]:
+    kinds = list(dict.fromkeys((row["source"], row["crossing"]) for row in rows))
+    head = ["", *(f"{source}, {crossing} cross" for source, crossing in kinds), "ReLibra", "ForeMoE"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for what, column, relibra, foremoe in PUBLISHED:
+        ranges = []
+        for kind in kinds:
+            values = [row[column] for row in rows if (row["source"], row["crossing"]) == kind]
+            ranges.append(f"{min(values):.3f}-{max(values):.3f}")
+        lines.append(f"| {what} | {' | '.join(ranges)} | {relibra} | {foremoe} |")
+    return lines
+
+
+def _limit(limit: Limit) -> str:
+    bound = f"at least {limit.at_least}" if limit.at_least is not None else f"at most {limit.at_most}"
+    return f"{'holds' if limit.holds else 'FAILS'}: {limit.name} is {limit.value:.4f}, {bound}"
+
+
+def _short(row: Any) -> dict[str, Any]:
+    """A row with short column names, so that a line fits on a page."""
+    names = {
+        "source": "source",
+        "model": "model",
+        "workload": "load",
+        "EP": "EP",
+        "crossing": "crossing",
+        "skew": "skew",
+        "skew_after": "after",
+        "over_static": "/static",
+        "over_eplb-oracle": "/eplb",
+        "over_lplb": "/lplb",
+        "over_reactive": "/react",
+        "over_reactive-free": "/react-0",
+        "of_balanced": "of bal",
+        "compute_of_balanced": "compute",
+        "step_over_static": "step/static",
+        "step_over_eplb-oracle": "step/eplb",
+        "expert_share": "experts",
+        "exposed": "exposed",
+    }
+    return {short: row[name] for name, short in names.items()}
