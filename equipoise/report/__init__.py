@@ -7,7 +7,7 @@
                    one function per chart, from plain arrays (frame.py is what they share, binning.py keeps them small)
     theme.py       colours, light and dark; words.py, figures as people read them; definitions.py, every word
     render.py      the HTML file, from templates/
-    run.py         of a training run
+    run.py         of a training run; replay.py, of a rank replay
     doctor.py, validation.py
                    what can stand beside a result: the doctor's verdict, predicted against measured
     summary.py     the same as text; trace.py, a timeline as a Chrome trace

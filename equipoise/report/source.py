@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from equipoise.core import EquipoiseError
-from equipoise.report import analysis, run, simulation
+from equipoise.report import analysis, replay, run, simulation
 from equipoise.report.doctor import NO_VERDICT, doctor_listing
 from equipoise.report.page import Page
 from equipoise.report.validation import NOT_MEASURED, validation_chart
@@ -34,8 +34,9 @@ MAKERS: dict[str, Callable[..., Page]] = {
     analysis.FORMAT: analysis.analysis_page,
     simulation.FORMAT: simulation.simulation_page,
     run.FORMAT: run.run_page,
+    replay.FORMAT: replay.replay_page,
 }
-"""Who makes the page of a document, by its format."""
+"""Who makes the page of a document, by its format or the benchmark that wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,16 @@ def build_page(result: Result, *, title: str | None = None, beside: Beside = NOT
         beside: other documents to show with it
     """
     document, name = read_document(result)
-    maker = MAKERS.get(str(document.get("format")))
+    # Results of benchmarks say which benchmark made them.
+    form = document.get("format", document.get("benchmark"))
+    maker = MAKERS.get(str(form))
     if maker is None:
-        known = ", ".join(MAKERS)
-        raise EquipoiseError(f"{name} has format {document.get('format')!r}; a page can be made of {known}")
+        raise EquipoiseError(f"{name} has format {form!r}; a page can be made of {', '.join(MAKERS)}")
     try:
         page = maker(document, title=title or name)
     except KeyError as error:
         raise EquipoiseError(
-            f"{name} says it is {document['format']} but has no field {error}; write it again with this version"
+            f"{name} says it is {form} but has no field {error}; write it again with this version"
         ) from error
     return _with_beside(page, beside)
 

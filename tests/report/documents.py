@@ -1,9 +1,13 @@
-"""Results to make pages of: small ones by hand from the real result types, and one of the largest size."""
+"""Results to make pages of: of every kind, small or as large as they come, of the real result types where there are."""
+
+import json
 
 import numpy as np
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.cost import Profile
+from equipoise.loads import generate_counts
+from equipoise.sim import analyze_loads
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.result import (
     Balance,
@@ -137,3 +141,70 @@ def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, sweep=True, 
         notes=("Compute and all-to-all do not overlap.", "Links are priced by their published rate."),
         sweep=swept() if sweep else None,
     )
+
+
+def small_analysis():
+    """A real analysis of a small generated step, with a plan and a memory limit that it breaks."""
+    from equipoise.cli.step_loads import Packing, count_windows
+
+    model = ModelShape.preset("qwen3-30b-a3b", layers=3, experts=32)
+    counts = generate_counts(model, samples=32, mean_tokens=2048)
+    windows = count_windows(counts, Packing(schedule="samples:1", ep=8))
+    return analyze_loads(windows, model=model, cluster=Cluster.preset("h200", ep=8), memory_gib=0.1)
+
+
+SETTINGS = 'seed = 3\nranks = 2\n\n[model]\nfamily = "olmoe"\ndevice = "cpu"\n\n[balance]\nmode = "equipoise"\n'
+
+
+def metrics(step, **others):
+    """One step's line, as the training loop writes it."""
+    return {
+        "step": step,
+        "reward": 0.1 * step,
+        "right_share": 0.05 * step,
+        "skew_before": 1.5,
+        "skew_after": 1.02,
+        "coverage": 1.0,
+        "checked_windows": 2,
+        "static_s": 0.4,
+        "saved_s": 0.1,
+        "bytes": {"peer": 2**20 * (1 + step), "edge": 2**19},
+        "waited_s": 0.1,
+        "exposed_s": 0.05,
+        "rollout_s": 0.8,
+        "seconds": 2.0,
+        **others,
+    }
+
+
+def write_run(folder, steps, *, tail=""):
+    folder.mkdir()
+    (folder / "config.toml").write_text(SETTINGS)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + tail)
+    return folder
+
+
+NS_LR = {"static": [[5_000_000, 1_000_000], [2_000_000, 4_000_000]], "equipoise": [[3_000_000] * 2] * 2}
+
+
+def rank_replay():
+    """What a rank replay of one case on two ranks would write."""
+    rows = [
+        {
+            "case": "qwen3, EP 2",
+            "stage": stage,
+            "policy": policy,
+            "skew": 1.3,
+            "layer_ms": 1.5,
+            "pct measured": pct,
+            "pct with all-to-all": pct - 1,
+            "pct charged": pct - 2,
+            "spread_pct": 0.7,
+        }
+        for stage in ("forward", "update")
+        for policy, pct in (("static", 71.0), ("equipoise", 98.5), ("balanced", 100.0))
+    ]
+    variants = {name: {"forward_ns_MLR": [ns], "update_ns_MLR": [ns]} for name, ns in NS_LR.items()}
+    facts = {"device": "NVIDIA H200", "torch": "2.11.0", "commit": "a" * 40, "note": "medians of 9 runs"}
+    cases = [{"name": "qwen3, EP 2", "ranks": 2, "variants": variants}]
+    return {"benchmark": "rank replay", **facts, "rows": rows, "limits": [], "cases": cases}

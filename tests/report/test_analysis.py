@@ -4,22 +4,14 @@ import json
 
 import pytest
 
-from equipoise.core import Cluster, ModelShape
-from equipoise.loads import generate_counts
 from equipoise.report import build_page
 from equipoise.report.words import percent, ratio
-from equipoise.sim import analyze_loads
+from tests.report.documents import small_analysis
 
 
 @pytest.fixture(scope="module")
 def analysis():
-    """A real analysis of a small generated step, with a plan and a memory limit that it breaks."""
-    from equipoise.cli.step_loads import Packing, count_windows
-
-    model = ModelShape.preset("qwen3-30b-a3b", layers=3, experts=32)
-    counts = generate_counts(model, samples=32, mean_tokens=2048)
-    windows = count_windows(counts, Packing(schedule="samples:1", ep=8, mini_batches=1, cp=1, sp=1, recompute=True))
-    return analyze_loads(windows, model=model, cluster=Cluster.preset("h200", ep=8), memory_gib=0.1)
+    return small_analysis()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from equipoise.report import build_page, write_page
 from equipoise.report.render import as_csv
 from equipoise.report.theme import GROUND, INK
 from tests.report.conftest import open_in
-from tests.report.documents import simulation
+from tests.report.documents import metrics, rank_replay, simulation, small_analysis, write_run
 
 READ_CHART = """name => {
     const chart = document.getElementById(name);
@@ -59,8 +59,11 @@ def test_every_chart_is_drawn_with_its_points_without_error_or_request(opened, p
         assert found["lines"] == found["shownLines"], chart.name
         assert found["cells"] == found["shownCells"], chart.name
         assert found["bars"] + found["lines"] + found["cells"] > 0, chart.name
+    # A chart can be saved as a picture, which the page's content policy must allow.
+    assert opened.page.evaluate("Plotly.toImage('cost-parts', {format: 'png'})").startswith("data:image/png")
     assert opened.complaints == []
-    assert opened.requests == [file.as_uri()]
+    asked = [url for url in opened.requests if not url.startswith(("blob:", "data:"))]
+    assert asked == [file.as_uri()]
 
 
 def test_switches_show_one_view_after_the_other(opened, page):
@@ -179,3 +182,18 @@ def test_the_largest_page_is_small_and_drawn(browser, tmp_path):
     opened = open_in(browser, tmp_path / "large.html")
     assert opened.complaints == []
     assert opened.page.evaluate(READ_CHART, "timeline")["bars"] == 4000
+
+
+def test_pages_of_every_other_kind_are_drawn_without_error_or_request(browser, tmp_path):
+    run = write_run(tmp_path / "run", [metrics(step) for step in range(4)])
+    for name, result in {"analysis": small_analysis(), "run": run, "replay": rank_replay()}.items():
+        path = tmp_path / f"{name}.html"
+        page = build_page(result, title=name)
+        write_page(page, path)
+        opened = open_in(browser, path)
+        for chart in page.charts:
+            found = opened.page.evaluate(READ_CHART, chart.name)
+            assert found["bars"] + found["lines"] > 0, chart.name
+            assert (found["bars"], found["lines"]) == (found["shownBars"], found["shownLines"]), chart.name
+        assert opened.complaints == []
+        assert opened.requests == [path.as_uri()]

@@ -6,36 +6,7 @@ import pytest
 
 from equipoise.core import EquipoiseError
 from equipoise.report import Beside, build_page
-
-SETTINGS = 'seed = 3\nranks = 2\n\n[model]\nfamily = "olmoe"\ndevice = "cpu"\n\n[balance]\nmode = "equipoise"\n'
-
-
-def metrics(step, **others):
-    """One step's line, as the training loop writes it."""
-    return {
-        "step": step,
-        "reward": 0.1 * step,
-        "right_share": 0.05 * step,
-        "skew_before": 1.5,
-        "skew_after": 1.02,
-        "coverage": 1.0,
-        "checked_windows": 2,
-        "static_s": 0.4,
-        "saved_s": 0.1,
-        "bytes": {"peer": 2**20 * (1 + step), "edge": 2**19},
-        "waited_s": 0.1,
-        "exposed_s": 0.05,
-        "rollout_s": 0.8,
-        "seconds": 2.0,
-        **others,
-    }
-
-
-def write_run(folder, steps, *, tail=""):
-    folder.mkdir()
-    (folder / "config.toml").write_text(SETTINGS)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + tail)
-    return folder
+from tests.report.documents import metrics, write_run
 
 
 @pytest.fixture

@@ -1,0 +1,125 @@
+"""The page of a rank replay: what `python -m benchmarks.rank_replay -o FILE` wrote. Measured, one rank after another.
+
+Reads its document: benchmark "rank replay", device, commit, torch, note, rows {case, stage, policy, skew, layer_ms,
+"pct measured", "pct with all-to-all", "pct charged", spread_pct}, limits, cases [{name, variants {policy:
+{forward_ns_MLR, update_ns_MLR}}}].
+
+The timeline of a case is composed as the replay composes it: ranks start a layer together, when the slowest one has
+finished the layer before.
+
+Invariants (asserted by the tests):
+1. Every bar is as long as that rank was measured to take; no rank begins a layer before all have ended the last.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from equipoise.report.frame import frame, limit_line
+from equipoise.report.page import Cell, Chart, Figure, Page, Table
+from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
+from equipoise.report.time_charts import timeline
+from equipoise.report.words import seconds
+
+FORMAT = "rank replay"
+STAGE = "update"
+"""Stage whose timeline is shown."""
+Document = dict[str, Any]
+_COLOURS = (VERMILION, ORANGE, YELLOW, PURPLE, SKY, GREEN, GREY)
+_COLUMNS = ("case", "stage", "policy", "skew", "layer_ms", "pct measured", "pct with all-to-all", "pct charged")
+
+
+def replay_page(document: Document, *, title: str) -> Page:
+    """Make the page of a rank replay."""
+    rows = document["rows"]
+    ours = [row["pct measured"] for row in rows if row["policy"] == "equipoise"]
+    static = [row["pct measured"] for row in rows if row["policy"] == "static"]
+    return Page(
+        title=title,
+        kind=f"Rank replay on one {document['device']}, torch {document['torch']}, commit {document['commit'][:10]}",
+        answer=f"In its measured parts the MoE layer reaches {min(ours):.1f} to {max(ours):.1f} % of a balanced one's "
+        f"throughput with equipoise, {min(static):.1f} to {max(static):.1f} % without.",
+        conditions=(f"Measured: {document['note']}.",),
+        notes=(),
+        figures=_figures(rows),
+        sections=(_shares(document), _timeline(document)),
+        missing=(),
+        document=document,
+    )
+
+
+def replay_timelines(document: Document) -> dict[str, list[Document]]:
+    """Events of the first micro-step of every case and policy, as a result's timeline has them."""
+    return {
+        f"{case['name']}, {policy}": _events(measured[f"{STAGE}_ns_MLR"][0])
+        for case in document["cases"]
+        for policy, measured in case["variants"].items()
+    }
+
+
+def _events(ns_LR: list[list[int]]) -> list[Document]:
+    starts = [0.0]
+    for ns_R in ns_LR:
+        starts.append(starts[-1] + max(ns_R) * 1e-9)
+    return [
+        {"rank": rank, "lane": "compute", "name": f"layer {layer}", "start_s": start, "end_s": start + ns * 1e-9}
+        for layer, (start, _) in enumerate(pairwise(starts))
+        for rank, ns in enumerate(ns_LR[layer])
+    ]
+
+
+def _figures(rows: list[Document]) -> tuple[Figure, ...]:
+    ours = [row for row in rows if row["policy"] == "equipoise"]
+    worst = min(ours, key=lambda row: row["pct measured"])
+    named = {"Measured parts": "pct measured", "With all-to-all": "pct with all-to-all", "Every charge": "pct charged"}
+    found = [
+        Figure(
+            label=label,
+            value=f"{sum(row[name] for row in ours) / len(ours):.1f} %",
+            words=f"of balanced, mean of {len(ours)}",
+        )
+        for label, name in named.items()
+    ]
+    where = f"{worst['case']}, {worst['stage']}"
+    return (*found, Figure(label="Worst, measured", value=f"{worst['pct measured']:.1f} %", words=where))
+
+
+def _shares(document: Document) -> Chart:
+    rows = document["rows"]
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    colours = {name: BLUE if name == "equipoise" else _COLOURS[i % len(_COLOURS)] for i, name in enumerate(policies)}
+    cells: list[tuple[Cell, ...]] = [tuple(row[column] for column in _COLUMNS) for row in rows]
+    layout = frame(height=380, x="", y="% of balanced, measured parts") | {"barmode": "group", "bargap": 0.2}
+    return Chart(
+        name="share-of-balanced",
+        title="Throughput of the MoE layer, share of balanced",
+        caption="Measured parts alone, every rank's own work composed by the slowest rank; 100 % is every rank with "
+        f"the mean load. Spread over runs: {max(row['spread_pct'] for row in rows):.1f} % at most.",
+        traces=tuple(_bars(name, [r for r in rows if r["policy"] == name], colours[name]) for name in policies),
+        layout=layout | limit_line(100, "balanced"),
+        data=Table(columns=_COLUMNS, rows=tuple(cells)),
+        terms=("balanced", "measured", "static", "reactive", "equipoise"),
+    )
+
+
+def _bars(policy: str, rows: list[Document], colour: str) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "name": policy,
+        "x": [f"{row['case']}<br>{row['stage']}" for row in rows],
+        "y": [row["pct measured"] for row in rows],
+        "marker": {"color": colour},
+        "hovertemplate": f"{policy}: %{{y:.1f}} %<extra></extra>",
+    }
+
+
+def _timeline(document: Document) -> Chart:
+    case = document["cases"][0]
+    wanted = ("static", "equipoise", "balanced")
+    named = {policy: case["variants"][policy] for policy in wanted if policy in case["variants"]}
+    events = {policy: _events(measured[f"{STAGE}_ns_MLR"][0]) for policy, measured in named.items()}
+    ends = [f"{seconds(max(event['end_s'] for event in found))} with {policy}" for policy, found in events.items()]
+    return timeline(
+        events,
+        caption=f"Measured, {case['name']}, first micro-step of the {STAGE}, MoE layers one after another without "
+        f"their all-to-all: {', '.join(ends)}. Gaps are waits for the slowest rank.",
+    )
