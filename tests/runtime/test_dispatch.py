@@ -5,12 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core import LoadMatrix
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.runtime.assign import SourceSplit, assign_slots, slots_per_rank
 from equipoise.runtime.bank import ExpertWeights, NoReplicas
-from equipoise.runtime.dispatch import build_dispatch, planned_counts, sort_rows
-from equipoise.runtime.prepared import prepare_dispatch, prepare_entry
+from equipoise.runtime.dispatch import build_dispatch, sort_rows
 from tests.runtime.cases import random_plan, random_routing, static_plan
 
 cases = given(
@@ -98,37 +96,6 @@ def test_each_slot_holds_rows_of_its_own_expert_and_groups_are_padded(seed, rank
         assert way.groups.num_replicas == (filled[-1] + 1 if filled else 0)
         slots_N = torch.searchsorted(ends.long(), way.place_N, right=True).tolist()
         assert [expert_of[rank, slot] for slot in slots_N] == [row[2] for row in rows]
-
-
-@cases
-@settings(max_examples=30, deadline=None)
-def test_with_planned_routes_the_prepared_dispatch_equals_the_exchanged_one(seed, ranks, slots, tokens, pad):
-    routing = random_routing(seed, ranks=ranks, tokens=tokens, layers=1)
-    plan = random_plan(routing, seed, slots=slots)
-    ways, _ = play(routing, plan, pad=pad)
-    for rank, way in enumerate(ways):
-        ids_TK = torch.from_numpy(routing.ids[0][0][rank])
-        split, counts = SourceSplit.of(plan, 0, 0, source=rank), planned_counts(plan, 0, 0, rank=rank)
-        prepared = prepare_dispatch(ids_TK, split, counts, home_slots=plan.home_slots, pad=pad).dispatch
-        assert (prepared.send_R, prepared.receive_R) == (way.send_R, way.receive_R)
-        assert torch.equal(prepared.place_N, way.place_N) and torch.equal(prepared.index_TK, way.index_TK)
-        assert torch.equal(prepared.groups.home_end_S, way.groups.home_end_S)
-        assert torch.equal(prepared.groups.replica_end_S, way.groups.replica_end_S)
-
-
-def test_partial_coverage_cannot_be_prepared():
-    routing = random_routing(3, ranks=2)
-    plan = static_plan(routing)
-    coverage = torch.ones(plan.loads.load_MLRE.shape[:3]).numpy()
-    coverage[1, 0, 1] = 0.5
-    loads = LoadMatrix(plan.loads.load_MLRE, coverage_MLR=coverage)
-    partial = type(plan)(**{**fields_of(plan), "loads": loads})
-    with pytest.raises(InfeasiblePlanError, match=r"coverage is down to 0\.500"):
-        prepare_entry(torch.from_numpy(routing.ids[0][0][0]), partial, (0, 0), rank=0)
-
-
-def fields_of(plan):
-    return {f: getattr(plan, f) for f in plan.__dataclass_fields__ if plan.__dataclass_fields__[f].init}
 
 
 def test_a_plan_with_replicas_needs_an_engine():

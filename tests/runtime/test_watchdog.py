@@ -32,7 +32,7 @@ def test_a_wait_that_never_ends_names_everything():
 
 def test_a_machine_that_may_reorder_stores_is_refused(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(TransferError, match="this machine is 'aarch64'.*only x86_64 and amd64 keep"):
+    with pytest.raises(TransferError, match=r"this machine is 'aarch64'.*only x86_64 and amd64 keep"):
         watchdogs()
 
 

@@ -1,0 +1,81 @@
+"""Dispatches of a window in the background: errors come where they are asked for, and closing ends every wait."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from equipoise.core.errors import RoutesError, TransferError
+from equipoise.planning.ways import WindowWays
+from tests.runtime.cases import random_routing, static_plan
+from tests.runtime.stack import Run, build_layers
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def window(group):
+    """Routes of one rank, their plan and its layers."""
+    routing = random_routing(14, ranks=1)
+    plan = static_plan(routing)
+    return [[by_rank[0] for by_rank in by_layer] for by_layer in routing.ids], plan, build_layers(group, plan, Run())
+
+
+def never(*_):
+    raise AssertionError("direct dispatches need no exchange")
+
+
+def test_every_entry_is_what_its_layer_would_prepare(group):
+    routes, plan, layers = window(group)
+    routes = [[ids.astype(np.uint8) for ids in by_layer] for by_layer in routes]
+    ways = WindowWays(routes, timeout_s=5.0)
+    threading.Thread(target=ways.make, args=(plan, layers), kwargs={"rank": 0, "swap": never}).start()
+    for m, layer in np.ndindex(2, 2):
+        layers[layer].window = FakeWindow(plan)
+        wanted = layers[layer].prepare(torch.from_numpy(routes[m][layer].astype(np.int64)), m)
+        for _ in range(2):
+            assert ways.take(m, layer).to("cpu").dispatch.is_same_way(wanted.dispatch)
+
+
+class FakeWindow:
+    """As much of a window as preparing needs."""
+
+    rank = 0
+
+    def __init__(self, plan):
+        self.plan = plan
+
+
+def test_an_error_is_raised_where_its_entry_is_asked_for_and_later_ones_say_why_they_are_missing(group):
+    routes, plan, layers = window(group)
+    routes[0][1] = routes[0][1][1:]
+    ways = WindowWays(routes, timeout_s=5.0)
+    ways.make(plan, layers, rank=0, swap=never)
+    assert ways.take(0, 0) is not None
+    with pytest.raises(RoutesError, match="rows from these ids, but the plan says"):
+        ways.take(0, 1)
+    with pytest.raises(TransferError, match=r"micro-step 1, layer index 0 .* ended with an earlier entry's error"):
+        ways.take(1, 0)
+
+
+def test_closing_ends_a_wait(group):
+    routes, _, _ = window(group)
+    ways = WindowWays(routes, timeout_s=60.0)
+    begin = time.monotonic()
+    threading.Timer(0.1, ways.close).start()
+    with pytest.raises(TransferError, match="or the window is over"):
+        ways.take(0, 0)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_wait_is_bounded(group):
+    routes, _, _ = window(group)
+    with pytest.raises(TransferError, match=r"within 0\.05 s"):
+        WindowWays(routes, timeout_s=0.05).take(0, 0)
