@@ -1,0 +1,109 @@
+"""`equipoise simulate`: the figures of the room below, sweeps as words, and what users get wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from equipoise.cli.simulate import split_words
+from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError
+from equipoise.loads import count_step, generate_routes, step_schedules
+from equipoise.routes import write_routes
+from equipoise.sim import StepSetting, simulate
+
+MODEL = ModelShape.preset("olmoe", layers=3)
+
+
+@pytest.fixture(scope="module")
+def routes():
+    return generate_routes(MODEL, samples=16, mean_tokens=200, seed=1)
+
+
+@pytest.fixture
+def store(routes, tmp_path):
+    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+    return tmp_path / "routes.eqr"
+
+
+def test_figures_are_those_of_the_room_below(equipoise, routes, store):
+    tokens_B = np.array([sample.num_tokens for sample in routes])
+    windows = count_step(routes, step_schedules(tokens_B, ranks=4, samples_per_micro_step=1))
+    given = ("--ep", 4, "--ranks-per-node", 2, "--rollout-s", 9, "--no-break-even", "--json")
+    found = equipoise("simulate", store, "--policies", "static,equipoise", *given)
+    assert found.code == 0, found.err
+    cluster = Cluster.preset("h100", ep=4, ranks_per_node=2)
+    setting = StepSetting(rollout_s=9.0)
+    expected = simulate(windows, ["static", "equipoise"], cluster=cluster, model=MODEL, setting=setting)
+    assert found.document["policies"] == json.loads(json.dumps(expected.to_dict()))["policies"]
+    assert found.document["sweep"] is None
+
+
+def test_a_sweep_is_words_after_the_option(equipoise, store, tmp_path):
+    out = tmp_path / "sim.json"
+    given = ("--policies", "static,equipoise,balanced", "--ep", 4, "-o", out)
+    found = equipoise("simulate", store, *given, "--sweep", "ep=2,4", "slots=0,1", "micro=1,2")
+    assert found.code == 0, found.err
+    document = json.loads(out.read_text())
+    assert document["format"] == "equipoise-simulation-1"
+    assert [(p["ep"], p["slots"], p["micro"]) for p in document["sweep"]["points"]] == [
+        (ep, slots, micro) for ep in (2, 4) for micro in (1, 2) for slots in (0, 1)
+    ]
+    assert len(document["sweep"]["break_even"]["curves"]) == 3
+    for words in ("Sweep", "Break-even", "Policies", "no cluster was run", f"Written: {out}"):
+        assert words in found.out
+
+
+def test_the_demo_needs_no_input(equipoise):
+    found = equipoise("simulate", "--demo", "--model", "olmoe", "--policies", "static", "--no-break-even")
+    assert found.code == 0, found.err
+    assert "a generated step: olmoe" in found.out
+
+
+def test_words_are_a_dump_and_axes():
+    assert split_words(["dump.jsonl", "slots=0,2"], ["ep=8,16"]) == (
+        Path("dump.jsonl"),
+        {"ep": (8, 16), "slots": (0, 2)},
+    )
+    assert split_words(["slots=0"], ["ep=8 tokens=10,20"]) == (None, {"ep": (8,), "tokens": (10, 20), "slots": (0,)})
+    # A file may have an equals sign in its name.
+    assert split_words(["run=3.jsonl"], []) == (Path("run=3.jsonl"), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "sweep", "error", "message"),
+    [
+        (["a", "b"], [], RoutesError, "one dump, not 2: a, b"),
+        (["a", "ep=8"], [], InfeasiblePlanError, "write --sweep ep=8"),
+        ([], ["ep=eight"], InfeasiblePlanError, "whole numbers"),
+        ([], ["width=8"], InfeasiblePlanError, "no axis 'width'"),
+        ([], ["ep="], InfeasiblePlanError, "whole numbers"),
+    ],
+)
+def test_words_that_make_no_sense_are_named(words, sweep, error, message):
+    with pytest.raises(error, match=message):
+        split_words(words, sweep)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "a DUMP to simulate, or --demo"),
+        (("--demo", "--policies", "static,magic"), "no policy 'magic'"),
+        (("--demo", "--ep", "7"), "do not divide by 7 ranks"),
+        (("--demo", "--cluster", "abacus"), "no cluster preset 'abacus'"),
+        (("--demo", "--rollout-s", "-1"), "rollout_s is -1"),
+    ],
+)
+def test_what_users_get_wrong_is_one_message(equipoise, options, words):
+    found = equipoise("simulate", *options, "--model", "olmoe", "--no-break-even")
+    assert found.code == 2
+    assert words in found.err
+    assert "Traceback" not in found.err
+
+
+def test_an_existing_file_is_not_overwritten(equipoise, tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    found = equipoise("simulate", "--demo", "-o", tmp_path / "old.json")
+    assert found.code == 2
+    assert "already exists" in found.err

@@ -1,0 +1,49 @@
+"""The plain text says what the document says, within 100 columns of table."""
+
+from dataclasses import replace
+
+from equipoise.sim import simulate
+from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
+from equipoise.sim.demo import POLICIES, demo_step
+from equipoise.sim.summary import summary, table
+from tests.sim.steps import MODEL, cluster_of, skewed_loads
+
+POINT = SweepPoint(
+    ep=8, slots=1, micro=2, tokens=4096, skew=1.5, seconds={"static": 2.0, "equipoise": 1.5, "balanced": 1.2}
+)
+CURVE = BreakEvenCurve(skew=1.5, points=((1024, 0.001), (2048, 0.02)), worth=0.01)
+
+
+def test_figures_are_those_of_the_document():
+    found = simulate(skewed_loads(), ["static", "equipoise", "balanced"], cluster=cluster_of(), model=MODEL)
+    found = replace(found, sweep=Sweep(axes={"ep": (8,)}, points=(POINT,), curves=(CURVE,)))
+    text, document = summary(found, title="a step"), found.to_dict()
+    for entry in document["policies"]:
+        line = next(x for x in text.splitlines() if x.startswith(f"  {entry['policy']} "))
+        assert f"{entry['expert_s']:.3f}" in line
+        assert f"{entry['of_balanced']:.1%}" in line
+        assert f"{entry['speedup']:.2f}x" in line
+    assert f"{1 - 1 / document['policies'][1]['speedup']:.1%} less time in expert layers" in text
+    assert all(f"- {note}" in text for note in document["notes"])
+    assert "2,048" in next(x for x in text.splitlines() if x.startswith("  1.50"))
+    assert "25.0%" in text
+    tables = [x for x in text.splitlines() if x.startswith("  ")]
+    assert max(map(len, tables)) <= 100
+
+
+def test_nothing_is_promised_where_nothing_was_compared():
+    found = simulate(skewed_loads(), "static", cluster=cluster_of(), model=MODEL)
+    text = summary(found, title="a step")
+    assert "less time" not in text
+    assert " - " in text
+
+
+def test_a_table_has_names_to_the_left_and_figures_to_the_right():
+    assert table([["name", "s"], ["a", "10.0"]]) == ["  name     s", "  a     10.0"]
+
+
+def test_the_demo_is_one_step_of_both_stages():
+    model, windows = demo_step(layers=2, ranks=8)
+    assert [w.stage for w in windows] == ["recompute", "update"]
+    assert windows[0].load_MLRE.shape[1:] == (2, 8, model.experts)
+    assert {"static", "equipoise", "balanced"} <= set(POLICIES)

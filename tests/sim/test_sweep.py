@@ -1,0 +1,135 @@
+"""Sweeps and break-even: the step's own point, sizes and skews that change one thing at a time, and what is refused."""
+
+import numpy as np
+import pytest
+
+from equipoise.core import InfeasiblePlanError, LoadMatrix
+from equipoise.sim import StepSetting, simulate
+from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
+from equipoise.sim.sweep import (
+    MIXES,
+    TOKENS,
+    at_tokens,
+    break_even_curves,
+    mean_skew,
+    mean_tokens,
+    mixed_with_even,
+    sampled,
+    sweep_points,
+)
+from tests.sim.steps import MODEL, cluster_of, skewed_loads
+
+
+@pytest.fixture(scope="module")
+def loads():
+    return skewed_loads(8)
+
+
+def windows_at(ep: int, micro: int | None) -> list[LoadMatrix]:
+    return [skewed_loads(8, ranks=ep, tokens=1000 * (micro or 4))]
+
+
+def test_a_point_with_the_steps_own_figures_has_the_seconds_of_simulate(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    (point,) = sweep_points(lambda ep, micro: [loads], axes={}, **given)
+    found = simulate(loads, ["static", "balanced", "equipoise"], **given)
+    assert point.seconds == {result.policy: result.seconds.experts for result in found.policies}
+    assert (point.ep, point.slots, point.micro, point.tokens) == (8, 1, None, 4096)
+    assert point.skew == pytest.approx(found.windows[0].before.skew_M.mean())
+
+
+def test_every_combination_is_a_point_in_order():
+    seen = []
+    points = sweep_points(
+        windows_at,
+        cluster=cluster_of(),
+        model=MODEL,
+        axes={"ep": (4, 8), "slots": (0, 1), "micro": (1, 2), "tokens": (500,)},
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [(p.ep, p.micro, p.slots) for p in points] == [
+        (ep, micro, slots) for ep in (4, 8) for micro in (1, 2) for slots in (0, 1)
+    ]
+    assert seen[-1] == (8, 8)
+    assert all(abs(p.tokens - 500) <= 1 for p in points)
+    assert points[0].seconds["static"] == points[1].seconds["static"]
+    assert points[0].seconds["equipoise"] >= points[1].seconds["equipoise"]
+
+
+def test_more_tokens_keep_the_skew_and_mixing_keeps_the_tokens(loads):
+    more = at_tokens(loads, 16384, MODEL)
+    assert mean_tokens([more], MODEL) == pytest.approx(16384, rel=1e-3)
+    assert mean_skew([more], 8) == pytest.approx(mean_skew([loads], 8), rel=1e-3)
+    skews = []
+    for share in (0.0, 0.5, 1.0):
+        mixed = mixed_with_even(loads, share)
+        skews.append(mean_skew([mixed], 8))
+        rows_MLR = mixed.load_MLRE.sum(axis=3)
+        assert np.abs(rows_MLR - loads.load_MLRE.sum(axis=3)).max() <= MODEL.experts
+    assert skews[0] == pytest.approx(1.0, abs=0.01)
+    assert skews[0] < skews[1] < skews[2] == pytest.approx(mean_skew([loads], 8))
+
+
+def test_the_sample_of_a_curve_is_spread_over_the_window():
+    loads = skewed_loads(1, micro_steps=9)
+    few, shape = sampled(loads, MODEL)
+    assert (few.num_micro_steps, few.num_layers, shape.layers) == (4, 4, 4)
+    assert np.array_equal(few.load_MLRE[0], loads.load_MLRE[0])
+    assert np.array_equal(few.load_MLRE[-1], loads.load_MLRE[8])
+
+
+def test_a_plan_pays_more_with_more_tokens_and_more_skew(loads):
+    curves = break_even_curves(loads, cluster=cluster_of(), model=MODEL, setting=StepSetting())
+    assert len(curves) == len(MIXES)
+    assert [tokens for tokens, _ in curves[0].points] == list(TOKENS)
+    assert [curve.skew for curve in curves] == sorted(curve.skew for curve in curves)
+    at_most = [curve.points[-1][1] for curve in curves]
+    assert at_most == sorted(at_most)
+    assert curves[-1].points[-1][1] > curves[-1].points[0][1]
+    assert curves[-1].tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("saved", "tokens"),
+    [
+        ((0.0, 0.02, 0.03), 2),
+        ((0.02, 0.0, 0.03), 4),
+        ((0.02, 0.02, 0.02), 1),
+        ((0.02, 0.02, 0.0), None),
+        ((0.0, 0.0, 0.01), 4),
+    ],
+)
+def test_the_break_even_is_the_least_number_from_which_on_every_larger_one_pays(saved, tokens):
+    curve = BreakEvenCurve(skew=1.5, points=tuple(zip((1, 2, 4), saved, strict=True)), worth=0.01)
+    assert curve.tokens == tokens
+    assert curve.to_dict()["tokens"] == tokens
+
+
+def test_points_and_curves_become_one_document():
+    point = SweepPoint(
+        ep=8,
+        slots=1,
+        micro=None,
+        tokens=100,
+        skew=1.5,
+        seconds={"static": 2.0, "equipoise": 1.5, "balanced": 1.2},
+    )
+    document = Sweep(axes={"ep": (8,)}, points=(point,)).to_dict()
+    assert document["points"][0]["saved_share"] == pytest.approx(0.25)
+    assert document["points"][0]["of_balanced"] == pytest.approx(0.8)
+    assert document["axes"] == {"ep": [8]}
+    assert document["break_even"] is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"width": (8,)}, "no axis 'width'"),
+        ({"slots": ()}, "has no values"),
+        ({"slots": (-1,)}, "sweep slots is -1"),
+        ({"tokens": (0,)}, "sweep tokens is 0"),
+    ],
+)
+def test_axes_that_make_no_sense_are_refused(loads, axes, words):
+    with pytest.raises(InfeasiblePlanError, match=words):
+        sweep_points(lambda ep, micro: [loads], cluster=cluster_of(), model=MODEL, axes=axes)
