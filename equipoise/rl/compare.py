@@ -178,6 +178,8 @@ def build_comparison(legs: Sequence[Leg], *, is_free: bool) -> Comparison:
     trouble = []
     if moved and not any(leg.displaced + leg.replicas for leg in moved):
         trouble.append("nothing was displaced and no replica made, so nothing is shown: use more ranks or steps")
+    if not any(size for leg in legs for sizes in leg.sizes for size in sizes):
+        trouble.append("no sample earned more than another, so nothing was learnt: warm up longer, or ask more")
     rows = [
         {
             "name": leg.name,

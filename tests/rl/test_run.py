@@ -52,6 +52,7 @@ def test_replay_is_exact_arrival_is_planned_and_skew_is_gone(pool):
         assert line["checked_windows"] == 2 * 3, "two ranks, recompute and two update windows"
         assert line["skew_before"] > line["skew_after"] >= 1.0
         assert line["ratio"] == pytest.approx(1.0, abs=0.1)
+        assert line["grad_norm"] > 0, "a step without a gradient shows nothing"
     assert work.same_weights(weights, other), "every rank gives out the same whole model"
 
 

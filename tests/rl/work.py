@@ -19,12 +19,19 @@ SMALL = {
     "ranks": 2,
     "timeout_s": 60.0,
     "model": {"layers": 2, "hidden": 32, "heads": 2, "experts": 8, "top_k": 2, "expert_width": 16},
+    # A random model gives no right answer; it must still learn something.
+    "task": {"reward": "tests.rl.work:share_of_digits"},
     "warmup": {"steps": 6, "batch": 16},
     "rollout": {"prompts": 4, "samples": 4, "max_new_tokens": 5},
     "update": {"mini_batches": 2, "micro_batch": 2},
     "balance": {"mode": "equipoise", "slots": 1},
     "checkpoint": {"every": 1},
 }
+
+
+def share_of_digits(prompt, response, answer):
+    """A reward that differs between the samples of a random model."""
+    return sum(character in "0123456789abcdefghij" for character in response) / 8
 
 
 def small(**changes):

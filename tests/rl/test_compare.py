@@ -1,0 +1,99 @@
+"""The proof that training is unchanged: it holds, it finds a mode that learns something else, and it says so."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from equipoise.core import TrainingError
+from equipoise.rl.compare import PLACED, Leg, build_comparison, parse_modes
+from tests.rl import work
+
+ALL = ("off", "static", "equipoise")
+
+
+def check(comparison, steps):
+    assert comparison.is_good, "\n".join(comparison.lines())
+    assert [leg["name"] for leg in comparison.legs] == [*ALL, PLACED]
+    assert all(len(leg["loss"]) == steps and min(leg["grad_norm"]) > 0 for leg in comparison.legs)
+    by_name = {leg["name"]: leg for leg in comparison.legs}
+    assert by_name["equipoise"]["replicas"] > 0
+    assert by_name[PLACED]["displaced"] > 0 and by_name[PLACED]["replicas"] == 0
+    bits = [pair for pair in comparison.pairs if pair.must_be_bit_equal]
+    assert [pair.names for pair in bits] == [("static", PLACED)] and bits[0].is_bit_equal
+    assert max(bits[0].weight_gap_S) == 0.0
+
+
+@pytest.mark.dist(2)
+def test_all_modes_learn_the_same(pool):
+    comparison, other = pool.run(work.compare_run, 2, work.small(update={"kl": 0.1}), ALL, timeout_s=120)
+    assert other is None
+    check(comparison, 2)
+    assert comparison.lines()[-1] == "training is unchanged"
+
+
+@pytest.mark.slow
+@pytest.mark.dist(4)
+def test_ten_steps_on_four_ranks_of_two_nodes_learn_the_same(pool):
+    config = work.small(steps=10, ranks=4, ranks_per_node=2, rollout={"prompts": 4})
+    check(pool.run(work.compare_run, 4, config, ALL, timeout_s=300)[0], 10)
+
+
+@pytest.mark.dist(2)
+def test_own_rollouts_are_shown_without_a_verdict(pool):
+    comparison = pool.run(work.compare_run, 2, work.small(steps=1, compare_free=True), ("off", "static"))[0]
+    assert comparison.is_free and comparison.is_good
+    assert comparison.lines()[-1] == "every mode made its own rollouts: no verdict"
+
+
+def leg(name, *, loss=0.5, weight=1.0, moved=1):
+    weights = {"w": torch.tensor([1.0, weight])}
+    return Leg(
+        name=name,
+        losses=((loss, 0.25),),
+        sizes=((1.0, 1.0),),
+        norms=(1.0,),
+        weights=weights,
+        steps=(weights,),
+        displaced=moved,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "is_good"),
+    [
+        ({}, True),
+        ({"loss": 0.5 + 9e-6}, True),
+        ({"loss": 0.5 + 2e-5}, False),
+        ({"weight": 1 + 9e-6}, True),
+        ({"weight": 1 + 2e-5}, False),
+        ({"loss": float("nan")}, False),
+    ],
+    ids=["the same", "loss within", "loss beyond", "weight within", "weight beyond", "loss lost"],
+)
+def test_a_mode_that_learns_something_else_is_found(change, is_good):
+    comparison = build_comparison([leg("off"), leg("equipoise", **change)], is_free=False)
+    assert comparison.is_good == is_good
+    assert comparison.lines()[-1] == ("training is unchanged" if is_good else "TRAINING DIFFERS")
+
+
+def test_placement_must_have_the_bits_of_static():
+    legs = [leg("off"), leg("static"), leg("equipoise"), leg(PLACED, loss=0.5 + 1e-7)]
+    comparison = build_comparison(legs, is_free=False)
+    assert not comparison.is_good
+    assert any("OTHER BITS" in line for line in comparison.lines())
+
+
+def test_a_comparison_in_which_nothing_moved_or_was_learnt_proves_nothing():
+    still = build_comparison([leg("off"), leg("equipoise", moved=0)], is_free=False)
+    assert not still.is_good and any("nothing was displaced" in line for line in still.lines())
+    idle = [replace(one, sizes=((0.0, 0.0),), losses=((0.0, 0.0),)) for one in (leg("off"), leg("equipoise"))]
+    comparison = build_comparison(idle, is_free=False)
+    assert not comparison.is_good and any("no sample earned more" in line for line in comparison.lines())
+
+
+def test_modes_are_parsed_in_a_fixed_order_and_strangers_refused():
+    assert parse_modes("equipoise, off") == ("off", "equipoise")
+    for words in ("off", "off,off", "off,dynamic", ""):
+        with pytest.raises(TrainingError, match="give two or three different ones of off, static, equipoise"):
+            parse_modes(words)
