@@ -4,14 +4,12 @@ Knows arrays alone. The full array stays in the data that the page offers for do
 
 Invariants (asserted by the tests):
 1. A matrix within the limits is kept bit for bit, and nothing is said.
-2. Blocks are of equal size but the last ones; each binned cell is the mean of its block, or its largest where a peak
-   must not vanish.
+2. Blocks are of equal size but the last ones; each binned cell is the mean of its block.
 3. The words name how many rows and columns make one cell.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -34,20 +32,17 @@ class Binned:
         return self.row_size > 1 or self.column_size > 1
 
 
-def bin_matrix(
-    matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS, keep: Literal["mean", "max"] = "mean"
-) -> Binned:
+def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Binned:
     """Bin a matrix to at most `limits` rows and columns.
 
     Args:
         matrix: [rows, columns] with at least one cell
         limits: most rows and columns
-        keep: what a cell says of its block
     """
     row_size, column_size = (-(-size // limit) for size, limit in zip(matrix.shape, limits, strict=True))
     cells = matrix
     for axis, size in enumerate((row_size, column_size)):
-        cells = cells if size == 1 else _blocks(cells, size, axis=axis, keep=keep)
+        cells = cells if size == 1 else _blocks(cells, size, axis=axis)
     return Binned(cells=cells, row_size=row_size, column_size=column_size)
 
 
@@ -65,10 +60,8 @@ def binning_note(binned: Binned, rows: str, columns: str) -> str:
     return f"Binned to keep the page small: a cell is the mean of {' and '.join(parts)}. The CSV has them all."
 
 
-def _blocks(matrix: np.ndarray, size: int, *, axis: int, keep: str) -> np.ndarray:
+def _blocks(matrix: np.ndarray, size: int, *, axis: int) -> np.ndarray:
     starts = np.arange(0, matrix.shape[axis], size)
-    if keep == "max":
-        return np.asarray(np.maximum.reduceat(matrix, starts, axis=axis))
     lengths = np.diff(np.append(starts, matrix.shape[axis]))
     sums = np.add.reduceat(matrix.astype(float), starts, axis=axis)
     return np.asarray(sums / (lengths[:, None] if axis == 0 else lengths))

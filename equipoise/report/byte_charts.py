@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.report.frame import HALF_HEIGHT, Grid, frame, heat_map, limit_line
-from equipoise.report.page import Chart, Table, View
+from equipoise.report.frame import HALF_HEIGHT, Grid, frame, heat_map, limit_line, switch
+from equipoise.report.page import Chart, Table
 from equipoise.report.theme import BLUE, GREY, ORANGE
 
 MIB, GIB = 2**20, 2**30
@@ -57,8 +57,6 @@ def memory(views: Mapping[str, RankBytes], *, limit_bytes: int | None, caption: 
         caption: what is seen
     """
     traces = [_column(held, values) for held_by in views.values() for held, values in held_by.items()]
-    owner = [view for view, held_by in views.items() for _ in held_by]
-    switch = [View(label=view.capitalize(), visible=tuple(o == view for o in owner)) for view in views]
     rows = tuple(
         (view, rank, held, value)
         for view, held_by in views.items()
@@ -73,7 +71,7 @@ def memory(views: Mapping[str, RankBytes], *, limit_bytes: int | None, caption: 
         layout=_memory_layout(views, limit_bytes),
         data=Table(columns=("view", "rank", "what", "bytes"), rows=rows),
         terms=("received rows", "replica", "slot", "rank"),
-        views=tuple(switch) if len(switch) > 1 else (),
+        views=switch([view for view, held_by in views.items() for _ in held_by]),
         wide=False,
     )
 

@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from equipoise.report.binning import bin_labels, bin_matrix, binning_note
+from equipoise.report.binning import MAX_CELLS, bin_labels, bin_matrix, binning_note
 from equipoise.report.page import Cell, Table, View
-from equipoise.report.theme import BLUE, GREY, VERMILION
+from equipoise.report.theme import BLUE, VERMILION
 
 STYLES = {
     "before": (VERMILION, "solid"),
     "after": (BLUE, "solid"),
     "before, worst layer": (VERMILION, "dot"),
-    "balanced": (GREY, "dash"),
 }
 """Colour and dash of the lines that mean the same in every chart."""
 HALF_HEIGHT = 420
@@ -38,9 +37,7 @@ def frame(*, height: int, x: str, y: str, hover: Literal["closest", "x unified"]
     }
 
 
-def line(
-    name: str, x: Sequence[Cell], y: Sequence[float], *, style: tuple[str, str], hover: str = ""
-) -> dict[str, Any]:
+def line(name: str, x: Sequence[Cell], y: Sequence[float], *, style: tuple[str, str]) -> dict[str, Any]:
     """One line; `style` is its colour and dash."""
     colour, dash = style
     return {
@@ -102,7 +99,7 @@ def heat_map(
     *,
     ends: tuple[float, float],
     height: int | None = None,
-    limits: tuple[int, int] = (192, 256),
+    limits: tuple[int, int] = MAX_CELLS,
 ) -> dict[str, Any]:
     """Traces, layout, data, views and note of heat maps over the same axes, one shown at a time.
 
@@ -126,18 +123,17 @@ def heat_map(
         "traces": tuple(traces),
         "layout": layout,
         "data": _matrix_table(matrices, grid),
-        "views": one_at_a_time(list(matrices)),
+        "views": switch(list(matrices)),
         "note": binning_note(first, f"{grid.rows}s", f"{grid.columns}s"),
     }
 
 
-def one_at_a_time(names: Sequence[str]) -> tuple[View, ...]:
-    """A view for each trace, showing it alone; none where there is one trace."""
+def switch(view_of_trace: Sequence[str]) -> tuple[View, ...]:
+    """A view for each name, which shows the traces that belong to it; none where there is one name."""
+    names = dict.fromkeys(view_of_trace)
     if len(names) < 2:
         return ()
-    return tuple(
-        View(label=name.capitalize(), visible=tuple(other == name for other in names), layout={}) for name in names
-    )
+    return tuple(View(label=n.capitalize(), visible=tuple(other == n for other in view_of_trace)) for n in names)
 
 
 def _cells(name: str, cells: np.ndarray, rows: list[str], columns: list[str], grid: Grid) -> dict[str, Any]:

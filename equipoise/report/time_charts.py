@@ -6,7 +6,7 @@ Takes seconds of a result and draws them; computes none. Parts that are nothing 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from equipoise.report.frame import frame
+from equipoise.report.frame import frame, switch
 from equipoise.report.page import Cell, Chart, Table, View
 from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
@@ -84,7 +84,6 @@ def rank_seconds(views: Mapping[str, Parts], *, caption: str) -> Chart:
     """
     kinds = _shown_parts({f"{v} {r}": p for v, ranks in views.items() for r, p in ranks.items()})
     traces = [_columns(kind, ranks) for ranks in views.values() for kind in kinds]
-    owner = [view for view in views for _ in kinds]
     layout = frame(height=320, x="rank", y="seconds", hover="x unified") | {"barmode": "stack", "bargap": 0.15}
     layout["xaxis"]["type"] = "category"
     layout["xaxis"]["nticks"] = 32
@@ -95,7 +94,6 @@ def rank_seconds(views: Mapping[str, Parts], *, caption: str) -> Chart:
         for view, ranks in views.items()
         for rank, p in ranks.items()
     ]
-    switch = [View(label=view.capitalize(), visible=tuple(o == view for o in owner)) for view in views]
     return Chart(
         name="rank-seconds",
         title="What each rank does with its time",
@@ -104,7 +102,7 @@ def rank_seconds(views: Mapping[str, Parts], *, caption: str) -> Chart:
         layout=layout,
         data=Table(columns=("view", "rank", *kinds), rows=tuple(rows)),
         terms=("compute", "all-to-all", "rank", "bubble"),
-        views=tuple(switch) if len(switch) > 1 else (),
+        views=switch([view for view in views for _ in kinds]),
     )
 
 
@@ -128,7 +126,6 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         columns=("policy", *columns),
         rows=tuple((policy, *(e[c] for c in columns)) for policy, found in events.items() for e in found),
     )
-    views = [View(label=p.capitalize(), visible=tuple(policy == p for policy, _ in lanes)) for p in drawn]
     return Chart(
         name="timeline",
         title="Timeline of one micro-step",
@@ -137,7 +134,7 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         layout=layout,
         data=table,
         terms=("micro-step", "compute", "all-to-all", "pull", "return", "hidden"),
-        views=tuple(views) if len(views) > 1 else (),
+        views=switch([policy for policy, _ in lanes]),
         note=_cut_note(events, drawn),
     )
 
