@@ -17,6 +17,8 @@ show is the network: it exchanges no rows. Every variant gets the same hidden st
     prepared                BalancedExperts without replicas, dispatch made ahead and uploaded
     1 replica, 2 replicas   prepared, as many rows in all, a share of them on replicas that are there: two grouped
                             calls per product. Rows of 16 + n slots instead of 16, so groups are smaller
+    ..., arena              the same with home and replica slots in one tensor (`runtime/arena.py`): one grouped call
+                            per product, two for the weight gradients
 
 What bounds the cases: the products, by the dense bf16 rate; then device memory, which every gather reads and writes
 once: 2 x rows x hidden x 2 bytes.
@@ -24,7 +26,8 @@ once: 2 x rows x hidden x 2 bytes.
 Method: as in `equipoise/calibrate/bench.py` (random inputs, L2 flushed, launches hidden behind a sleep, CUDA events,
 medians; where the host waits inside the layer nothing is hidden after it). Variants run in turn, twice; a figure is
 the mean of both medians, `repeat_pct` how far they are apart, `spread_pct` (p90 - p10) / median, the larger of both
-rounds. Before timing, every variant without replicas is compared with `plain`, and `plain` with float64.
+rounds. Before timing, every variant without replicas is compared with `plain`, `plain` with float64, and an
+arena with two calls.
 """
 
 import argparse
@@ -42,10 +45,15 @@ from benchmarks.plain_layer import VISIT, HeldBank, Inputs, Shape, fused_moe, pl
 from benchmarks.results import Limit, publish
 from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core.itinerary import Visit
 from equipoise.planner import plan
+from equipoise.runtime.arena import Arena
 from equipoise.runtime.assign import SourceSplit
 from equipoise.runtime.bank import ExpertWeights, ReplicaBank
+from equipoise.runtime.cuda_pages import CudaPager
 from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.layout import Layout, TransferOptions
+from equipoise.runtime.pages import HostPager
 from equipoise.runtime.prepared import PreparedDispatch, prepare_dispatch
 from equipoise.runtime.reference import dense_experts
 from equipoise.runtime.window import Window
@@ -107,12 +115,14 @@ def build_variants(shape: Shape, given: Inputs, layer: BalancedExperts, *, bench
         "prepared": lambda: layer(*tensors, prepared=prepared),
     }
     for count in REPLICAS:
-        made[f"{count} replica{'s' * (count > 1)}"] = _with_replicas(shape, given, layer, count=count, bench=bench)
+        name, replicas = f"{count} replica{'s' * (count > 1)}", shape.weights(count, bench)
+        made[name] = _with_replicas(shape, given, layer, bank=HeldBank(replicas))
+        made[f"{name}, arena"] = _with_replicas(shape, given, layer, bank=ArenaBank(layer.home, replicas))
     return made
 
 
-def _with_replicas(shape: Shape, given: Inputs, layer: BalancedExperts, *, count: int, bench: Bench) -> Forward:
-    held = build_layer(shape, given, layer.home, group=layer.group, bank=HeldBank(shape.weights(count, bench)))
+def _with_replicas(shape: Shape, given: Inputs, layer: BalancedExperts, *, bank: HeldBank) -> Forward:
+    held, count = build_layer(shape, given, layer.home, group=layer.group, bank=bank), bank.weights(VISIT).num_slots
     # Gradients of all variants are asked for in the same tensors.
     held.gate_up, held.down = layer.gate_up, layer.down
     ids_TK = move_to_replicas(given.ids_TK, homes=shape.homes, replicas=count)
@@ -120,17 +130,38 @@ def _with_replicas(shape: Shape, given: Inputs, layer: BalancedExperts, *, count
     return lambda: held(given.hidden_TD, ids_TK, given.gates_TK, VISIT, prepared=prepared)
 
 
+class ArenaBank(HeldBank):
+    """A bank whose replicas lie behind a copy of the home weights, in an arena of one layer."""
+
+    def __init__(self, home: ExpertWeights, replicas: ExpertWeights) -> None:
+        super().__init__(replicas)
+        device = home.down_SDF.device
+        pager = HostPager() if device.type == "cpu" else CudaPager(torch.device("cuda", torch.cuda.current_device()))
+        layout = Layout.of([home], TransferOptions(slots=replicas.num_slots))
+        pages = [pager.make(size) for size in layout.pieces(pager.granule)[:-1]]
+        self._arena = Arena(layout, pager=pager, homes=pages)
+        for one in pages:
+            one.release()
+        for joined, *parts in zip(self._arena.joined(0, 0), home.tensors(), replicas.tensors(), strict=True):
+            joined.copy_(torch.cat([part.detach() for part in parts]))
+
+    def joined(self, visit: Visit) -> ExpertWeights:
+        """Return home and replica weights in one."""
+        return ExpertWeights(*self._arena.joined(0, 0))
+
+
 def check_variants(variants: Mapping[str, Forward], leaves: tuple[Tensor, ...], given: Inputs) -> None:
-    """Raise unless all variants without replicas give what `plain` gives, outputs and gradients."""
-    wanted: list[Tensor] = []
-    for name in (name for name in variants if "replica" not in name):
+    """Raise unless variants give what `plain` gives, and arenas what two calls give, outputs and gradients."""
+    seen: dict[str, list[Tensor]] = {}
+    for name in variants:
         out_TD = variants[name]()
         got = [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, given.grad_TD)]
-        wanted = wanted or got
+        kind = name.removesuffix(", arena") if "replica" in name else "plain"
+        wanted = seen.setdefault(kind, got)
         errors = [distance(a, b) for a, b in zip(got, wanted, strict=True)]
         # bf16 operands land between 1e-3 and 1e-2; NaN fails the comparison.
         if not max(errors) < 2e-2:
-            raise RuntimeError(f"{name}: relative errors {errors} of output and gradients to plain, limit 2e-2")
+            raise RuntimeError(f"{name}: relative errors {errors} of output and gradients to {kind}, limit 2e-2")
 
 
 def check_plain(shape: Shape, bench: Bench) -> None:

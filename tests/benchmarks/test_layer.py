@@ -5,9 +5,13 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks import layer as bench_layer
+from benchmarks.decoder_stack import LAYERS, HeldByLayer
 from benchmarks.layer import limits_of, move_to_replicas, prepare_with_replicas
 from benchmarks.plain_layer import HeldBank, Inputs, fused_moe, plain_moe, smoke_shape
-from benchmarks.pulls import HeldByLayer, PulledByVisit, build_stack, check_pulled, store_replicas
+from benchmarks.pulls import Case, measure_case
+from benchmarks.pulls import limits_of as pull_limits_of
+from benchmarks.transfer import measure_memory, measure_rates
+from benchmarks.turns import added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.reference import dense_experts
@@ -30,7 +34,8 @@ def test_the_baselines_are_a_moe_layer(kind, is_parallel):
 
 def test_all_variants_are_checked_and_timed():
     rows = bench_layer.measure_layers([SHAPE], (8,), BENCH)
-    names = ["plain", "plain, parallel", "fused", "fused, parallel", "sorted", "prepared", "1 replica", "2 replicas"]
+    names = ["plain", "plain, parallel", "fused", "fused, parallel", "sorted", "prepared"]
+    names += ["1 replica", "1 replica, arena", "2 replicas", "2 replicas, arena"]
     assert [row["variant"] for row in rows] == names
     assert rows[0]["forward_over_plain_pct"] == rows[5]["update_over_prepared_pct"] == 0
     assert all(row["forward_ms"] > 0 and row["update_ms"] > 0 for row in rows)
@@ -60,23 +65,58 @@ def test_replicas_take_half_of_an_experts_rows(replicas):
     assert dispatch.groups.num_rows == ids_TK.numel()
 
 
-def test_pulled_replicas_are_the_stored_ones_in_the_order_of_visits():
-    stored = store_replicas(SHAPE, replicas=2, bench=BENCH)
-    bank = PulledByVisit(stored, BENCH.device, has_backward=True)
-    for phase, layer in bank.visits * 2:
-        got = bank.weights(Visit(0, phase, layer))
-        assert torch.equal(got.gate_up_SFD, stored[layer].gate_up_SFD)
-        assert torch.equal(got.down_SDF, stored[layer].down_SDF)
-    with pytest.raises(AssertionError, match="out of order"):
-        bank.weights(Visit(0, "backward", 0))
+@pytest.mark.parametrize("path", ["host", "peer"])
+def test_the_pullers_replicas_are_the_layers_first_experts(path):
+    with bench_layer.group_of_one("cpu"):
+        case = Case(SHAPE, 8, 2, bench=BENCH, path=path)
+        bank = case.pulled(2, has_backward=True)
+        for _ in range(2):
+            bank.begin()
+            visits = [("forward", layer) for layer in range(LAYERS)]
+            visits += [("backward", layer) for layer in reversed(range(LAYERS))]
+            for phase, layer in visits:
+                got, homes = bank.weights(Visit(0, phase, layer)), case.stack.experts[layer].home
+                assert all(torch.equal(a, b[:2]) for a, b in zip(got.tensors(), homes.tensors(), strict=True))
+        bank.close()
+        counters = case.rank.node.counters
+        # Two buffers: the last two layers' replicas are still there when their backward comes.
+        assert counters.on_demand == 0 and counters.pulls == 2 * 2 * (2 * LAYERS - 2)
+        case.close()
 
 
 def test_a_stack_with_pulls_is_the_stack_without(monkeypatch):
-    stored = store_replicas(SHAPE, replicas=1, bench=BENCH)
-    with bench_layer.group_of_one("cpu") as group:
-        stack = build_stack(SHAPE, 8, replicas=1, group=group, bench=BENCH)
-        check_pulled(stack, stored, BENCH.device)
+    with bench_layer.group_of_one("cpu"):
+        case = Case(SHAPE, 8, 1, bench=BENCH, path="host")
+        case.check()
         held = HeldByLayer.weights
         monkeypatch.setattr(HeldByLayer, "weights", lambda bank, visit: held(bank, visit._replace(layer=0)))
         with pytest.raises(RuntimeError, match="do not give the outputs"):
-            check_pulled(stack, stored, BENCH.device)
+            case.check()
+        case.close()
+
+
+def test_pulls_are_timed_beside_held_runs_and_held_to_the_limit():
+    with bench_layer.group_of_one("cpu"):
+        row = measure_case(SHAPE, 8, 1, bench=BENCH, path="host")
+    assert row["forward_held_ms"] > 0 and row["update_pulled_ms"] > 0
+    limits = pull_limits_of([{**row, "forward_added_pct": 2.1, "update_added_pct": 1.9}])
+    assert [limit.holds for limit in limits] == [False, True]
+
+
+def test_rates_and_memory_have_a_row_for_every_case():
+    with bench_layer.group_of_one("cpu") as group:
+        rates = measure_rates(SHAPE, bench=BENCH, group=group)
+        memory = measure_memory(SHAPE, 2, bench=BENCH, group=group)
+    assert [(row["path"], row["replicas"]) for row in rates] == [("peer", 1), ("peer", 2), ("host", 1), ("host", 2)]
+    assert [row["buffers"] for row in memory] == ["separate", "arena"]
+    assert all(row["buffers_MB"] == row["mailboxes_MB"] for row in memory), "fp32 weights and gradients, as many boxes"
+
+
+def test_works_are_timed_in_turn_and_compared_run_by_run():
+    calls = []
+    works = {name: lambda run, name=name: calls.append((name, run)) for name in ("a", "b")}
+    times = run_in_turn(works, Bench.on("cpu", runs=4))
+    assert len(times["a"]) == len(times["b"]) == 4
+    assert sorted(calls) == sorted((name, run) for name in works for run in range(7))
+    added, low, high = added_pct(2 * times["a"], times["a"])
+    assert added == low == high == 100.0

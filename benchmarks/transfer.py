@@ -1,0 +1,226 @@
+"""Pull rates of the engine's two paths beside plain copies, and the memory that replica buffers take.
+
+    python -m benchmarks.transfer
+    python -m benchmarks.transfer --cpu-smoke
+
+One process, one GPU, an expert-parallel group of one rank, experts of Qwen3-30B and Qwen3-235B shape.
+
+Rates: one visit's 1 or 2 replicas come into a replica buffer as the engine brings them, in the engine's own memory.
+    peer   from home weights in mapped device memory; here the device is the same, so this is a copy inside it
+    host   from the host store: shared memory, registered with the driver
+Beside it, as many bytes by plain copies: `one` from one tensor to another, `same` tensor by tensor as an expert is made
+of, pinned host memory to device or device to device. What bounds them: device memory (read and write: a copy of n bytes
+moves 2n), PCIe (64 GB/s a direction for Gen5 x16 by its standard), and a few microseconds to start each copy.
+
+Memory: one rank of Qwen3-30B-A3B under EP8, all 48 layers, with 2 slots at depth 1, less the same with 0 slots, as the
+driver counts free memory; once with separate buffers and once as an arena.
+
+Method: CUDA events, medians, L2 flushed, launches hidden behind a sleep, cases in turn in every run (`turns`).
+Bytes are checked after the pulls: buffers start as NaN and must equal the homes.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.layer import MODELS, REPLICAS, group_of_one
+from benchmarks.plain_layer import Shape, smoke_shape
+from benchmarks.results import Limit, publish
+from benchmarks.turns import measure_in_turn
+from equipoise.calibrate.bench import Bench
+from equipoise.core import ModelShape
+from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.host_store import HostStore
+from equipoise.runtime.layout import TransferOptions
+from equipoise.runtime.node import NodeMemory
+from equipoise.runtime.paths import HostPath, MappedPath, Need, Path
+from equipoise.runtime.refresher import Refresher
+
+LIMIT_RATE_PCT = 90.0
+LIMIT_MEMORY_PCT = 2.0
+SOURCES = 8
+"""Layers to pull from in turn, so that no source stays in the cache."""
+
+
+class OneRank:
+    """An engine's memory for a group of one: homes, buffers, host store and the paths between them."""
+
+    def __init__(self, homes: list[ExpertWeights], *, group: dist.ProcessGroup, options: TransferOptions) -> None:
+        """Move the homes in and complete the store."""
+        self.node = NodeMemory(homes, group=group, node_R=(0,), options=options)
+        given: dict[str, Any] = {"group": group, "node_R": (0,), "timeout_s": options.timeout_s}
+        self.store = HostStore(self.node.layout, experts=self.node.layout.home_slots, **given)
+        self.refresher = Refresher(self.node, self.store)
+        self.refresher.complete(version=1)
+        self.paths: dict[str, Path] = {"peer": MappedPath(self.node), "host": HostPath(self.store, (0,))}
+
+    def close(self) -> None:
+        """Free everything."""
+        self.refresher.close()
+        self.node.close()
+        self.store.close()
+
+
+def random_homes(shape: Shape, layers: int, bench: Bench) -> list[ExpertWeights]:
+    """Parameters of some layers."""
+    made = (shape.weights(shape.homes, bench) for _ in range(layers))
+    return [ExpertWeights(*(torch.nn.Parameter(t) for t in one.tensors())) for one in made]
+
+
+def measure_rates(shape: Shape, *, bench: Bench, group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Every path and number of replicas of one shape."""
+    rank = OneRank(random_homes(shape, SOURCES, bench), group=group, options=TransferOptions(slots=max(REPLICAS)))
+    rows = []
+    for name, path in rank.paths.items():
+        check_pulls(rank, path)
+        rows += [measure_path(shape, rank, name, count, bench=bench) for count in REPLICAS]
+    rank.close()
+    return rows
+
+
+def check_pulls(rank: OneRank, path: Path) -> None:
+    """Raise unless a pull brings the home's bits."""
+    buffer = rank.node.buffers.slots(0)
+    for tensor in buffer.tensors():
+        tensor.fill_(torch.nan)
+    path.pull(Need(0, 1, 0, 1, "peer"), buffer, 0)
+    rank.node.settle()
+    for got, wanted in zip(buffer.tensors(), rank.node.homes[0].tensors(), strict=True):
+        if not torch.equal(got[0], wanted[1]):
+            raise RuntimeError(f"a pull by {path.name} did not bring the home's weights")
+
+
+def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: Bench) -> dict[str, Any]:
+    """Pulls of `count` replicas and plain copies of as many bytes, in turn."""
+    buffer, path = rank.node.buffers.slots(0), rank.paths[name]
+    sizes = [tensor[0].numel() for tensor in buffer.tensors()] * count
+    plain = PlainCopies(sizes, bench, is_pinned=name == "host")
+    works: dict[str, Callable[[int], object]] = {
+        "pull": lambda run: [path.pull(Need(run % SOURCES, e, 0, e, "peer"), buffer, e) for e in range(count)],
+        "one": plain.one,
+        "same": plain.same,
+    }
+    times = measure_in_turn(works, bench)
+    num_bytes = sum(sizes) * bench.dtype.itemsize
+    row: dict[str, Any] = {"model": shape.name, "path": name, "replicas": count, "MB": num_bytes / 1e6}
+    for word, timing in times.items():
+        row[f"{word}_us"] = timing.median_ns / 1e3
+        row[f"{word}_GBps"] = num_bytes / timing.median_ns
+        row[f"{word}_spread_pct"] = 100 * timing.spread
+    row["of_one_pct"] = 100 * times["one"].median_ns / times["pull"].median_ns
+    row["of_same_pct"] = 100 * times["same"].median_ns / times["pull"].median_ns
+    return row
+
+
+class PlainCopies:
+    """As many bytes as a pull brings, between plain tensors."""
+
+    def __init__(self, sizes: list[int], bench: Bench, *, is_pinned: bool) -> None:
+        total = sum(sizes)
+        self._sizes, self._target = sizes, torch.empty(total, dtype=bench.dtype, device=bench.device)
+        self._sources = []
+        for _ in range(SOURCES):
+            source = bench.random(total)
+            is_host = is_pinned and bench.device.type == "cuda"
+            self._sources.append(source.cpu().pin_memory() if is_host else source)
+
+    def one(self, run: int) -> None:
+        """One copy."""
+        self._target.copy_(self._sources[run % SOURCES], non_blocking=True)
+
+    def same(self, run: int) -> None:
+        """One copy per tensor."""
+        source = self._sources[run % SOURCES].split(self._sizes)
+        for into, out_of in zip(self._target.split(self._sizes), source, strict=True):
+            into.copy_(out_of, non_blocking=True)
+
+
+def measure_memory(shape: Shape, layers: int, *, bench: Bench, group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Device memory of a rank's engine with 2 slots, less that with none."""
+    rows, base = [], 0
+    for buffers, slots in (("separate", 0), ("separate", 2), ("arena", 2)):
+        homes = random_homes(shape, layers, bench)
+        options = TransferOptions(slots=slots, depth=1, buffers=buffers)
+        node = NodeMemory(homes, group=group, node_R=(0,), options=options)
+        used, layout = used_bytes(bench), node.layout
+        node.close()
+        del homes, node
+        if slots == 0:
+            base = used
+            continue
+        experts = layout.layers * layout.home_bytes
+        rows.append(
+            {
+                "model": shape.name,
+                "layers": layers,
+                "buffers": buffers,
+                "slots": slots,
+                "experts_MB": experts / 1e6,
+                "measured_MB": (used - base) / 1e6,
+                "buffers_MB": layout.replica_bytes / 1e6,
+                "mailboxes_MB": layout.mailbox_bytes / 1e6,
+                "measured_pct": 100 * (used - base) / experts,
+                "buffers_pct": 100 * (used - base - layout.mailbox_bytes) / experts,
+            }
+        )
+    return rows
+
+
+def used_bytes(bench: Bench) -> int:
+    """Memory of the device that is not free, with nothing kept for later."""
+    gc.collect()
+    if bench.device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def limits_of(rates: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[Limit]:
+    """Pulls at 90 % of a plain copy; replica buffers at 2 % of the experts."""
+    limits = [
+        Limit(
+            name=f"pull rate in % of {words}, {row['model']}, {row['path']}, {row['replicas']} replicas",
+            value=row[key],
+            at_least=LIMIT_RATE_PCT,
+        )
+        for row in rates
+        for key, words in (("of_one_pct", "one plain copy"), ("of_same_pct", "plain copies tensor by tensor"))
+    ]
+    for row in memory:
+        name = f"replica buffers in % of the rank's experts, {row['buffers']}"
+        limits.append(Limit(name=name, value=row["buffers_pct"], at_most=LIMIT_MEMORY_PCT))
+    return limits
+
+
+def main() -> int:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description="Pull rates and memory of the transfer engine.")
+    parser.add_argument("--runs", type=int, default=31)
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on the CPU, to try the script itself")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    bench = Bench.on("cpu" if given.cpu_smoke else "cuda", runs=3 if given.cpu_smoke else given.runs)
+    # gloo: what the engine agrees on travels on the CPU.
+    with group_of_one("cpu") as group:
+        shapes = [smoke_shape()] if given.cpu_smoke else [Shape.of(name) for name in MODELS]
+        rates = [row for shape in shapes for row in measure_rates(shape, bench=bench, group=group)]
+        layers = 2 if given.cpu_smoke else ModelShape.preset(MODELS[0]).layers
+        memory = measure_memory(shapes[0], layers, bench=bench, group=group)
+    if given.cpu_smoke:
+        publish("transfer memory, smoke", memory, packages=("torch",))
+        return publish("transfer, smoke", rates, packages=("torch",))
+    note = f"{torch.cuda.get_device_name()}; bf16, medians of {given.runs} runs; GB are 10^9 bytes, a pull's bytes once"
+    print(note)
+    worst = publish("transfer memory", memory, limits=limits_of([], memory), note=note, packages=("torch",))
+    return max(worst, publish("transfer", rates, limits=limits_of(rates, []), note=note, packages=("torch",)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
