@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where the profile goes.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the profile goes.")] = None,
     check: Annotated[Path | None, typer.Option("--check", help="A profile to check instead.")] = None,
     limit: Annotated[float, typer.Option(min=0.1, help="Largest deviation of a checked figure, in percent.")] = 10.0,
     cluster: Annotated[
@@ -37,14 +37,14 @@ def calibrate(
     """Measure this GPU, or check a profile against it."""
     from equipoise.core import TopologyError
 
-    if (output is None) == (check is None):
+    if (out is None) == (check is None):
         raise TopologyError("give either -o FILE to write a profile, or --check FILE to check one")
     _require_torch()
     measured = _measure(check, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
     console = screen(as_json=as_json)
     if check is None:
-        assert output is not None, "one of the two was given"
-        _write(measured, output, console)
+        assert out is not None, "one of the two was given"
+        _write(measured, out, console)
         document, is_good = measured, True
     else:
         document = check_document(_read(check), measured, limit=limit / 100)

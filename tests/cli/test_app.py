@@ -108,6 +108,7 @@ FLAGS = {
     },
     "report": {"-o", "--out", "--trace", "--doctor", "--measured", "--title", "--json"},
     "parity": {"--ranks", "--nodes", "--slots", "--steps", "--json"},
+    "calibrate": {"-o", "--out", "--check", "--limit", "--cluster", "--runs", "--commit", "--trial", "--json"},
     "train": {
         "--preset",
         "--set",

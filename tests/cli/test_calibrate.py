@@ -1,0 +1,122 @@
+"""`equipoise calibrate`: a profile in small, the check's verdict and exit code, clear words without GPU or torch."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from equipoise.cli import calibrate as verb
+from equipoise.cost import Profile
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A profile that the command wrote on this CPU."""
+    from equipoise.cli import main
+
+    path = tmp_path_factory.mktemp("calibrate") / "small.json"
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", "--trial", "--runs", "1", "-o", str(path)])
+    assert stop.value.code == 0
+    return path
+
+
+def test_the_written_file_is_a_profile(small):
+    assert Profile.read(small).kind == "measured"
+
+
+def test_json_is_the_profile_itself(equipoise, tmp_path):
+    path = tmp_path / "p.json"
+    outcome = equipoise("calibrate", "--trial", "--runs", 1, "-o", path, "--json", "--commit", "abc")
+    assert outcome.code == 0
+    assert outcome.document == json.loads(path.read_text())
+    assert outcome.document["commit"] == "abc"
+
+
+def faked(monkeypatch, filed, factor):
+    """The check measures what is filed, with the first update cell of the sample times `factor`."""
+
+    def measure(grid, **_):
+        fresh = json.loads(json.dumps(filed))
+        for table in fresh["compute"]:
+            s, x = table["slots"].index(grid.slots[0]), [table["rows"].index(rows) for rows in grid.rows]
+            for key in ("forward_ns", "update_ns"):
+                table[key] = [[table[key][s][at] for at in x]]
+            table["slots"], table["rows"] = list(grid.slots), list(grid.rows)
+        fresh["compute"][0]["update_ns"][0][0] *= factor
+        return fresh
+
+    monkeypatch.setattr("equipoise.calibrate.calibrate", measure)
+
+
+@pytest.mark.parametrize(("factor", "limit", "code"), [(1.05, 10, 0), (1.2, 10, 1), (1.2, 25, 0)])
+def test_the_check_is_exit_code_1_beyond_the_limit(equipoise, monkeypatch, small, factor, limit, code):
+    faked(monkeypatch, json.loads(small.read_text()), factor)
+    outcome = equipoise("calibrate", "--trial", "--check", small, "--limit", limit, "--json")
+    assert outcome.code == code, outcome.err
+    document = outcome.document
+    assert document["is_good"] is (code == 0) and document["limit_pct"] == limit
+    off = [one for one in document["figures"] if one["deviation_pct"] != 0]
+    assert [one["deviation_pct"] for one in off] == [pytest.approx(100 * (factor - 1), abs=0.1)]
+
+
+def test_the_check_is_shown_as_a_table(equipoise, monkeypatch, small):
+    faked(monkeypatch, json.loads(small.read_text()), 1.5)
+    outcome = equipoise("calibrate", "--trial", "--check", small)
+    assert outcome.code == 1
+    for words in ("FINDING", "+50.0", "pull.host_bytes_per_s", "1 figures are off", "limit 10 %"):
+        assert words in outcome.out
+
+
+def test_a_real_check_measures_its_sample(equipoise, small):
+    outcome = equipoise("calibrate", "--trial", "--check", small, "--runs", 1, "--limit", 1e9, "--json")
+    assert outcome.code == 0, outcome.err
+    assert all(one["measured"] > 0 for one in outcome.document["figures"] if one["is_judged"])
+
+
+def test_without_a_gpu_the_way_out_is_named(equipoise, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    outcome = equipoise("calibrate", "-o", tmp_path / "p.json")
+    assert outcome.code == 2
+    assert "sees no CUDA device" in outcome.err and "h100" in outcome.err
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("-o", "a.json", "--check", "b.json")], ids=["neither", "both"])
+def test_one_of_the_two_is_needed(equipoise, arguments):
+    outcome = equipoise("calibrate", *arguments)
+    assert outcome.code == 2
+    assert "either -o FILE" in outcome.err
+
+
+def test_what_is_no_profile_is_refused_before_anything_is_measured(equipoise, tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    path.write_text("{}")
+    monkeypatch.setattr("equipoise.calibrate.calibrate", lambda *_, **__: pytest.fail("measured"))
+    outcome = equipoise("calibrate", "--trial", "--check", path)
+    assert outcome.code == 2 and "is not a equipoise-profile-2 file" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "rate"), [("NVIDIA H200", None, 450), ("NVIDIA A100-SXM4-80GB", None, 300)]
+)
+def test_the_links_rate_is_that_of_the_devices_preset(monkeypatch, device, given, rate):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert verb._link_rate(given) == rate * 10**9
+    assert verb._link_rate("h100") == 450 * 10**9
+
+
+def test_a_device_without_a_preset_needs_a_cluster(monkeypatch):
+    from equipoise.core import TopologyError
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 9000")
+    with pytest.raises(TopologyError, match="no cluster preset is named like 'Card 9000'; give --cluster"):
+        verb._link_rate(None)
+
+
+def test_without_torch_the_extra_is_named(equipoise, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    outcome = equipoise("calibrate", "-o", tmp_path / "p.json")
+    assert outcome.code == 2
+    assert "pip install 'equipoise[torch]'" in outcome.err
