@@ -12,7 +12,7 @@ Invariants (asserted by the tests):
 3. What fails while one is made is raised where it is asked for; closing ends every wait.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -27,8 +27,9 @@ from equipoise.planning.options import BalancerOptions
 from equipoise.planning.rows import RankRows
 from equipoise.runtime.combine import order_columns
 from equipoise.runtime.experts import BalancedExperts
-from equipoise.runtime.prepared import PreparedDispatch, prepare_entry, prepared_bytes, with_relay
+from equipoise.runtime.prepared import PackedDispatch, prepare_entry, prepared_bytes, with_relay
 from equipoise.runtime.relay import Nodes, Swap
+from equipoise.runtime.upload import forward_entries
 
 
 def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions) -> str:
@@ -58,7 +59,7 @@ class WindowWays:
         """
         self._routes, self._timeout_s = routes, timeout_s
         entries = [(m, layer) for m, by_layer in enumerate(routes) for layer in range(len(by_layer))]
-        self._made: dict[tuple[int, int], Future[PreparedDispatch]] = {entry: Future() for entry in entries}
+        self._made: dict[tuple[int, int], Future[PackedDispatch]] = {entry: Future() for entry in entries}
 
     def make(self, plan: Plan, layers: Sequence[BalancedExperts], *, rank: int, swap: Swap) -> None:
         """Make all dispatches, in the background thread of every rank.
@@ -68,7 +69,7 @@ class WindowWays:
             swap: exchanges integers with the other ranks' background threads
         """
         nodes = Nodes(tuple(plan.cluster.node_R), rank)
-        for entry in _in_order(plan):
+        for entry in forward_entries(plan):
             if not self._made[entry].set_running_or_notify_cancel():
                 break
             try:
@@ -78,7 +79,7 @@ class WindowWays:
                 break
         self.close()
 
-    def take(self, micro_step: int, layer: int) -> PreparedDispatch:
+    def take(self, micro_step: int, layer: int) -> PackedDispatch:
         """Return one entry's dispatch; waits until it is made."""
         try:
             with torch.profiler.record_function("equipoise.take_dispatch"):
@@ -89,6 +90,11 @@ class WindowWays:
                 "it hangs, ended with an earlier entry's error, or the window is over"
             ) from error
 
+    def is_made(self, micro_step: int, layer: int) -> bool:
+        """Whether `take` would return at once."""
+        future = self._made[micro_step, layer]
+        return future.done() and not future.cancelled()
+
     def close(self) -> None:
         """Make no more, and end every wait for what is not made."""
         for future in self._made.values():
@@ -96,7 +102,7 @@ class WindowWays:
 
     def _make(
         self, plan: Plan, entry: tuple[int, int], experts: BalancedExperts, *, nodes: Nodes, swap: Swap
-    ) -> PreparedDispatch:
+    ) -> PackedDispatch:
         options = experts.options
         ids_TK = torch.from_numpy(np.asarray(self._routes[entry[0]][entry[1]]).astype(np.int64))
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=options.combine_order)
@@ -104,15 +110,3 @@ class WindowWays:
         if options.dispatch == "two_level":
             prepared = replace(prepared, dispatch=with_relay(prepared.dispatch, nodes=nodes, swap=swap))
         return prepared.packed(is_pinned=experts.gate_up.is_cuda)
-
-
-def _in_order(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(micro-step, layer) in the order in which layers run forward."""
-    itinerary = plan.itinerary
-    if itinerary is None:
-        yield from np.ndindex(plan.ns_ML.shape)
-        return
-    for at in range(len(itinerary)):
-        visit = itinerary.visit(at)
-        if visit.phase == "forward":
-            yield visit.micro_step, visit.layer

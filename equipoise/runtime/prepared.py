@@ -39,25 +39,51 @@ class PreparedDispatch:
         """Count, on the device and without waiting, the rows whose expert is not the prepared one."""
         return (ids_TK != self.ids_TK).sum()
 
-    def packed(self, *, is_pinned: bool = False) -> "PreparedDispatch":
-        """Half the bytes, for keeping on the host; `to` makes it usable again.
+    def packed(self, *, is_pinned: bool = False) -> "PackedDispatch":
+        """Put all tables into one array of half the bytes, for keeping on the host.
 
         Args:
             is_pinned: in memory from which a device copies without waiting
         """
+        flat: list[Tensor] = []
 
-        def pack(tensor: Tensor) -> Tensor:
-            small = tensor.to(torch.int32)
-            return small.pin_memory() if is_pinned else small
+        def take(table: Tensor) -> torch.Size:
+            flat.append(table.reshape(-1).to(torch.int32))
+            return table.shape
 
-        packed: PreparedDispatch = _mapped(self, pack)
-        return packed
+        shape = _mapped(self, take, Tensor)
+        flat_X = torch.cat(flat)
+        return PackedDispatch(flat_X=flat_X.pin_memory() if is_pinned else flat_X, shape=shape)
 
-    def to(self, device: str | torch.device) -> "PreparedDispatch":
-        """Bring the tables to where the layer computes, without waiting where they are in pinned memory."""
+    def to(self, device: str) -> "PreparedDispatch":
+        """Bring the tables to where the layer computes."""
+        return self.packed().unpack(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedDispatch:
+    """A prepared dispatch as one array of int32, which one copy brings to a device."""
+
+    flat_X: Tensor
+    shape: Any
+    """The dispatch with the shape of each table in the table's place."""
+
+    def unpack(self, device: str) -> PreparedDispatch:
+        """The dispatch where the layer computes; does not wait where the array is in pinned memory."""
         # Widened there: a copy between devices that also converts would convert first, and wait.
-        moved: PreparedDispatch = _mapped(self, lambda tensor: tensor.to(device, non_blocking=True).long())
-        return replace(moved, dispatch=replace(moved.dispatch, groups=_narrowed(moved.dispatch.groups)))
+        wide_X = self.flat_X.to(device, non_blocking=True).long()
+        begin = 0
+
+        def cut(shape: torch.Size) -> Tensor:
+            nonlocal begin
+            begin += shape.numel()
+            return wide_X[begin - shape.numel() : begin].view(shape)
+
+        whole: PreparedDispatch = _mapped(self.shape, cut, torch.Size)
+        groups = whole.dispatch.groups
+        # Grouped products want int32.
+        ends = {"home_end_S": groups.home_end_S.int(), "replica_end_S": groups.replica_end_S.int()}
+        return replace(whole, dispatch=replace(whole.dispatch, groups=replace(groups, **ends)))
 
 
 def prepare_dispatch(
@@ -120,19 +146,13 @@ def _check_planned(count_RS: Tensor, split: SourceSplit) -> None:
         )
 
 
-def _mapped(tables: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tables with every tensor changed, also those inside."""
-    return replace(tables, **{field.name: _changed(getattr(tables, field.name), change) for field in fields(tables)})
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Relay):
-        return Relay(*(_changed(part, change) for part in value))
-    return _mapped(value, change) if isinstance(value, Groups | Dispatch) else value
-
-
-def _narrowed(groups: Groups) -> Groups:
-    """Ends as int32, which grouped products want."""
-    return replace(groups, home_end_S=groups.home_end_S.int(), replica_end_S=groups.replica_end_S.int())
+def _mapped(tables: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """The same tables with every value of a kind changed, also inside, in a fixed order."""
+    if isinstance(tables, kind):
+        return change(tables)
+    if isinstance(tables, Relay):
+        return Relay(*(_mapped(part, change, kind) for part in tables))
+    if isinstance(tables, Groups | Dispatch | PreparedDispatch):
+        parts = {field.name: _mapped(getattr(tables, field.name), change, kind) for field in fields(tables)}
+        return replace(tables, **parts)
+    return tables

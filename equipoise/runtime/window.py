@@ -4,8 +4,6 @@ Knows the plan, the rank, the bank that moves its replicas and the dispatches ma
 and keeps no cursor: a layer that is recomputed, or comes in pipeline order, finds the same entry again.
 """
 
-from typing import Protocol
-
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.plan import Plan
 from equipoise.runtime.assign import SourceSplit, slots_per_rank
@@ -13,14 +11,7 @@ from equipoise.runtime.bank import ReplicaBank
 from equipoise.runtime.prepared import PreparedDispatch
 from equipoise.runtime.relay import Nodes
 from equipoise.runtime.traffic import Traffic
-
-
-class Ways(Protocol):
-    """Dispatches of a window, made in the background."""
-
-    def take(self, micro_step: int, layer: int) -> PreparedDispatch:
-        """Return one entry's dispatch; waits until it is made."""
-        ...
+from equipoise.runtime.upload import Uploader, Ways
 
 
 class Window:
@@ -43,7 +34,7 @@ class Window:
         self.width = slots_per_rank(plan)
         self.nodes = Nodes(tuple(plan.cluster.node_R), rank)
         self.traffic = Traffic((plan.loads.num_micro_steps, plan.loads.num_layers), self.nodes)
-        self._ways = ways
+        self._uploader = None if ways is None else Uploader(ways, plan)
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
@@ -55,4 +46,4 @@ class Window:
 
     def prepared(self, micro_step: int, layer: int, *, device: str) -> PreparedDispatch | None:
         """One entry's dispatch where the layer computes, if dispatches are made ahead."""
-        return None if self._ways is None else self._ways.take(micro_step, layer).to(device)
+        return None if self._uploader is None else self._uploader.bring((micro_step, layer), device=device)

@@ -41,7 +41,7 @@ def test_every_entry_is_what_its_layer_would_prepare(group):
         layers[layer].window = FakeWindow(plan)
         wanted = layers[layer].prepare(torch.from_numpy(routes[m][layer].astype(np.int64)), m)
         for _ in range(2):
-            assert ways.take(m, layer).to("cpu").dispatch.is_same_way(wanted.dispatch)
+            assert ways.take(m, layer).unpack("cpu").dispatch.is_same_way(wanted.dispatch)
 
 
 class FakeWindow:
@@ -59,6 +59,7 @@ def test_an_error_is_raised_where_its_entry_is_asked_for_and_later_ones_say_why_
     ways = WindowWays(routes, timeout_s=5.0)
     ways.make(plan, layers, rank=0, swap=never)
     assert ways.take(0, 0) is not None
+    assert ways.is_made(0, 0) and not ways.is_made(1, 0)
     with pytest.raises(RoutesError, match="rows from these ids, but the plan says"):
         ways.take(0, 1)
     with pytest.raises(TransferError, match=r"micro-step 1, layer index 0 .* ended with an earlier entry's error"):
