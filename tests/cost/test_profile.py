@@ -23,7 +23,8 @@ def content(name):
 
 
 def test_every_cluster_preset_has_a_profile():
-    assert set(profile_names()) == set(clusters.preset_names()) == {"a100", "h100", "h200"}
+    assert profile_names() == clusters.preset_names()
+    assert {"a100", "h100", "h200"} <= set(profile_names())
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -92,7 +93,7 @@ def test_a_profile_can_be_read_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(content("h100")))
     assert Profile.read(path) == Profile.read("h100")
-    with pytest.raises(TopologyError, match="no hardware profile 'b900'; known: a100, h100, h200"):
+    with pytest.raises(TopologyError, match="no hardware profile 'b900'; known: a100, .*h100, h200"):
         Profile.read("b900")
 
 
