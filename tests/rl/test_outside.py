@@ -1,0 +1,213 @@
+"""Rollouts from outside: a folder that `--record` wrote, engines that answer over HTTP, and what is broken in them."""
+
+import base64
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from equipoise.adapters.transformers import inspect
+from equipoise.core import RoutesError, TrainingError
+from equipoise.rl.config import RolloutConfig, change
+from equipoise.rl.model import build_model, copy_model
+from equipoise.rl.outside import Engine, Outside, RecordedRollouts
+from equipoise.rl.rollout import Request, Sampler
+from equipoise.rl.sample import to_routes
+from equipoise.rl.task import Arithmetic
+from equipoise.rl.tokens import CharTokenizer
+from equipoise.routes import write_routes
+from tests.rl import work
+from tests.rl.test_model import tiny
+
+CONFIG = RolloutConfig(samples=2, max_new_tokens=4, prompts=3)
+MODEL = copy_model(build_model(tiny("qwen3-moe"), seed=0))
+SHAPE = inspect(MODEL).shape
+REQUEST = Request(step=0, first=0, questions=Arithmetic(("add", "reverse")).questions(3, seed=0, step=0), seed=5)
+FORMS = {"vllm": ".npz", "vllm-http": ".jsonl", "sglang": ".jsonl"}
+
+
+def sampled():
+    found = dict(Sampler(MODEL, config=CONFIG, tokenizer=CharTokenizer()).generate(REQUEST))
+    return [found[place] for place in range(len(found))]
+
+
+def outside(**changes):
+    return Outside(
+        config=CONFIG if not changes else RolloutConfig(**{**rollout_fields(), **changes}),
+        model=SHAPE,
+        tokenizer=CharTokenizer(),
+    )
+
+
+def rollout_fields():
+    return {name: getattr(CONFIG, name) for name in RolloutConfig.__slots__}
+
+
+def assert_same(found, wanted):
+    assert [place for place, _ in found] == list(range(len(wanted)))
+    for (_, sample), other in zip(found, wanted, strict=True):
+        assert np.array_equal(sample.tokens_T, other.tokens_T) and np.array_equal(sample.ids_TLK, other.ids_TLK)
+        assert sample.num_prompt == other.num_prompt and sample.name == other.name
+
+
+@pytest.mark.parametrize("form", ["vllm", "vllm-http", "sglang"])
+def test_a_recorded_folder_gives_the_same_samples(tmp_path, form):
+    samples = sampled()
+    write_routes(to_routes(samples, SHAPE), tmp_path / f"step-000000{FORMS[form]}", format=form)
+    assert_same(list(RecordedRollouts(str(tmp_path), outside()).generate(REQUEST)), samples)
+
+
+def test_a_rank_takes_its_own_questions(tmp_path):
+    samples = sampled()
+    write_routes(to_routes(samples, SHAPE), tmp_path / "a.jsonl", format="vllm-http")
+    second = Request(step=0, first=1, questions=REQUEST.questions[1:], seed=5)
+    found = list(RecordedRollouts(str(tmp_path), outside()).generate(second))
+    assert_same(found, samples[2:])
+
+
+class Speaker(BaseHTTPRequestHandler):
+    """Answers as vLLM's completions or SGLang's generate do, from our own sampler."""
+
+    asked: list = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, body))
+        prompt = body["prompt"] if self.path == "/v1/completions" else body["input_ids"]
+        question = [CharTokenizer().encode(q.prompt) for q in REQUEST.questions].index(prompt)
+        mine = sampled()[question * CONFIG.samples : (question + 1) * CONFIG.samples]
+        answer = self.vllm(mine) if self.path == "/v1/completions" else self.sglang(mine)
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def vllm(self, samples):
+        choices = []
+        for index, sample in enumerate(samples):
+            stream = io.BytesIO()
+            np.save(stream, sample.ids_TLK.astype(np.uint8))
+            routes = base64.b64encode(stream.getvalue()).decode()
+            choices.append({"index": index, "token_ids": sample.response_T.tolist(), "routed_experts": routes})
+        return {"id": "cmpl-1", "object": "text_completion", "choices": choices, "usage": {"prompt_tokens": 3}}
+
+    def sglang(self, samples):
+        return [
+            {
+                "text": "",
+                "output_ids": sample.response_T.tolist(),
+                "meta_info": {
+                    "id": f"r{number}",
+                    "prompt_tokens": sample.num_prompt,
+                    "completion_tokens": len(sample.response_T),
+                    "routed_experts": base64.b64encode(sample.ids_TLK.astype("<i4").tobytes()).decode(),
+                },
+            }
+            for number, sample in enumerate(samples)
+        ]
+
+    def log_message(self, *words):
+        """Say nothing."""
+
+
+@pytest.fixture
+def server():
+    server = HTTPServer(("127.0.0.1", 0), Speaker)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    Speaker.asked = []
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_answers_over_http_gives_the_same_samples(server, engine):
+    found = list(Engine(server, outside(engine=engine)).generate(REQUEST))
+    assert_same(found, sampled())
+    path, body = Speaker.asked[0]
+    if engine == "vllm":
+        assert path == "/v1/completions" and body["n"] == 2 and body["return_token_ids"] is True
+    else:
+        assert path == "/generate" and body["return_routed_experts"] is True and body["sampling_params"]["n"] == 2
+
+
+def test_an_engine_that_is_not_there_is_told_with_its_address():
+    with pytest.raises(TrainingError, match=r"the engine at http://127.0.0.1:9/v1/completions gave no usable answer"):
+        list(Engine("http://127.0.0.1:9", outside()).generate(REQUEST))
+
+
+def broken_file(folder, *, what):
+    """A recording in which the second sample is broken."""
+    path = folder / "step-000000.jsonl"
+    write_routes(to_routes(sampled(), SHAPE), path, format="vllm-http")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    choice = lines[1]["choices"][0]
+    if what == "base64":
+        choice["routed_experts"] = choice["routed_experts"][:-30]
+    elif what == "expert":
+        stream = io.BytesIO()
+        rows = sampled()[1].ids_TLK.astype(np.uint8)
+        rows[0, 0, 0] = 200
+        np.save(stream, rows)
+        choice["routed_experts"] = base64.b64encode(stream.getvalue()).decode()
+    else:
+        del choice["routed_experts"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("what", ["base64", "expert", "absent"])
+def test_broken_routes_are_refused_by_name_or_used_without_foresight(tmp_path, what):
+    path = broken_file(tmp_path, what=what)
+    with pytest.raises(RoutesError) as error:
+        list(RecordedRollouts(str(tmp_path), outside()).generate(REQUEST))
+    assert f"{path} line 2" in str(error.value) and "--allow-missing-routes" in str(error.value)
+    found = list(RecordedRollouts(str(tmp_path), outside(allow_missing_routes=True)).generate(REQUEST))
+    wanted = sampled()
+    assert (found[1][1].ids_TLK == -1).all() and np.array_equal(found[1][1].tokens_T, wanted[1].tokens_T)
+    assert all(np.array_equal(found[i][1].ids_TLK, wanted[i].ids_TLK) for i in range(6) if i != 1)
+
+
+def test_another_tasks_rollouts_too_few_samples_and_missing_steps_are_refused(tmp_path):
+    write_routes(to_routes(sampled(), SHAPE), tmp_path / "a.jsonl", format="vllm-http")
+    rollouts = RecordedRollouts(str(tmp_path), outside())
+    other = Request(step=0, first=0, questions=Arithmetic(("add",)).questions(3, seed=9, step=9), seed=5)
+    with pytest.raises(RoutesError, match="does not begin with question"):
+        list(rollouts.generate(other))
+    more = Request(step=0, first=0, questions=[*REQUEST.questions, *REQUEST.questions], seed=5)
+    with pytest.raises(RoutesError, match="6 samples for 6 questions of 2 samples each; 12 are needed"):
+        list(rollouts.generate(more))
+    with pytest.raises(TrainingError, match="holds rollouts of 1 steps; step 3 has none"):
+        list(rollouts.generate(Request(step=3, first=0, questions=REQUEST.questions, seed=5)))
+    with pytest.raises(TrainingError, match="no folder"):
+        RecordedRollouts(str(tmp_path / "absent"), outside())
+
+
+@pytest.mark.dist(2)
+def test_what_a_run_recorded_trains_again_to_the_same_losses(pool, tmp_path):
+    config = work.small(balance={"mode": "equipoise"})
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    pool.run(work.record_run, 2, config, tmp_path / "first", tmp_path / "routes")
+    again = change(config, rollout={"source": str(tmp_path / "routes")})
+    pool.run(work.train_run, 2, again, tmp_path / "second")
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("first", "second")
+    ]
+    assert losses[0] == losses[1] and any(losses[0])
+    # One sample of the first step loses its routes: training goes on, and says how much it knew.
+    path = tmp_path / "routes" / "step-000000.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    del lines[3]["choices"][0]["routed_experts"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    allowed = change(again, rollout={"allow_missing_routes": True})
+    pool.run(work.train_run, 2, allowed, tmp_path / "third")
+    metrics = [json.loads(line) for line in (tmp_path / "third" / "metrics.jsonl").read_text().splitlines()]
+    assert 0.8 < metrics[0]["coverage"] < 1.0 and metrics[0]["checked_windows"] == 0
+    assert metrics[1]["coverage"] == 1.0 and metrics[1]["checked_windows"] == 6
