@@ -6,17 +6,23 @@ The layer, in the order in which a row meets it:
     window.py        Window: one plan as one rank executes it
     home.py          op: home weights enter, replica gradients come home
     assign.py        assign_slots: which slot computes each row, the seam between plan and dispatcher
-    dispatch.py      Dispatch: the way of every row, exchanged or prepared ahead
+    dispatch.py      Dispatch: the way of every row; ordering.py sorts
+    prepared.py      PreparedDispatch: one made ahead, from a plan that knows every route; upload.py brings it
     spread.py        op: tokens to rows
     exchange.py      op: rows to other ranks and back
+    two_level.py     op: tokens to rows at other ranks, across to each node once; relay.py, its tables
     reorder.py       op: received rows slot by slot, and back
     expert_block.py  op: the experts' products over home and replica slots; activation.py between them
     combine.py       op: rows to tokens, added in the order given
     fused.py         Triton kernels for combine and activation on a CUDA device; kernels.py chooses
     row_bits.py      the start-up check of the deterministic mode
+    traffic.py       rows that arrived, bytes that were sent
     reference.py     the same layer densely, in one process: the specification
 
-What moves experts is behind `bank.ReplicaBank`.
+For the optimizer and beyond it: norm.py, the gradient norm in logical order; state.py, experts and their optimizer
+state under names that no number of ranks changes.
+
+What moves experts is behind `bank.ReplicaBank` and `still.Mover`.
 
 May import torch and core; never planner, routes or any framework: planner and runtime share only `core.Plan`.
 """
