@@ -41,7 +41,7 @@ def play(works: list[Work], *, depth: int = 1) -> Played:
     ends = [0] * len(works)
     for p, work in enumerate(works):
         course = course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=len(works))
-        stage = _Stage(world, work, course, p, len(works), starts)
+        stage = _Stage(world, work, course, p, len(works), starts, {})
         for rank in range(work.shape[2]):
             world.start(stage.rank_programme(rank))
     world.run()
@@ -62,6 +62,8 @@ class _Stage:
     p: int
     stages: int
     starts: dict[tuple[int, int], int]
+    slowed: dict[tuple[int, int], int]
+    """(visit, rank) to what the visit's pulls still add to the compute beside them."""
 
     def rank_programme(self, rank: int) -> Programme:
         work, p, world = self.work, self.p, self.world
@@ -89,12 +91,14 @@ class _Stage:
             yield (world.busy(p, (rank, "compute", f"attention {layer}"), int(work.attention_MLR[at])),)
             yield (self._exchange(rank, ("dispatch", p, v), at),)
             yield self._pulled(v, rank)
-            yield (world.busy(p, (rank, "compute", f"experts {layer}"), int(work.forward_MLR[at])),)
+            took = int(work.forward_MLR[at]) + self.slowed.pop((v, rank), 0)
+            yield (world.busy(p, (rank, "compute", f"experts {layer}"), took),)
             yield (self._exchange(rank, ("combine", p, v), at),)
         if one.phase == 1:
             yield (self._exchange(rank, ("combine backward", p, v), at),)
             yield self._pulled(v, rank)
-            yield (world.busy(p, (rank, "compute", f"experts backward {layer}"), int(work.backward_MLR[at])),)
+            took = int(work.backward_MLR[at]) + self.slowed.pop((v, rank), 0)
+            yield (world.busy(p, (rank, "compute", f"experts backward {layer}"), took),)
             world.give(("ended", p, v, rank))
             yield (self._exchange(rank, ("dispatch backward", p, v), at),)
             took = int(work.attention_backward_MLR[at])
@@ -152,6 +156,7 @@ class _Stage:
         name = f"pull from {PATHS[path]} {self.course.itinerary.layer_V[v]}"
         left = int(took + (0 if (path, rank) in seen else fixed))
         seen.add((path, rank))
+        self.slowed[(v, rank)] = self.slowed.get((v, rank), 0) + left * int(self.work.slowdown_2[path]) // 1000
         # Pulls are ready when they are issued.
         self.world.given.add(("now",))
         done = ("pulled", p, v, at)

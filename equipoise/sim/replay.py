@@ -9,6 +9,7 @@ The model, in the words of one visit (one layer of one micro-step on one pipelin
 4. Pulls of a visit are issued at the start of an earlier visit, by the itinerary. A pull holds its rank's host lane, or
    its rank's incoming and its source's outgoing NVLink lane; a return holds its rank's outgoing and its home's incoming
    lane. Lanes serve in order of issue. All of them stand still during an all-to-all, which has the links to itself.
+5. A pull slows the compute beside it: the experts of its visit take longer by a measured share of its time.
 
 Because every rank is in the all-to-all at the same time, lanes keep a clock of their own that leaves exchanges out:
 a transfer's end is known when it is issued. That is all that makes this form fast.
@@ -58,6 +59,7 @@ class _Figures(NamedTuple):
     """[V, 3] micro-step, phase, layer."""
     issue_start_V: np.ndarray
     issue_visit_I: np.ndarray
+    slowdown_2: np.ndarray
     tables: Tables
     repeats_forward: bool
 
@@ -71,6 +73,8 @@ class _Clock(NamedTuple):
     """[3, R] when each lane is free, on the lanes' clock."""
     arrive_2VR: np.ndarray
     """[2, V, R] when a rank's pulls of a visit have arrived, by path, on the lanes' clock."""
+    slowed_VR: np.ndarray
+    """[V, R] what a visit's pulls still add to the compute beside them."""
     part_K: np.ndarray
     exposed_3: np.ndarray
     moved_3: np.ndarray
@@ -136,6 +140,7 @@ def _figures(work: Work, course: Course) -> _Figures:
         visit_V3=np.stack([itinerary.micro_step_V, itinerary.phase_V, itinerary.layer_V], axis=1),
         issue_start_V=np.array(course.issue_start_V),
         issue_visit_I=np.array(course.issue_visit_I),
+        slowdown_2=np.array(work.slowdown_2),
         tables=work.tables,
         repeats_forward=work.repeats_forward,
     )
@@ -144,7 +149,8 @@ def _figures(work: Work, course: Course) -> _Figures:
 def _clock(work: Work, course: Course) -> _Clock:
     ranks = work.shape[2]
     zeros = [
-        np.zeros(shape, dtype=np.int64) for shape in (1, (3, ranks), (2, len(course.itinerary), ranks), 7, 3, 3, 3)
+        np.zeros(shape, dtype=np.int64)
+        for shape in (1, (3, ranks), (2, len(course.itinerary), ranks), (len(course.itinerary), ranks), 7, 3, 3, 3)
     ]
     return _Clock(*zeros)
 
@@ -203,6 +209,7 @@ def _issue_pulls(f: _Figures, clock: _Clock, visit: int, now: int) -> None:
             lane_3R[lane, rank] = begin + took
             load_3R[lane, rank] += took
             clock.count_3[path] += 1
+            clock.slowed_VR[v, rank] += took * f.slowdown_2[path] // 1000
             clock.arrive_2VR[path, v, rank] = begin + took
         clock.moved_3[HOST] += load_3R[HOST_LANE].max()
         clock.moved_3[PEER] += load_3R[IN_LANE:].max()
@@ -224,10 +231,11 @@ def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now:
     last, level, late_path = np.int64(0), np.int64(0), 0
     for r in range(len(compute_R)):
         peer, host = clock.arrive_2VR[PEER, visit, r], clock.arrive_2VR[HOST, visit, r]
-        end = max(np.int64(0), max(peer, host) - lane_now) + compute_R[r]
+        end = max(np.int64(0), max(peer, host) - lane_now) + compute_R[r] + clock.slowed_VR[visit, r]
         if end > last:
             last, late_path = end, (PEER if peer >= host else HOST)
         level = max(level, compute_R[r])
+    clock.slowed_VR[visit] = 0
     clock.part_K[COMPUTE] += level
     clock.part_K[PULL] += last - level
     clock.exposed_3[late_path] += last - level
@@ -249,8 +257,9 @@ def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     m, _, layer = f.visit_V3[visit]
     now = _exchange(f, clock, m, layer, now)
     began = now - clock.exchanged[0]
+    compute_R = f.backward_MLR[m, layer] + clock.slowed_VR[visit]
     now = _experts(f, clock, visit, f.backward_MLR[m, layer], now)
-    back_R = _return(f, clock, visit, began)
+    back_R = _return(f, clock, visit, compute_R, began)
     now = _exchange(f, clock, m, layer, now)
     lane_now = now - clock.exchanged[0]
     attention_R = f.attention_backward_MLR[m, layer]
@@ -266,7 +275,7 @@ def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
 
 
 @compiled
-def _return(f: _Figures, clock: _Clock, visit: int, began: int) -> np.ndarray:
+def _return(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, began: int) -> np.ndarray:
     """[R] when the last gradient arrives at each home, on the lanes' clock; 0 where none does."""
     m, _, layer = f.visit_V3[visit]
     t, lane_3R = f.tables, clock.lane_3R
@@ -276,7 +285,7 @@ def _return(f: _Figures, clock: _Clock, visit: int, began: int) -> np.ndarray:
     for p in range(f.start_ML[entry], f.start_ML[entry + 1]):
         rank, home = f.rank_P[p], f.home_P[p]
         pulled = max(clock.arrive_2VR[PEER, visit, rank], clock.arrive_2VR[HOST, visit, rank])
-        ended = max(began, pulled) + f.backward_MLR[m, layer, rank]
+        ended = max(began, pulled) + compute_R[rank]
         begin = max(ended, max(lane_3R[OUT_LANE, rank], lane_3R[IN_LANE, home]))
         # Gradients are added up as they arrive, so all but the first keep their home busy longer.
         took = t.return_ns + (t.add_ns if back_R[home] > 0 else 0)

@@ -94,7 +94,7 @@ class Parts:
     planning: float = 0.0
     """Planning on the critical path."""
     attention: float = 0.0
-    """Attention and shared experts of the MoE layers, of the rank with most tokens."""
+    """Attention, shared experts and spreading tokens to rows, of the rank with most tokens."""
     bubble: float = 0.0
     """Waiting for other pipeline stages."""
     rollout: float = 0.0

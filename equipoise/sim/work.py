@@ -55,7 +55,7 @@ class Work(Value):
     backward_MLR: np.ndarray
     """Experts of each rank, zero in recompute."""
     attention_MLR: np.ndarray
-    """Attention and shared experts of each rank, forward."""
+    """Attention and shared experts of each rank, and spreading its tokens to rows and combining them, forward."""
     attention_backward_MLR: np.ndarray
     exchange_ML: np.ndarray
     """One all-to-all."""
@@ -68,6 +68,8 @@ class Work(Value):
     send_M: np.ndarray
     """Hidden states from one pipeline stage to the next."""
     transfers: Transfers
+    slowdown_2: np.ndarray
+    """[2] thousandths by which a pull from a peer, or from the host, slows the compute beside it."""
     tables: Tables
     publish: int
     collect: int
@@ -118,25 +120,29 @@ def work_of(
         for stage in ("recompute", plan.loads.stage)
     )
     own = tables[plan.loads.stage]
-    token_MLR = -(-plan.loads.load_MLRE.sum(axis=3) // plan.model.top_k)
+    row_MLR = plan.loads.load_MLRE.sum(axis=3)
+    token_MLR = -(-row_MLR // plan.model.top_k)
+    sent_MLR, sent_both_MLR = (costs[stage].sending_ns(row_MLR) for stage in ("recompute", plan.loads.stage))
+    sent_back_MLR = np.maximum(0, sent_both_MLR - sent_MLR)
     inside_ML, across_ML = (
         np.stack([rows_M * ps for rows_M in rows], axis=1)
         for rows, ps in (([s.inside_M for s in settled], own.inside_ps), ([s.across_M for s in settled], own.across_ps))
     )
-    has_backward = plan.loads.stage == "update"
+    has_backward, profile = plan.loads.stage == "update", costs[plan.loads.stage].profile
     planning_ML, push_ML = _open_charges(plan)
     return Work(
         stage=plan.loads.stage,
         forward_MLR=forward_MLR,
         backward_MLR=np.maximum(0, both_MLR - forward_MLR) if has_backward else np.zeros_like(forward_MLR),
-        attention_MLR=token_MLR * own.window_ps // 1000,
-        attention_backward_MLR=token_MLR * own.backward_window_ps // 1000 * has_backward,
+        attention_MLR=token_MLR * own.window_ps // 1000 + sent_MLR,
+        attention_backward_MLR=(token_MLR * own.backward_window_ps // 1000 + sent_back_MLR) * has_backward,
         exchange_ML=own.exchange_fixed_ns + np.maximum(inside_ML, across_ML) // 1000,
         is_across_ML=across_ML > inside_ML,
         planning_ML=planning_ML,
         push_ML=push_ML,
         send_M=token_MLR.max(axis=(1, 2)) * own.across_ps // 1000,
         transfers=_transfers(plan),
+        slowdown_2=np.array([profile.peer_slowdown_permille, profile.host_slowdown_permille]),
         tables=own,
         publish=round(plan.seconds.publish * NANO),
         collect=round(plan.seconds.collect * NANO),

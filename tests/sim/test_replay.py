@@ -100,11 +100,33 @@ def test_what_is_pushed_in_the_open_is_all_exposed():
 def test_pulls_hide_behind_long_visits_and_stand_out_behind_short_ones():
     rng = np.random.default_rng(11)
     transfers = random_transfers(rng, entries=6, ranks=4, most=4)
-    long = random_work(rng, most_ns=50_000_000, transfers=transfers)
-    short = random_work(rng, most_ns=20, transfers=transfers)
+    free = np.zeros(2, dtype=np.int64)
+    long = random_work(rng, most_ns=50_000_000, transfers=transfers, slowdown_2=free)
+    short = random_work(rng, most_ns=20, transfers=transfers, slowdown_2=free)
     # The very first visit has nothing before it to hide behind but its own attention.
     assert replay([long]).part_PK[0, PULL] == 0
     assert replay([short]).part_PK[0, PULL] > 0.5 * replay([short]).moved_P3[0, :2].max()
+
+
+def test_a_pull_slows_the_compute_beside_it_by_its_share():
+    """One pull of one rank, whose experts decide: they take longer by a fifth of the pull."""
+    rng = np.random.default_rng(0)
+    transfers = replace(
+        random_transfers(rng, entries=1, ranks=2, most=0),
+        start_ML=np.array([0, 1]),
+        rank_P=np.array([1]),
+        home_P=np.array([0]),
+        path_P2=np.array([[0, 0]]),
+    )
+    shape = {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
+    busy = np.array([[[0, 10**9]]])
+    free, slowed = (
+        replay([random_work(rng, **shape, forward_MLR=busy, attention_MLR=busy, slowdown_2=np.array([share, 0]))])
+        for share in (0, 200)
+    )
+    tables = random_work(rng, **shape).tables
+    assert free.part_PK[0, PULL] == 0
+    assert slowed.part_PK[0, PULL] == (tables.peer_ns + tables.peer_fixed_ns) * 200 // 1000
 
 
 def test_deeper_prefetch_never_exposes_more():

@@ -38,6 +38,7 @@ def random_work(
         "push_ML": np.zeros(shape[:2], dtype=np.int64),
         "send_M": rng.integers(0, most_ns // 4, micro_steps),
         "transfers": random_transfers(rng, entries=micro_steps * layers, ranks=ranks, most=replicas),
+        "slowdown_2": np.array([200, 10]),
         "tables": tables,
         "publish": int(rng.integers(0, most_ns)),
         "collect": int(rng.integers(0, most_ns)),
