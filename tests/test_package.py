@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "equipoise").rglob("*.py"))
 # Rooms that may need torch; every other one must not.
-TORCH_ROOMS = {"runtime", "adapters", "rl", "planning", "balancer", "parity"}
+TORCH_ROOMS = {"runtime", "adapters", "rl", "planning", "balancer", "parity", "calibrate"}
 HEAVY = ["numpy", "numba", "scipy", "torch", "transformers", "typer", "rich"]
 
 IMPORT_ALL_WITHOUT_TORCH = """
