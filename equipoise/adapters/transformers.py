@@ -197,10 +197,17 @@ class Installed:
         Args:
             options: of transformers' `save_pretrained`
         """
-        state = self.state_dict(to=0)
-        if dist.get_rank(self.balancer.group) == 0:
-            type(self.model).save_pretrained(self.model, path, state_dict=state, **options)
-        dist.barrier(group=self.balancer.group)
+        group, state = self.balancer.group, self.state_dict(to=0)
+        is_first, is_written = dist.get_rank(group) == 0, torch.zeros((), dtype=torch.int64)
+        try:
+            if is_first:
+                type(self.model).save_pretrained(self.model, path, state_dict=state, **options)
+                is_written += 1
+        finally:
+            # Also where writing failed: the other ranks wait for the word.
+            dist.broadcast(is_written, dist.get_global_rank(group, 0), group=group)
+        if not is_first and not is_written:
+            raise AdapterError(f"the first rank of the EP group could not write {str(path)!r}; see its error")
 
     def uninstall(self) -> None:
         """Restore the model. Every rank must call this, with no window open."""

@@ -98,6 +98,14 @@ def test_uninstall_restores_the_model_and_saving_is_canonical(pool, tmp_path, fa
     assert {name.removeprefix("installed/"): d for name, d in written.items() if name.startswith("installed/")} == plain
 
 
+@pytest.mark.dist(2)
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(pool, tmp_path):
+    (first, _), (kind, words) = pool.run(work.save_in_vain, 2, str(tmp_path))
+    assert first == "NotADirectoryError"
+    assert kind == "AdapterError"
+    assert "the first rank of the EP group could not write" in words
+
+
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_trained_weights_are_the_same_by_state_dict_by_load_and_after_uninstall(pool, family):
