@@ -19,7 +19,7 @@ from equipoise.calibrate.progress import Steps
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.dispatch import Groups
-from equipoise.runtime.expert_block import BlockOptions, expert_block
+from equipoise.runtime.expert_block import BlockOptions, Products, expert_block
 
 ERROR_LIMIT = 2e-2
 """bf16 operands land between 1e-3 and 1e-2."""
@@ -78,12 +78,12 @@ class Cell:
             experts=experts,
         )
 
-    def forward(self, *, products: Any = "grouped") -> Tensor:
+    def forward(self, *, products: Products = "grouped") -> Tensor:
         """Run the runtime's block."""
         options, bank = BlockOptions(products=products), EmptyBank(self.experts)
         return expert_block(self.rows_ND, self.experts, groups=self.groups, bank=bank, visit=VISIT, options=options)
 
-    def update(self, *, products: Any = "grouped") -> tuple[Tensor, ...]:
+    def update(self, *, products: Products = "grouped") -> tuple[Tensor, ...]:
         """Forward and backward; gradients are made, not accumulated."""
         leaves = (self.rows_ND, *self.experts.tensors())
         return torch.autograd.grad(self.forward(products=products), leaves, self.grad_ND)

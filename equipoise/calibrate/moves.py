@@ -25,7 +25,7 @@ def measure_moves(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
     num_bytes, times = 0, [0.0] * 4
     for hidden in sorted({grid.shapes[0][0], grid.shapes[-1][0]}):
         for rows in grid.moved_rows:
-            num_bytes += rows * hidden * bench.flush.new_empty(0, dtype=bench.dtype).element_size()
+            num_bytes += rows * hidden * bench.dtype.itemsize
             cases = [*time_received(rows, hidden, bench), *time_sent(rows // grid.top_k, hidden, grid.top_k, bench)]
             times = [total + ns for total, ns in zip(times, cases, strict=True)]
             steps.advance()
