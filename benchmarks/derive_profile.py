@@ -2,6 +2,7 @@
 
     python -m benchmarks.derive_profile h100 -o equipoise/cost/profiles/h100.json
     python -m benchmarks.derive_profile a100 -o equipoise/cost/profiles/a100.json
+    python -m benchmarks.derive_profile b200 -o equipoise/cost/profiles/b200.json
 
 Knows the file and the roofline; measures nothing. Published figures come from
 `equipoise/core/presets/clusters`; what the file holds, from `equipoise/cost/profile.py`.

@@ -106,7 +106,7 @@ class Cluster(Value):
         """Build a cluster of a published device.
 
         Args:
-            name: "h100", "h200" or "a100"
+            name: "h100", "h200", "a100" or "b200"
             nodes: machines; 1 unless `node_R` or `ep` says more
             ranks_per_node: 8 by default
             ep: size of the EP group; all ranks by default

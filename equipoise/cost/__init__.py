@@ -4,7 +4,7 @@
     model.py     CostModel: compute, all-to-all, transfers, window edges, in whole nanoseconds
     kernels.py   the same arithmetic, compiled, for the planner's inner loops; links.py counts the rows it prices
     reference.py what the kernels compute, in plain words
-    profiles/    h200 (measured by equipoise calibrate), h100 and a100 (derived by benchmarks/derive_profile.py)
+    profiles/    h200 (measured by equipoise calibrate), h100, a100 and b200 (derived by benchmarks/derive_profile.py)
 
 To add a device: measure it with `equipoise calibrate -o <name>.json`, put the file into `profiles/`, and
 add its link figures to `core/presets/clusters`.

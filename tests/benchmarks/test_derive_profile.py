@@ -47,6 +47,12 @@ def test_a100_is_slower_by_operations_or_by_bytes():
     assert ratios[32, 64] == pytest.approx(4.8 / 2.039, rel=1e-3)
 
 
+def test_b200_is_faster_by_operations_or_by_bytes():
+    ratios = {(slots, rows): ratio for slots, rows, ratio in cell_ratios("b200")}
+    assert ratios[1, 131072] == pytest.approx(989.4 / 2250, rel=1e-3)
+    assert ratios[32, 64] == pytest.approx(4.8 / 8, rel=1e-3)
+
+
 def test_a_device_with_the_same_figures_has_the_same_tables():
     same = derive(MEASURED, base="h200", target="h200")
     assert [part["update_ns"] for part in same["compute"]] == [part["update_ns"] for part in MEASURED["compute"]]
@@ -59,14 +65,14 @@ def test_only_a_measured_profile_can_be_derived_from():
         derive(derived, base="h100", target="a100")
 
 
-@pytest.mark.parametrize("target", ["h100", "a100"])
+@pytest.mark.parametrize("target", ["h100", "a100", "b200"])
 def test_the_committed_file_is_what_the_command_makes(target, tmp_path):
     path = tmp_path / "profile.json"
     write_profile(derive(MEASURED, base="h200", target=target), path)
     assert path.read_text() == (PROFILES / f"{target}.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["h200", "h100", "a100"])
+@pytest.mark.parametrize("name", ["h200", "h100", "a100", "b200"])
 def test_a_committed_profile_is_complete_and_names_every_source(name):
     profile = json.loads((PROFILES / f"{name}.json").read_text())
     assert profile["kind"] == ("measured" if name == "h200" else "derived")

@@ -13,6 +13,7 @@ from equipoise.core.cluster import preset_names
 # Data sheets by hand: device memory, dense bf16 operations, memory, NVLink (one direction) and NIC bytes per second.
 PUBLISHED = {
     "a100": (80e9, 312e12, 2.039e12, 300e9, 25e9),
+    "b200": (180e9, 2250e12, 8e12, 900e9, 50e9),
     "h100": (80e9, 989.4e12, 3.35e12, 450e9, 50e9),
     "h200": (141e9, 989.4e12, 4.8e12, 450e9, 50e9),
 }
@@ -36,7 +37,7 @@ def make_cluster(**changes):
 
 
 def test_presets_are_the_promised_ones():
-    assert preset_names() == ["a100", "h100", "h200"]
+    assert preset_names() == ["a100", "b200", "h100", "h200"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -137,7 +138,7 @@ def test_a_cluster_that_makes_no_sense_cannot_be_built(changes, words):
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        pytest.param("h999", {}, "no cluster preset 'h999'; known: a100, h100, h200", id="unknown-preset"),
+        pytest.param("h999", {}, "no cluster preset 'h999'; known: a100, b200, h100, h200", id="unknown-preset"),
         pytest.param("h200", {"speed": 1}, "no figure 'speed'; known: memory_bytes, flops", id="unknown-figure"),
         pytest.param("h200", {"nodes": 0}, "nodes is 0; it must be at least 1", id="no-nodes"),
         pytest.param("h200", {"ranks_per_node": 0}, "ranks_per_node is 0", id="no-ranks"),
