@@ -183,13 +183,15 @@ class Installed:
         wrong = sorted(set(own) ^ set(state))
         if wrong:
             raise AdapterError(f"the state dict does not fit the model: {wrong[0]!r} is in one of them only")
-        experts = self.expert_parameters
+        mine = {name: self._share(name, tensor) for name, tensor in state.items()}
         for name, tensor in own.items():
-            if name in experts:
-                lent = self._lent[name.rpartition(".")[0]]
-                tensor.copy_(lent.exchanged(cut(state[name], self.balancer.group)))
-            else:
-                tensor.copy_(state[name])
+            if tensor.shape != mine[name].shape:
+                raise AdapterError(
+                    f"{name!r} of the state dict has shape {list(state[name].shape)}, which does not fit the model's; "
+                    "give the state dict of the whole model"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(mine[name])
 
     def save_pretrained(self, path: str | Path, **options: Any) -> None:
         """Write what the whole model's `save_pretrained` would write. Every rank must call this; the first one writes.
@@ -208,6 +210,11 @@ class Installed:
             dist.broadcast(is_written, dist.get_global_rank(group, 0), group=group)
         if not is_first and not is_written:
             raise AdapterError(f"the first rank of the EP group could not write {str(path)!r}; see its error")
+
+    def _share(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor of the whole model, in the layout it has while installed."""
+        lent = self._lent.get(name.rpartition(".")[0])
+        return tensor if lent is None else lent.exchanged(cut(tensor, self.balancer.group))
 
     def uninstall(self) -> None:
         """Restore the model. Every rank must call this, with no window open."""

@@ -106,6 +106,15 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(pool, tmp
     assert "the first rank of the EP group could not write" in words
 
 
+@pytest.mark.dist(2)
+def test_a_state_dict_that_does_not_fit_is_refused_by_name_and_nothing_is_loaded(pool):
+    for words, is_same in pool.run(work.load_what_does_not_fit, 2):
+        assert "'model.layers.1.mlp.experts.down_proj' is in one of them only" in words[0]
+        assert "'model.layers.1.mlp.experts.down_proj' of the state dict has shape [2, 32, 32]" in words[1]
+        assert "of the state dict has shape [8, 1, 32]" in words[2]
+        assert is_same
+
+
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_trained_weights_are_the_same_by_state_dict_by_load_and_after_uninstall(pool, family):

@@ -212,6 +212,24 @@ def save_in_vain(group, folder):
     return "nothing", ""
 
 
+def load_what_does_not_fit(group):
+    """What `load_state_dict` says of a lost name and of a tensor that would broadcast; and whether anything changed."""
+    model = build("gpt_oss")
+    name, words = "model.layers.1.mlp.experts.down_proj", []
+    with make_balancer(model, group, nodes=1) as balancer:
+        handle = adapter.install(model, balancer, worker=kept_worker())
+        before = handle.state_dict()
+        lost = {key: tensor + 1 for key, tensor in before.items() if key != name}
+        for state in (lost, lost | {name: before[name][:2]}, lost | {name: before[name].transpose(1, 2)[:, :1]}):
+            try:
+                handle.load_state_dict(state)
+            except EquipoiseError as error:
+                words.append(str(error))
+        is_same = equal_states(handle.state_dict(), before)
+        adapter.uninstall(model)
+    return words, is_same
+
+
 def train_and_load(group, family):
     """Weights after one step, by state dict, by load into a second installed model, and by uninstall."""
     model, second = build(family), build(family, seed=1)
