@@ -1,5 +1,6 @@
 """The fast clock equals the event-level one, its parts add up, and nothing is faster for having more to do."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -169,3 +170,12 @@ def test_two_equal_stages_have_the_bubble_of_one_forward_one_backward():
         collect=0,
     )
     assert replay([work] * stages).total == (micro_steps + stages - 1) * (forward + backward)
+
+
+def test_a_wide_window_is_replayed_in_seconds():
+    """94 layers x 64 micro-steps x EP64; the limit for planning and replaying is 10 s, replaying is a small part."""
+    work = random_work(np.random.default_rng(0), micro_steps=64, layers=94, ranks=64, replicas=8)
+    replay([random_work(np.random.default_rng(0), micro_steps=1, layers=1, ranks=2)])
+    start = time.process_time()
+    replay([work])
+    assert time.process_time() - start < 4

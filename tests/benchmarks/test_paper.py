@@ -1,0 +1,99 @@
+"""The papers' comparison: workloads that keep every row, ablations that change one thing, ratios that are ratios."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import paper_cases
+from benchmarks.paper import compare, limits_of, take_apart
+from benchmarks.paper_ablations import ablations, on_path, shared_evenly
+from benchmarks.paper_cases import Case, cluster_of
+from benchmarks.paper_report import write_report
+from benchmarks.simulator import DealtGroups
+from equipoise.loads.generator import generate_counts
+from equipoise.planner import plan
+from tests.sim.steps import MODEL, skewed_loads
+
+
+@pytest.fixture(scope="module")
+def case():
+    cluster = paper_cases.cluster_of(8).with_ep(8)
+    return Case(source="generated", workload="mixed", model=MODEL, cluster=cluster, loads=skewed_loads(4))
+
+
+@pytest.fixture(scope="module")
+def rows(case):
+    return list(compare(case))
+
+
+def test_a_generated_batch_is_dealt_to_micro_steps_without_losing_a_row(monkeypatch):
+    monkeypatch.setattr(paper_cases, "SAMPLES", 64)
+    monkeypatch.setattr(paper_cases, "MICRO_STEPS", 2)
+    found = {name: paper_cases.generated_case("qwen3-30b-a3b", name, 16, 2) for name in ("mixed", "grouped")}
+    counts = generate_counts(found["mixed"].model, samples=64, mean_tokens=4096, domains=4, seed=13)
+    for case in found.values():
+        assert case.loads.load_MLRE.shape == (2, 2, 16, 128)
+        assert np.array_equal(case.loads.total_MLE().sum(axis=0), counts.count_BLE.sum(axis=0))
+    # Sorted by length: the second micro-step has the longer samples.
+    short, long = found["mixed"].loads.load_MLRE.sum(axis=(1, 2, 3))
+    assert short < long
+
+
+def test_the_cluster_is_the_papers():
+    cluster = cluster_of(32)
+    assert (cluster.num_ep_nodes, cluster.ranks_per_node, cluster.network_bytes_per_s) == (4, 8, 50_000_000_000)
+
+
+def test_ratios_are_of_the_same_loads_and_prices(rows):
+    assert [row["crossing"] for row in rows] == ["tokens", "rows"]
+    for row in rows:
+        assert row["over_static"] > 1 > row["of_balanced"]
+        assert row["over_reactive"] > row["over_reactive-free"]
+        assert 1 <= row["skew_after"] < row["skew"]
+        assert 1 < row["step_over_static"] < row["over_static"]
+
+
+def test_an_equal_share_for_every_holder_keeps_the_replicas_and_levels_less(case):
+    made = plan(case.loads, cluster=case.cluster, model=case.model)
+    shared = shared_evenly(made)
+    assert set(zip(shared.replica_table.entry_P, shared.replica_table.rank_P, strict=True)) <= set(
+        zip(made.replica_table.entry_P, made.replica_table.rank_P, strict=True)
+    )
+    assert shared.rank_load_MLR.sum() == made.rank_load_MLR.sum()
+    assert shared.rank_load_MLR.max(axis=2).sum() > made.rank_load_MLR.max(axis=2).sum()
+
+
+@pytest.mark.parametrize("path", [0, 1])
+def test_a_path_alone_takes_every_pull(case, path):
+    made = on_path(plan(case.loads, cluster=case.cluster, model=case.model), path)
+    assert (made.replica_table.path_P2 == path).all()
+
+
+def test_each_half_is_worth_less_than_both(case):
+    found = {(row["plan"], row["crossing"]): row["over_static"] for row in take_apart(case)}
+    assert {plan for plan, _ in found} == {"static", *(name for name, _ in ablations())}
+    for sends in ("tokens", "rows"):
+        assert found["static", sends] == 1
+        for half in ("base only", "replicas only", "placement only", "0 slots"):
+            assert found[half, sends] < found["both", sends] * 1.001
+        assert found["both", sends] == found["2 slots", sends]
+
+
+def test_a_report_holds_every_row_and_what_fails(rows, case, tmp_path):
+    limits = list(limits_of([{**row, "EP": 32} for row in rows]))
+    write_report(tmp_path / "paper", rows, list(take_apart(case)), limits=limits, layers=4, note="said plainly")
+    document = json.loads((tmp_path / "paper.json").read_text())
+    assert document["rows"][: len(rows)] == rows
+    assert {entry["holds"] for entry in document["limits"]} <= {True, False}
+    page = (tmp_path / "paper.md").read_text()
+    assert page.count("holds:") + page.count("FAILS:") == len(limits)
+    assert "ReLibra" in page and "ForeMoE" in page and "Said plainly." in page
+
+
+def test_dealt_groups_differ_and_are_the_same_each_time():
+    pool = generate_counts(MODEL, samples=20, mean_tokens=64)
+    groups = DealtGroups(pool, groups=3, micro_steps=2, ranks=4)
+    assert len(groups) == len(list(groups)) == 3
+    assert groups[1] == groups[1] != groups[2]
+    assert groups[0].load_MLRE.shape == (2, MODEL.layers, 4, MODEL.experts)
