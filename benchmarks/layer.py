@@ -271,6 +271,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--commit", help="commit of the source, where git cannot tell")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on the CPU, to try the script itself")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -280,7 +281,7 @@ def main() -> int:
         return publish("layer, smoke", rows, packages=("torch",))
     rows = measure_layers([Shape.of(name) for name in given.models], tuple(given.tokens), bench)
     note = f"{torch.cuda.get_device_name()}; bf16, medians of {given.runs} runs; update: forward and backward"
-    return publish("layer", rows, limits=limits_of(rows), note=note, packages=("torch",))
+    return publish("layer", rows, limits=limits_of(rows), note=note, packages=("torch",), commit=given.commit)
 
 
 if __name__ == "__main__":

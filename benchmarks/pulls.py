@@ -115,7 +115,7 @@ class Case:
         """Build the stack and move its experts in."""
         self.replicas, self.bench, self.path = replicas, bench, path
         self.stack: Stack = build_stack(shape, tokens, replicas=replicas, group=dist.group.WORLD, bench=bench)
-        options = TransferOptions(slots=replicas, depth=1)
+        options = TransferOptions(slots=replicas, depth=1, buffers="separate")
         homes = [experts.home for experts in self.stack.experts]
         # What the engine agrees on travels on the CPU.
         self.rank = OneRank(homes, group=dist.new_group(backend="gloo"), options=options)
@@ -210,6 +210,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--path", choices=("host", "peer"), default="host")
     parser.add_argument("--runs", type=int, default=25)
+    parser.add_argument("--commit", help="commit of the source, where git cannot tell")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on the CPU, to try the script itself")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -222,7 +223,7 @@ def main() -> int:
     if given.cpu_smoke:
         return publish("pulls, smoke", rows, packages=("torch",))
     note = f"{torch.cuda.get_device_name()}; bf16, {LAYERS} layers, {given.runs} runs in turn"
-    return publish("pulls", rows, limits=limits_of(rows), note=note, packages=("torch",))
+    return publish("pulls", rows, limits=limits_of(rows), note=note, packages=("torch",), commit=given.commit)
 
 
 if __name__ == "__main__":

@@ -48,11 +48,16 @@ def publish(
     limits: Sequence[Limit] = (),
     note: str = "",
     packages: Sequence[str] = PACKAGES,
+    commit: str | None = None,
 ) -> int:
-    """Print the table and the JSON line, and return the exit code: 0, or 1 where a limit does not hold."""
+    """Print the table and the JSON line, and return the exit code: 0, or 1 where a limit does not hold.
+
+    Args:
+        commit: of the source, where it is exported and git cannot tell
+    """
     document = {
         "benchmark": benchmark,
-        "commit": read_commit(),
+        "commit": commit or read_commit(),
         "machine": read_machine(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "rows": [dict(row) for row in rows],

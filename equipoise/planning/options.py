@@ -32,8 +32,9 @@ class BalancerOptions:
     """Bound on every wait of a transfer."""
     path: Literal["plan", "peer", "host"] = "plan"
     """Which way pulls go: as the plan says, or all of them by one path."""
-    buffers: Literal["separate", "arena"] = "separate"
-    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both."""
+    buffers: Literal["auto", "separate", "arena"] = "auto"
+    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both; `auto`: an arena
+    where experts are on a CUDA device."""
     is_checked: bool = False
     """Keep a checksum of every expert in the host store, and compare it before a pull."""
     is_prepared: bool = True

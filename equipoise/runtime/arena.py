@@ -130,6 +130,7 @@ class Arena:
 
 def make_buffers(layout: Layout, options: TransferOptions, *, pager: Pager, homes: Sequence[Pages]) -> ReplicaBuffers:
     """Make the buffers that the options ask for."""
-    if options.buffers == "separate" or layout.slots == 0:
+    is_arena = options.buffers == "arena" or (options.buffers == "auto" and layout.device.type == "cuda")
+    if not is_arena or layout.slots == 0:
         return SeparateBuffers(layout)
     return Arena(layout, pager=pager, homes=homes)

@@ -25,7 +25,7 @@ _ALIGN = 64
 
 
 ForcedPath = Literal["plan", "peer", "host"]
-Buffers = Literal["separate", "arena"]
+Buffers = Literal["auto", "separate", "arena"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,9 @@ class TransferOptions:
     """Keep the shared pages in memory."""
     path: ForcedPath = "plan"
     """Which way pulls go: as the plan says, or all of them by one path."""
-    buffers: Buffers = "separate"
-    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both."""
+    buffers: Buffers = "auto"
+    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both; `auto`: an arena
+    where experts are on a CUDA device."""
     is_checked: bool = False
     """Keep a checksum of every expert in the host store, and compare it before a pull."""
 

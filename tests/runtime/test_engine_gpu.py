@@ -145,7 +145,7 @@ def test_training_in_bf16_is_static_training(pool, slots, path, buffers):
     given = (plan, static_plan(routing, nodes=2), routing, run)
     results = [pool.run(run_both, 4, *given, timeout_s=120.0) for _ in range(2 if slots else 1)]
     static, moved, sent = zip(*results[0], strict=True)
-    assert not slots or all(path in bytes_by_path for bytes_by_path in sent)
+    assert not slots or any(path in bytes_by_path for bytes_by_path in sent)
     for a, b in zip(static, moved, strict=True):
         assert all(map(torch.equal, a.outputs, b.outputs)), "outputs differ"
         assert slots or all(map(torch.equal, a.hidden_grads, b.hidden_grads)), "input gradients differ"
