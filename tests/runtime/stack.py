@@ -33,7 +33,7 @@ class Run:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     """Of weights and hidden states; the dense reference starts from the same rounded numbers."""
-    transfer: dict = field(default_factory=dict)
+    transfer: dict = field(default_factory=dict, hash=False)
     """More fields of TransferOptions."""
 
     def cast(self, tensor):
