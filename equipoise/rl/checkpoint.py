@@ -19,6 +19,7 @@ Invariants (asserted by the tests):
 3. A checkpoint of other ranks, EP size, mode or seed is refused by name.
 """
 
+import io
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from equipoise.core.errors import TrainingError
@@ -149,15 +151,18 @@ class Checkpoints:
         trouble = None
         try:
             work()
-        except OSError as error:
-            trouble = f"rank {self._layout.rank}: {error.strerror or error}"
+        except (OSError, SafetensorError) as error:
+            trouble = f"rank {self._layout.rank}: {getattr(error, 'strerror', None) or error}"
         return next((words for words in gather_objects(trouble, self._layout) if words), None)
 
 
 def write_torch(path: Path, content: Any) -> None:
     """Write tensors and plain values, down to the disk."""
+    # In memory first: torch turns a full disk into an error that does not say so.
+    stream = io.BytesIO()
+    torch.save(content, stream)
     with path.open("wb") as file:
-        torch.save(content, file)
+        file.write(stream.getbuffer())
         file.flush()
         os.fsync(file.fileno())
 

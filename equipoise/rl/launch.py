@@ -92,7 +92,8 @@ def _follow(pipes: list[Connection], processes: list[Any], show: Show) -> Any:
                 results[rank] = value
             else:
                 troubles[rank] = value
-                end = min(end, time.monotonic() + _GRACE_S)
+                patience_s = 0.0 if isinstance(value, _Died) else _GRACE_S
+                end = min(end, time.monotonic() + patience_s)
     if troubles:
         raise _cause(troubles)
     return results[0]
@@ -110,6 +111,10 @@ class _Died(TransferError):
     """A rank ended without a word: the cause of whatever others say."""
 
 
+class _Broke(TransferError):
+    """A rank raised what nobody foresaw."""
+
+
 def _cause(troubles: dict[int, BaseException]) -> BaseException:
     """The error to raise: a dead rank before one that refused, before one that lost its partner."""
     ordered = sorted(troubles.items(), key=lambda item: (_importance(item[1]), item[0]))
@@ -119,7 +124,7 @@ def _cause(troubles: dict[int, BaseException]) -> BaseException:
 def _importance(trouble: BaseException) -> int:
     if isinstance(trouble, _Died):
         return 0
-    return 2 if isinstance(trouble, TransferError) else 1
+    return 2 if type(trouble) is TransferError else 1
 
 
 def _ending(code: int | None) -> str:
@@ -147,8 +152,10 @@ def _serve(pipe: Connection, place: tuple[int, str], function: RankFunction, con
         send("done", result if rank == 0 else None)
     except EquipoiseError as error:
         send("failed", error)
-    except Exception:  # noqa: BLE001  # the starter shows it, whatever it is
-        send("failed", TransferError(f"rank {rank} failed:\n{traceback.format_exc()}"))
+    except Exception as error:  # noqa: BLE001  # the starter shows it, whatever it is
+        is_lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        kind = TransferError if is_lost else _Broke
+        send("failed", kind(f"rank {rank} failed:\n{traceback.format_exc()}"))
 
 
 def _run_as_rank(function: RankFunction, config: TrainConfig, args: Any, show: Show) -> Any:

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_a_rank_takes_its_own_questions(tmp_path):
 class Speaker(BaseHTTPRequestHandler):
     """Answers as vLLM's completions or SGLang's generate do, from our own sampler."""
 
-    asked: list = []
+    asked: ClassVar[list] = []
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -119,7 +120,7 @@ def server():
     server = HTTPServer(("127.0.0.1", 0), Speaker)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    Speaker.asked = []
+    Speaker.asked.clear()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

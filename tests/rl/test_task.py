@@ -74,7 +74,7 @@ def test_a_broken_dataset_is_refused_by_line(tmp_path, text, words):
 def test_unknown_domains_files_and_rewards_are_refused_by_name(tmp_path):
     with pytest.raises(TrainingError, match=r"task.domains is \['poetry'\]; known: add, sub"):
         Arithmetic(("poetry",))
-    with pytest.raises(TrainingError, match="absent.jsonl cannot be read"):
+    with pytest.raises(TrainingError, match=r"absent.jsonl cannot be read"):
         Dataset.read(tmp_path / "absent.jsonl")
     for name in ("no.such.module:f", "math:nothing", "math", ":"):
         with pytest.raises(TrainingError, match="cannot be imported as module:function"):

@@ -1,17 +1,23 @@
 """Small runs that tests call on the pool's ranks, and what they have in common."""
 
+import errno
+import os
+import resource
 from functools import lru_cache
+from unittest import mock
 
 import torch
 
 from equipoise.core import EquipoiseError
 from equipoise.planning.worker import PlanWorker
+from equipoise.rl import checkpoint
 from equipoise.rl.compare import run_comparison
 from equipoise.rl.config_file import build_config
 from equipoise.rl.events import ignore
 from equipoise.rl.layout import build_layout
 from equipoise.rl.model import build_model
 from equipoise.rl.run import Places, run
+from equipoise.rl.sync import sync_weights
 from equipoise.rl.train import Trainer
 
 SMALL = {
@@ -102,3 +108,38 @@ def resume_error(group, config, out):
     except EquipoiseError as error:
         return type(error).__name__, str(error)
     return None
+
+
+def disk_full(group, config, out, how):
+    """A run whose second rank finds no room for its second checkpoint; what every rank is told."""
+    real = checkpoint.write_torch
+
+    def write(path, content):
+        if group.rank() != 1 or "step-000002" not in str(path):
+            return real(path, content)
+        if how == "no space":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        try:
+            return real(path, content)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with mock.patch.object(checkpoint, "write_torch", write):
+        try:
+            train_run(group, config, out)
+        except EquipoiseError as error:
+            return type(error).__name__, str(error)
+    return None
+
+
+def synced(group, config):
+    """The rollout copy's weights after a step and a sync, the whole weights, and their name."""
+    trainer = trainer_of(group, config)
+    trainer.step(0)
+    version = sync_weights(trainer.learner, trainer.engine.model, trainer.layout)
+    copied = {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
+    whole = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
+    trainer.close()
+    return copied, whole, version

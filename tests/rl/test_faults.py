@@ -1,0 +1,140 @@
+"""Killed, interrupted, out of disk: in every stage the run ends with a word, and resumed it has the same bits."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from equipoise.core import TrainingError, TransferError
+from equipoise.rl.config import change
+from equipoise.rl.launch import launch
+from equipoise.rl.run import Places, run
+from tests.rl import work
+from tests.rl.test_run import lines_of, newest_weights
+
+STAGES = ("sync", "rollout", "reward", "recompute", "update", "checkpoint")
+CONFIG = work.small(steps=2, warmup={"steps": 2}, balance={"mode": "static"})
+
+
+class Fault(NamedTuple):
+    """What happens to whom, in which stage of step 1."""
+
+    kind: str
+    stage: str
+    starter: int
+    """Process id of whoever presses Ctrl-C."""
+
+
+def faulty(config, layout, show, places, fault):
+    """A run that meets its fault."""
+    torch.set_num_threads(1)
+
+    def watch(event):
+        show(event)
+        if event.kind != "stage" or (event.values["step"], event.values["name"]) != (1, fault.stage):
+            return
+        if fault.kind == "kill" and layout.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "interrupt" and layout.rank == 0:
+            os.kill(fault.starter, signal.SIGINT)
+            time.sleep(30)
+
+    return run(config, layout, watch, places)
+
+
+@pytest.fixture
+def left():
+    """Ranks that a launch has left behind."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before
+
+
+def context():
+    """Processes that have everything loaded: starting a rank costs little."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "torch.distributed", "tests.rl.test_faults"])
+    return server
+
+
+@pytest.fixture(scope="module")
+def whole(pool, tmp_path_factory):
+    """The same run, uninterrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    pool.run(work.train_run, 2, CONFIG, out)
+    return out
+
+
+def assert_resumes_to(whole, out, pool):
+    pool.run(work.resume_run, 2, CONFIG, out)
+    assert lines_of(out) == lines_of(whole)
+    assert work.same_weights(newest_weights(out), newest_weights(whole))
+    assert not list((out / "checkpoints").glob(".*")), "no partial checkpoint is left"
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_killed_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits(pool, tmp_path, whole, left, stage):
+    fault, begin = Fault("kill", stage, os.getpid()), time.monotonic()
+    with pytest.raises(TransferError, match="rank 1 died of SIGKILL; resume from the last checkpoint"):
+        launch(faulty, CONFIG, Places(out=tmp_path), fault, context=context())
+    assert time.monotonic() - begin < 60
+    assert not left()
+    assert_resumes_to(whole, tmp_path, pool)
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits(pool, tmp_path, whole, left, stage):
+    fault = Fault("interrupt", stage, os.getpid())
+    with pytest.raises(KeyboardInterrupt):
+        launch(faulty, CONFIG, Places(out=tmp_path), fault, context=context())
+    assert not left()
+    assert_resumes_to(whole, tmp_path, pool)
+
+
+def fails(config, layout, show, kind):
+    """One rank fails, the other waits for it."""
+    if layout.rank == 1 and kind == "refuses":
+        raise TrainingError("the moon is not full")
+    if layout.rank == 1 and kind == "breaks":
+        raise ZeroDivisionError("by accident")
+    if layout.rank == 1 and kind == "leaves":
+        os._exit(3)
+    torch.distributed.barrier(group=layout.world)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("refuses", TrainingError, "the moon is not full"),
+        ("breaks", TransferError, r"rank 1 failed:(.|\n)*ZeroDivisionError: by accident"),
+        ("leaves", TransferError, "rank 1 died with exit code 3"),
+    ],
+)
+def test_a_rank_that_fails_is_named_with_its_words(kind, error, words):
+    with pytest.raises(error, match=words):
+        launch(fails, CONFIG, kind, context=context())
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize("how", ["no space", "file limit"])
+def test_a_full_disk_leaves_the_previous_checkpoint_valid(pool, tmp_path, whole, how):
+    said = pool.run(work.disk_full, 2, CONFIG, tmp_path, how)
+    assert said[0] == said[1], "every rank is told"
+    name, words = said[0]
+    reason = os.strerror(errno.ENOSPC) if how == "no space" else os.strerror(errno.EFBIG)
+    assert name == "TrainingError" and f"step-000002 could not be written: rank 1: {reason}" in words
+    assert "step-000001 is still valid, resume from it" in words
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000001"]
+    assert_resumes_to(whole, tmp_path, pool)
+
+
+@pytest.mark.dist(2)
+def test_only_the_newest_checkpoints_are_kept(pool, tmp_path):
+    pool.run(work.train_run, 2, change(CONFIG, checkpoint={"keep": 1}), tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]

@@ -1,0 +1,118 @@
+"""Metrics: documented one by one, put together over ranks as documented, and never in the way of training."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from equipoise.core import RoutesError, TrainingError
+from equipoise.rl.config import TrackConfig
+from equipoise.rl.metrics import JsonLines, RankFigures, Sinks, numbers, skew_after, skew_before, step_metrics
+from equipoise.rl.stages import StepTally, check_arrival
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def tally(*, rows, arrived, **values):
+    made = StepTally(losses=[1.0, 3.0], sizes=[2.0, 2.0], norms=[1.0, 2.0], **values)
+    made.rows["update"] = [np.array(rows)]
+    made.arrived["update"] = [] if arrived is None else [np.array(arrived)]
+    made.add(ratio=10, clipped=1, kl_old=0.5, kl_reference=0.0, trained=20)
+    return made
+
+
+def figures(made, **values):
+    given = dict(rewards=[1.0, 0.0], num_right=1, known_rows=8, rows=10, tokens=50, rollout_kl=0.0, rollout_s=0.5)
+    return RankFigures(tally=made, seconds=2.0, **{**given, **values})
+
+
+def two_ranks():
+    # One micro-step, one layer, four experts; owners hold two each.
+    first = tally(rows=[[[4, 0, 0, 0]]], arrived=[[5]], given_rows=8, replayed_rows=8, differing_rows=1)
+    second = tally(rows=[[[2, 2, 1, 1]]], arrived=[[5]], given_rows=8, replayed_rows=8, differing_rows=3)
+    return first, second
+
+
+def test_figures_of_ranks_are_put_together():
+    first, second = two_ranks()
+    found = step_metrics(3, [figures(first), figures(second, rewards=[1.0, 1.0], num_right=2)], ep=2)
+    assert found["step"] == 3 and found["reward"] == 0.75 and found["right_share"] == 0.75
+    assert (found["loss"], found["grad_norm"]) == (2.0, 1.5)
+    assert (found["ratio"], found["kl"]) == (1.0, 0.05)
+    assert found["coverage"] == 0.8 and found["replayed_rows"] == 16 and found["differing_share"] == 0.25
+    assert found["tokens_per_s"] == 50.0
+
+
+def test_skew_before_is_at_the_owners_and_after_is_what_arrived():
+    tallies = two_ranks()
+    assert skew_before(tallies, ep=2) == pytest.approx(8 / 5)
+    assert skew_after(tallies, ep=2) == 1.0
+    assert skew_after([tally(rows=[[[1, 1]]], arrived=None)], ep=1) is None
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_written():
+    named = set(re.findall(r"^\| `(\w+)`", DOCS.read_text(), flags=re.MULTILINE))
+    assert named == set(step_metrics(0, [figures(t) for t in two_ranks()], ep=2))
+
+
+def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for first, written in ((0, (0, 1, 2)), (1, (1,))):
+        sink = JsonLines(path, first_step=first)
+        for step in written:
+            sink.write({"step": step, "first": first})
+        sink.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 0, "first": 0},
+        {"step": 1, "first": 1},
+    ]
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = Sinks(tmp_path, TrackConfig(tensorboard=True), first_step=0, settings={})
+    sinks.write({"step": 4, "reward": 0.5, "skew_after": None, "bytes": {"shm": 7}})
+    sinks.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == {"reward", "bytes.shm"}
+    assert [(e.step, e.value) for e in found.Scalars("reward")] == [(4, 0.5)]
+
+
+def test_wandb_that_is_not_installed_is_told_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(TrainingError, match=r"wandb is not installed; run: pip install 'equipoise\[wandb\]'"):
+        Sinks(tmp_path, TrackConfig(wandb_project="p"), first_step=0, settings={})
+
+
+def test_a_sink_that_fails_later_does_not_stop_training(tmp_path, caplog):
+    class Broken:
+        def write(self, metrics):
+            raise ConnectionError("gone")
+
+        def close(self):
+            raise AssertionError("it was dropped")
+
+    sinks = Sinks(tmp_path, TrackConfig(), first_step=0, settings={})
+    sinks._sinks.insert(0, Broken())
+    sinks.write({"step": 0})
+    sinks.write({"step": 1})
+    sinks.close()
+    assert "no longer written to Broken" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_numbers_are_flat_and_without_what_is_unknown():
+    assert numbers({"step": 1, "a": 2, "b": None, "bytes": {"p2p": 3}}) == {"a": 2, "bytes.p2p": 3}
+
+
+def test_rows_that_are_not_the_planned_ones_are_told_with_their_place():
+    planned = np.array([[3, 4], [5, 6]])
+    check_arrival(planned.copy(), planned, stage="update", rank=1)
+    arrived = planned.copy()
+    arrived[1, 0] = 7
+    with pytest.raises(RoutesError, match="rank 1, update, micro-step 1, layer index 0: 7 rows arrived, the plan .* 5"):
+        check_arrival(arrived, planned, stage="update", rank=1)
