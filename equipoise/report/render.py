@@ -5,7 +5,8 @@ Templates hold no figures and no logic beyond loops: what is shown was made in P
 
 How data travels:
     page-data     JSON: charts (traces, layout, views), themes
-    downloads     each a gzip of the text, base64: the result as JSON, every section's data as CSV
+    files         each a gzip of the text, base64: plotly's script; for download, the result as JSON and every
+                  section's data as CSV
 
 Invariants (asserted by the tests):
 1. The file names no address outside itself, and a browser asks for none.
@@ -50,9 +51,8 @@ def render(page: Page) -> str:
             definitions=DEFINITIONS,
             style=_template_text("page.css"),
             script=_template_text("page.js"),
-            plotly_script=plotly_script,
             page_data=_script_json({"charts": [_chart_data(c) for c in page.charts], "themes": themes()}),
-            downloads=_downloads(page),
+            files={"plotly.min.js": _pack(plotly_script), **_downloads(page)},
         )
     )
 
@@ -130,7 +130,7 @@ def _chart_data(chart: Chart) -> dict[str, Any]:
 
 def _downloads(page: Page) -> dict[str, str]:
     """Packed text of every file the page offers, by its name."""
-    files = {"result.json": json.dumps(page.document, indent=1)}
+    files = {"result.json": json.dumps(page.document)}
     files |= {f"{section.name}.csv": as_csv(section.data) for section in page.sections}
     return {name: _pack(text) for name, text in files.items()}
 

@@ -151,14 +151,14 @@ def _skew(steps: Steps, *, has_after: bool) -> Chart:
 def _predicted(steps: Steps) -> Chart:
     static, saved = (sum(step[name] for step in steps) for name in ("static_s", "saved_s"))
     drawn = [{**step, "planned_s": step["static_s"] - step["saved_s"]} for step in steps]
+    change = f"{percent(abs(saved / static))} {'less' if saved >= 0 else 'more'} than at the owners"
     return _lines(
         drawn,
         {"before": "static_s", "after": "planned_s"},
         styles=STYLES,
         name="predicted-seconds",
         title="Predicted seconds of expert layers",
-        caption=f"What plans promised on the described cluster, not what this machine took: {percent(saved / static)} "
-        "saved over all steps.",
+        caption=f"What plans promised on the described cluster, not what this machine took: {change}, over all steps.",
         y="seconds, predicted",
         terms=("predicted", "before", "after", "saved"),
     )

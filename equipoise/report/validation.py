@@ -13,7 +13,7 @@ from equipoise.report.theme import BLUE, ORANGE
 
 NOT_MEASURED = Missing(
     title="Predicted against measured",
-    words="Nothing was run here. The errors of a rank replay can be shown beside this result:",
+    words="How far predictions are from what a rank replay measured can be shown beside this result:",
     command="python -m benchmarks.validate REPLAY -o validate.json; equipoise report RESULT --measured validate.json",
 )
 _LEVELS = {"layer": BLUE, "run": ORANGE}

@@ -54,10 +54,10 @@ def timeline(*, ranks, layers, waits):
     return tuple(events)
 
 
-def policy(rng, name, *, slots, slow, layers, ranks, timed=True):
+def policy(rng, name, *, slots, slow, layers, ranks, steps=STEPS, timed=True):
     """A step under one policy, `slow` times as slow as the fastest."""
     windows = []
-    for steps in STEPS.values():
+    for count in steps.values():
         parts = Parts(compute=0.4 * slow, all_to_all_inside=0.2, all_to_all_across=0.1, attention=0.3)
         parts = parts + Parts(pull=0.002, return_=0.001, publish=0.003, collect=0.003) if slots else parts
         kinds = np.array([0.4, 0.3, 0.3, 0.001, 0.1 * slow, 0.0])
@@ -69,7 +69,7 @@ def policy(rng, name, *, slots, slow, layers, ranks, timed=True):
                 rank_s_KGX=np.broadcast_to(kinds[:, None, None], (6, 1, ranks))
                 * (0.9 + 0.1 * rng.random((1, 1, ranks))),
                 paths=(PathUse(path="peer", moved_s=0.02, exposed_s=0.002, bytes=2**30),) if slots else (),
-                after=balance(rng, micro_steps=steps, layers=layers, ranks=ranks, spread=slow - 1),
+                after=balance(rng, micro_steps=count, layers=layers, ranks=ranks, spread=slow - 1),
                 byte_RR=rng.integers(2**20, 2**26, size=(ranks, ranks)),
             )
         )
@@ -113,7 +113,7 @@ def swept():
 POLICIES = (("static", 0, 1.5), ("eplb-oracle", 1, 1.3), ("equipoise", 1, 1.02), ("balanced", 0, 1.0))
 
 
-def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, sweep=True, timed=True):
+def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, steps=STEPS, sweep=True, timed=True):
     """A simulation of made-up figures that fit together, as the simulator would write it."""
     rng = np.random.default_rng(0)
     model = ModelShape.preset("qwen3-30b-a3b", layers=layers, experts=experts, top_k=4)
@@ -126,16 +126,16 @@ def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, sweep=True, 
         windows=tuple(
             WindowLoads(
                 stage=stage,
-                micro_steps=steps,
+                micro_steps=count,
                 groups=1,
                 tokens_per_rank=8192.0,
                 load_LE=rng.integers(10, 4000, size=(layers, experts)),
-                before=balance(rng, micro_steps=steps, layers=layers, ranks=ranks, spread=0.6),
+                before=balance(rng, micro_steps=count, layers=layers, ranks=ranks, spread=0.6),
             )
-            for stage, steps in STEPS.items()
+            for stage, count in steps.items()
         ),
         policies=tuple(
-            policy(rng, name, slots=slots, slow=slow, layers=layers, ranks=ranks, timed=timed)
+            policy(rng, name, slots=slots, slow=slow, layers=layers, ranks=ranks, steps=steps, timed=timed)
             for name, slots, slow in policies
         ),
         notes=("Compute and all-to-all do not overlap.", "Links are priced by their published rate."),

@@ -46,7 +46,7 @@ def test_charts_hold_the_figures_of_every_step(run):
     assert totals == pytest.approx([2.0] * 8)
     peer = next(t for t in chart(page, "bytes-over-steps").traces if t["name"] == "peer")
     assert peer["y"] == pytest.approx([1.0 + step for step in range(8)])
-    assert "25.0 % saved" in chart(page, "predicted-seconds").caption
+    assert "25.0 % less than at the owners" in chart(page, "predicted-seconds").caption
     assert "not what this machine took" in chart(page, "predicted-seconds").caption
 
 

@@ -41,15 +41,27 @@
     return Plotly.update(chart.name, { visible: view.visible }, view.layout);
   }
 
-  async function download(name) {
+  async function unpack(name) {
     const packed = document.querySelector(`script[data-file="${CSS.escape(name)}"]`).textContent;
     const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
-    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).blob();
+  }
+
+  async function loadPlotly() {
+    const script = document.createElement("script");
+    script.textContent = await (await unpack("plotly.min.js")).text();
+    document.head.append(script);
+  }
+
+  async function download(name) {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(await new Response(unpacked).blob());
+    link.href = URL.createObjectURL(await unpack(name));
     link.download = name;
+    document.body.append(link);
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    link.remove();
+    // A busy machine reads the blob long after the click.
+    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
   }
 
   function forPaper() {
@@ -66,6 +78,11 @@
     }
   }
 
+  if (typeof DecompressionStream === "undefined") {
+    document.getElementById("too-old").hidden = false;
+    return;
+  }
+
   themeButton.addEventListener("click", () => choose(scheme() === "dark" ? "light" : "dark"));
   systemDark.addEventListener("change", () => chosen === null && recolour(scheme()));
   addEventListener("beforeprint", forPaper);
@@ -78,5 +95,7 @@
   }
 
   themeButton.textContent = scheme() === "dark" ? "Light" : "Dark";
-  Promise.all(data.charts.map(draw)).then(() => { document.body.dataset.ready = "true"; });
+  loadPlotly()
+    .then(() => Promise.all(data.charts.map(draw)))
+    .then(() => { document.body.dataset.ready = "true"; });
 })();
