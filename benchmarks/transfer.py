@@ -185,7 +185,7 @@ def used_bytes(bench: Bench) -> int:
 
 
 def limits_of(rates: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[Limit]:
-    """Pulls at 90 % of plain copies of the same tensors, from the host of one copy too; buffers at 2 % of the experts."""
+    """Pulls at 90 % of plain copies of the same tensors, from the host also of one copy; buffers at 2 % of experts."""
     names = {"of_same_pct": "plain copies tensor by tensor", "of_one_pct": "one plain copy"}
     limits = [
         Limit(

@@ -22,7 +22,17 @@ The layer, in the order in which a row meets it:
 For the optimizer and beyond it: norm.py, the gradient norm in logical order; state.py, experts and their optimizer
 state under names that no number of ranks changes.
 
-What moves experts is behind `bank.ReplicaBank` and `still.Mover`.
+What moves experts is behind `bank.ReplicaBank` and `still.Mover`:
+
+    engine.py        TransferEngine: windows and versions; the story of a transfer
+    edges.py         publish to homes, collect to owners; relocate.py moves experts between slots
+    puller.py        fills replica buffers ahead, along itinerary_walk.py, by paths.py
+    host_store.py    all experts in host memory, with versions; refresher.py writes what will be pulled
+    returns.py       replica gradients on their way home
+    arena.py         replica slots apart from the homes, or in one tensor with them
+    node.py          NodeMemory: what the ranks of a node share; layout.py, its sizes
+    pages.py         memory that processes map; cuda_pages.py on CUDA devices; node_pages.py and memory.py share it
+    streams.py       points in a device's work; watchdog.py bounds every wait; counters.py counts
 
 May import torch and core; never planner, routes or any framework: planner and runtime share only `core.Plan`.
 """

@@ -106,7 +106,7 @@ class WindowEdges:
                 tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         found = ExpertWeights(*(None if t is None else self._gradient_of(t) for t in homes))
         if len(list(found.tensors())) < len(list(homes.tensors())):
-            raise TransferError(
+            raise self._node.watchdog.abort(
                 f"layer index {layer}: gradient_of finds no gradient for a parameter of this rank while another rank "
                 "has one; allocate the accumulated gradients of all experts before the window opens"
             )

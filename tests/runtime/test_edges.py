@@ -214,3 +214,42 @@ def test_misuse_is_named(pool):
         assert "no window is published" in words[0]
         assert "layers 2" in words[1] and "opened for 3" in words[1]
         assert "already published" in words[2]
+
+
+def elsewhere(group, plan):
+    """Gradients accumulate in `main_grad`, as Megatron has it; `grad` stays empty."""
+    rank, owned = group.rank(), plan.home_slots
+    everything = all_experts(plan.home_LE.shape[1], plan.home_LE.shape[0], 3)
+    gradients = all_experts(plan.home_LE.shape[1], plan.home_LE.shape[0], 4)
+    homes = owned_parameters(everything, rank, owned)
+    node = NodeMemory(homes, group=group, node_R=plan.cluster.node_R, options=OPTIONS)
+    edges, words = WindowEdges(node, gradient_of=lambda parameter: getattr(parameter, "main_grad", None)), ""
+    for parameter in (p for weights in homes for p in weights.tensors()):
+        parameter.main_grad = torch.zeros_like(parameter)
+    edges.publish(plan)
+    for layer, weights in enumerate(homes):
+        new = take(gradients[layer], experts_at(plan, layer, rank))
+        for parameter, gradient in zip(weights.tensors(), new.tensors(), strict=True):
+            parameter.main_grad += gradient
+    edges.collect()
+    mine = range(rank * owned, (rank + 1) * owned)
+    for layer, weights in enumerate(homes):
+        got = ExpertWeights(*(None if p is None else p.main_grad for p in weights))
+        assert_same_bits(got, take(gradients[layer], mine), f"main_grad of layer {layer}")
+        assert all(p.grad is None for p in weights.tensors())
+    edges.publish(plan)
+    if rank == 1:
+        del homes[0].gate_up_SFD.main_grad
+    try:
+        edges.collect()
+    except TransferError as error:
+        words = str(error)
+    node.close()
+    return words
+
+
+@pytest.mark.dist(2)
+def test_gradients_may_lie_elsewhere_than_in_grad(pool):
+    first, second = pool.run(elsewhere, 2, random_plan((0, 0), seed=9))
+    assert "layer index 0: gradient_of finds no gradient for a parameter of this rank" in second
+    assert "ended because rank 1: layer index 0: gradient_of finds no gradient" in first

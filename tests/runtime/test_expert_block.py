@@ -32,6 +32,21 @@ class OneBank:
         raise AssertionError("the block itself collects nothing")
 
 
+class JoinedBank(OneBank):
+    """The same replicas behind the home weights, in one tensor each."""
+
+    def __init__(self, home, replicas):
+        super().__init__(replicas)
+        pairs = zip(home, replicas, strict=True)
+        self.both = ExpertWeights(*(None if a is None else torch.cat([a.detach(), b]) for a, b in pairs))
+
+    def weights(self, visit):
+        raise AssertionError("asked for apart from the homes")
+
+    def joined(self, visit):
+        return self.both
+
+
 def weights_of(slots, *, seed, dtype=torch.float32, has_bias=True):
     make = torch.Generator().manual_seed(seed)
     shapes = [(2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)] + ([(2 * WIDTH,), (HIDDEN,)] if has_bias else [])
@@ -104,6 +119,26 @@ def test_backward_equals_autograd_through_the_dense_reference(lengths, activatio
     (out_ND * torch.arange(1.0, HIDDEN + 1, dtype=torch.float64)).sum().backward()
     for a, b in zip(got, [out_ND, *(leaf.grad for leaf in leaves)], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_one_call_over_joined_weights_equals_two_calls(lengths, has_bias):
+    groups, seen = groups_of(*lengths), []
+    for is_joined in (False, True):
+        home = ExpertWeights(
+            *(None if t is None else t.requires_grad_() for t in weights_of(3, seed=1, has_bias=has_bias))
+        )
+        replicas = weights_of(2, seed=2, has_bias=has_bias)
+        bank = JoinedBank(home, replicas) if is_joined else OneBank(replicas)
+        rows_ND = torch.randn((groups.num_rows, HIDDEN), generator=torch.Generator().manual_seed(3)).requires_grad_()
+        out_ND = expert_block(rows_ND, home, groups=groups, bank=bank, visit=VISIT, options=BlockOptions())
+        (out_ND * torch.arange(HIDDEN)).sum().backward()
+        seen.append([out_ND, rows_ND.grad, *(t.grad for t in home.tensors()), *bank.returned.tensors()])
+        # A gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
+        assert home.gate_up_SFD.grad.untyped_storage().nbytes() == home.gate_up_SFD.nbytes
+    for a, b in zip(*seen, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bank_with_fewer_replicas_than_slots_is_enough():

@@ -124,3 +124,15 @@ def test_weights_that_may_have_changed_are_pulled_again():
     walk.forget()
     again, _ = walk.announce(plan.itinerary.visit(1))
     assert again.needs and not walk.holds(again) and walk.next_fill() == again
+
+
+def test_a_fill_that_was_given_up_holds_nothing_and_is_filled_again():
+    plan = random_plan((0, 0), seed=5, slots=1, fewest=1)
+    walk = Walk(plan, rank=0)
+    walk.announce(plan.itinerary.visit(0))
+    fill = walk.next_fill()
+    walk.begin(fill)
+    walk.end(is_filled=False)
+    assert not walk.holds(fill) and walk.filling is None
+    walk.announce(plan.itinerary.visit(0))
+    assert walk.next_fill() == fill

@@ -56,6 +56,20 @@ def test_the_engine_gives_the_same_bits_as_plain_collectives(pool, make, nodes, 
 
 
 @pytest.mark.dist(4)
+@pytest.mark.parametrize("mode", ["plain", "early_stop"])
+@pytest.mark.parametrize("path", ["peer", "host"])
+def test_an_arena_and_forced_paths_give_the_same_bits(pool, path, mode):
+    plan, routing = scattered(21, 4, 2, 1)
+    one = Run(options=EXACT, mode=mode, transfer={"buffers": "separate"})
+    other = Run(options=EXACT, mode=mode, transfer={"buffers": "arena", "path": path})
+    apart, joined = (pool.run(run_window, 4, plan, routing, run) for run in (one, other))
+    same_bits(apart, joined)
+    for a, b in zip(apart, joined, strict=True):
+        pairs = zip(a.expert_grads, b.expert_grads, strict=True)
+        assert all(torch.equal(x, y) for p, q in pairs for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.dist(4)
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 2)], ids=["EP2", "EP4 on 2 nodes"])
 def test_weights_after_50_steps_are_those_of_static_training(pool, ranks, nodes):
     windows = [planned(seed, ranks, 2, nodes) for seed in (31, 32, 33)]
