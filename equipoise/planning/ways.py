@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from equipoise.core import Plan
-from equipoise.core.errors import EquipoiseError, TransferError
+from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.planning.options import BalancerOptions
 from equipoise.planning.rows import RankRows
 from equipoise.runtime.combine import order_columns
@@ -74,13 +74,18 @@ class WindowWays:
                 break
             try:
                 self._made[entry].set_result(self._make(plan, entry, layers[entry[1]], nodes=nodes, swap=swap))
-            except EquipoiseError as error:
+            except Exception as error:  # noqa: BLE001  # raised where the entry is asked for, whatever it is
                 self._made[entry].set_exception(error)
                 break
         self.close()
 
     def take(self, micro_step: int, layer: int) -> PackedDispatch:
         """Return one entry's dispatch; waits until it is made."""
+        if (micro_step, layer) not in self._made:
+            raise InfeasiblePlanError(
+                f"no routes were submitted for micro-step {micro_step}, layer index {layer}; the window has "
+                f"{len(self._routes)} micro-steps"
+            )
         try:
             with torch.profiler.record_function("equipoise.take_dispatch"):
                 return self._made[micro_step, layer].result(self._timeout_s)

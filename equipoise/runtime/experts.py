@@ -91,7 +91,8 @@ class BalancedExperts(nn.Module):
         self.window: Window | None = None
         for name, tensor in zip(("gate_up", "down", "gate_up_bias", "down_bias"), home, strict=True):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
-        self.register_buffer("mismatches", torch.zeros((), dtype=torch.int64), persistent=False)
+        device = None if home.gate_up_SFD.is_meta else home.gate_up_SFD.device
+        self.register_buffer("mismatches", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         _check_strides(home, layer=layer, products=self.options.products)
         if self.options.is_deterministic and not home.gate_up_SFD.is_meta:
             check_row_bits(home, pad=self.options.pad, options=self.options.block)
@@ -132,7 +133,8 @@ class BalancedExperts(nn.Module):
             gates_TK: [T, K] their weights
             visit: the layer's turn, captured outside any checkpointed function
             home: what `enter` returned; entered here if left out
-            prepared: this entry's dispatch, made ahead for `ids_TK`; else it is made here, with an exchange of counts
+            prepared: this entry's dispatch, made ahead for `ids_TK`; left out, the window's own, and where it has none
+                the dispatch is made here, with an exchange of counts
 
         Returns: [T, D]
         """

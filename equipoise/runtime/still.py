@@ -62,6 +62,8 @@ class Still:
 
     def open_window(self, plan: Plan) -> None:
         """Refuse a plan that has replicas."""
+        if not self._homes:
+            raise TransferError("no layers are attached; attach the balanced layers before a window begins")
         self._bank = NoReplicas(plan, self._homes[0])
 
     def close_window(self, *, with_weights: bool = True) -> None:

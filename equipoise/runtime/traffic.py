@@ -21,7 +21,11 @@ class Traffic:
     """What the layers of one rank sent and received in one window."""
 
     def __init__(self, shape_ML: tuple[int, int], nodes: Nodes) -> None:
-        self.nodes = nodes
+        others = [rank for rank in range(len(nodes.node_R)) if rank != nodes.rank]
+        self._tiers = {
+            "across": [rank for rank in others if not nodes.is_near(rank)],
+            "inside": [rank for rank in others if nodes.is_near(rank)],
+        }
         self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
         """[M, L] rows that arrived at this rank; -1 where its layer has not run."""
         self.bytes: Counter[str] = Counter()
@@ -36,7 +40,5 @@ class Traffic:
             self._add("two_level", way.relay.inner_send_R, row_bytes)
 
     def _add(self, name: str, sent_R: list[int], row_bytes: int) -> None:
-        for rank, rows in enumerate(sent_R):
-            if rank != self.nodes.rank:
-                tier = "inside" if self.nodes.is_near(rank) else "across"
-                self.bytes[f"{name} {tier}"] += rows * row_bytes
+        for tier, ranks in self._tiers.items():
+            self.bytes[f"{name} {tier}"] += row_bytes * sum(sent_R[rank] for rank in ranks)

@@ -142,7 +142,8 @@ def test_a_row_off_its_prepared_way_is_told_on_every_rank(pool):
 @pytest.mark.dist(1)
 def test_calls_out_of_order_are_told(pool):
     (said,) = pool.run(work.misuse, 1, ParityCase(ranks=1, layers=1, tokens=4))
-    nothing_submitted, not_open, open_already = (words for _, words in said)
+    nothing_attached, nothing_submitted, not_open, open_already = (words for _, words in said)
+    assert "no layers are attached" in nothing_attached
     assert "no window was submitted" in nothing_submitted
     assert "no window is open" in not_open
     assert "a window is open; end it" in open_already

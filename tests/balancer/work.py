@@ -215,8 +215,10 @@ def mismatch(group, case):
 def misuse(group, case):
     """What a rank alone is told when it calls things out of order."""
     net = SmallStack(case, group)
+    bare = Balancer(cluster=case.cluster, model=case.model, group=group, enabled=False)
+    bare.submit(routes_of(window_inputs(case, 0, 0)))
     balancer = balancer_of(net, case, group, enabled=False)
-    said = [words_of(balancer.begin), words_of(balancer.end)]
+    said = [words_of(bare.begin), words_of(balancer.begin), words_of(balancer.end)]
     balancer.submit(routes_of(window_inputs(case, 0, 0)))
     balancer.begin()
     return [*said, words_of(balancer.begin)]

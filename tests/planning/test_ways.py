@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equipoise.core.errors import RoutesError, TransferError
+from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
 from equipoise.planning.ways import WindowWays
 from tests.runtime.cases import random_routing, static_plan
 from tests.runtime.stack import Run, build_layers
@@ -74,6 +74,12 @@ def test_closing_ends_a_wait(group):
     with pytest.raises(TransferError, match="or the window is over"):
         ways.take(0, 0)
     assert time.monotonic() - begin < 10
+
+
+def test_an_entry_outside_the_window_is_refused(group):
+    routes, _, _ = window(group)
+    with pytest.raises(InfeasiblePlanError, match=r"micro-step 2, layer index 0; the window has 2 micro-steps"):
+        WindowWays(routes, timeout_s=5.0).take(2, 0)
 
 
 def test_a_wait_is_bounded(group):
