@@ -136,7 +136,7 @@ def _downloads(page: Page) -> dict[str, str]:
 
 
 def _pack(text: str) -> str:
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _script_json(document: dict[str, Any]) -> str:
