@@ -53,7 +53,7 @@ def run_group(
         pairs_P: per stage, [L, E, E] tokens that chose both experts, or None
     """
     works = [
-        work_of(plan, depth=depth, activations=setting.activations, sends=setting.sends, pair_LEE=pair_LEE)
+        work_of(plan, activations=setting.activations, sends=setting.sends, pair_LEE=pair_LEE)
         for plan, pair_LEE in zip(plans, pairs_P, strict=True)
     ]
     done = replay(works, depth=depth)

@@ -14,6 +14,7 @@ Invariants (asserted by the tests):
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,10 +91,18 @@ class Work(Value):
         return self.stage == "update"
 
 
+class _Settled(NamedTuple):
+    """What every rank does in a window."""
+
+    rows_MLR: np.ndarray
+    busy_MLR: np.ndarray
+    inside_ML: np.ndarray
+    across_ML: np.ndarray
+
+
 def work_of(
     plan: Plan,
     *,
-    depth: int = 1,
     activations: Activations = "kept",
     sends: Sends = "rows",
     pair_LEE: np.ndarray | None = None,
@@ -102,53 +111,59 @@ def work_of(
 
     Args:
         plan: of any policy
-        depth: visits ahead that pulls may start
         activations: whether the backward pass repeats the forward pass
         sends: what crosses nodes
         pair_LEE: [L, E, E] tokens that chose both experts, with which the planner thins rows that cross nodes
     """
-    costs = {
-        stage: CostModel.of(plan.cluster, plan.model, stage=stage, depth=depth)
-        for stage in ("recompute", plan.loads.stage)
-    }
+    forward, both = (CostModel.of(plan.cluster, plan.model, stage=stage) for stage in ("recompute", plan.loads.stage))
     settled = _settle(plan, pair_LEE, sends)
-    rows_MLR, busy_MLR = (np.stack([getattr(s, name) for s in settled], axis=1) for name in ("rows_MR", "busy_MR"))
-    most = int(busy_MLR.max(initial=1))
-    tables = {stage: cost.tables(most) for stage, cost in costs.items()}
-    forward_MLR, both_MLR = (
-        np.stack([compute_ns_of(tables[stage], s.rows_MR, s.busy_MR) for s in settled], axis=1)
-        for stage in ("recompute", plan.loads.stage)
-    )
-    own = tables[plan.loads.stage]
-    row_MLR = plan.loads.load_MLRE.sum(axis=3)
-    token_MLR = -(-row_MLR // plan.model.top_k)
-    sent_MLR, sent_both_MLR = (costs[stage].sending_ns(row_MLR) for stage in ("recompute", plan.loads.stage))
-    sent_back_MLR = np.maximum(0, sent_both_MLR - sent_MLR)
-    inside_ML, across_ML = (
-        np.stack([rows_M * ps for rows_M in rows], axis=1)
-        for rows, ps in (([s.inside_M for s in settled], own.inside_ps), ([s.across_M for s in settled], own.across_ps))
-    )
-    has_backward, profile = plan.loads.stage == "update", costs[plan.loads.stage].profile
+    tables = both.tables(int(settled.busy_MLR.max(initial=1)))
     planning_ML, push_ML = _open_charges(plan)
+    inside_ML, across_ML = settled.inside_ML * tables.inside_ps, settled.across_ML * tables.across_ps
     return Work(
         stage=plan.loads.stage,
-        forward_MLR=forward_MLR,
-        backward_MLR=np.maximum(0, both_MLR - forward_MLR) if has_backward else np.zeros_like(forward_MLR),
-        attention_MLR=token_MLR * own.window_ps // 1000 + sent_MLR,
-        attention_backward_MLR=(token_MLR * own.backward_window_ps // 1000 + sent_back_MLR) * has_backward,
-        exchange_ML=own.exchange_fixed_ns + np.maximum(inside_ML, across_ML) // 1000,
+        **_compute(settled, forward, both),
+        **_attention(plan, forward, both),
+        exchange_ML=tables.exchange_fixed_ns + np.maximum(inside_ML, across_ML) // 1000,
         is_across_ML=across_ML > inside_ML,
         planning_ML=planning_ML,
         push_ML=push_ML,
-        send_M=token_MLR.max(axis=(1, 2)) * own.across_ps // 1000,
+        send_M=_tokens(plan).max(axis=(1, 2)) * tables.across_ps // 1000,
         transfers=_transfers(plan),
-        slowdown_2=np.array([profile.peer_slowdown_permille, profile.host_slowdown_permille]),
-        tables=own,
+        slowdown_2=np.array([both.profile.peer_slowdown_permille, both.profile.host_slowdown_permille]),
+        tables=tables,
         publish=round(plan.seconds.publish * NANO),
         collect=round(plan.seconds.collect * NANO),
-        repeats_forward=activations == "recomputed" and has_backward,
-        rows_MLR=rows_MLR,
+        repeats_forward=activations == "recomputed" and plan.loads.stage == "update",
+        rows_MLR=settled.rows_MLR,
     )
+
+
+def _compute(settled: _Settled, forward: CostModel, both: CostModel) -> dict[str, np.ndarray]:
+    """Experts of every rank; backward is what forward and backward together take beyond forward."""
+    ranks, most = settled.rows_MLR.shape[2], int(settled.busy_MLR.max(initial=1))
+    flat = settled.rows_MLR.reshape(-1, ranks), settled.busy_MLR.reshape(-1, ranks)
+    forward_MLR, both_MLR = (
+        compute_ns_of(cost.tables(most), *flat).reshape(settled.rows_MLR.shape) for cost in (forward, both)
+    )
+    return {"forward_MLR": forward_MLR, "backward_MLR": np.maximum(0, both_MLR - forward_MLR)}
+
+
+def _attention(plan: Plan, forward: CostModel, both: CostModel) -> dict[str, np.ndarray]:
+    """What every rank does for its own tokens: attention, shared experts, spreading them to rows and combining."""
+    row_MLR, token_MLR, tables = plan.loads.load_MLRE.sum(axis=3), _tokens(plan), both.tables(1)
+    sent_MLR, sent_both_MLR = (cost.sending_ns(row_MLR) for cost in (forward, both))
+    backward_MLR = token_MLR * tables.backward_window_ps // 1000 + np.maximum(0, sent_both_MLR - sent_MLR)
+    return {
+        "attention_MLR": token_MLR * tables.window_ps // 1000 + sent_MLR,
+        "attention_backward_MLR": backward_MLR * (plan.loads.stage == "update"),
+    }
+
+
+def _tokens(plan: Plan) -> np.ndarray:
+    """[M, L, R] tokens at each source."""
+    token_MLR: np.ndarray = -(-plan.loads.load_MLRE.sum(axis=3) // plan.model.top_k)
+    return token_MLR
 
 
 def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
@@ -168,11 +183,11 @@ def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
     return replace(work, **arrays, send_M=work.send_M[micro_steps], transfers=chosen)
 
 
-def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> list[RankRows]:
+def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> _Settled:
     """What every rank does, layer by layer."""
     load_MLRE, node_R = plan.loads.load_MLRE, plan.cluster.node_array_R
     expert_MLRS, rows_MLRS = slots_of(plan)
-    found = []
+    found: list[RankRows] = []
     for layer in range(plan.loads.num_layers):
         home_E = np.array(plan.home_LE[layer])
         forwards = sends == "tokens"
@@ -184,7 +199,7 @@ def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> list[RankR
         slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
         load_MRE = np.array(load_MLRE[:, layer])
         found.append(rank_rows(load_MRE, home_E, node_R, *slots, keep_N, plan.persistent, forwards))
-    return found
+    return _Settled(*(np.stack(arrays, axis=1) for arrays in zip(*found, strict=True)))
 
 
 def _by_pairs(plan: Plan, home_E: np.ndarray, pair_LEE: np.ndarray | None, layer: int) -> np.ndarray:
