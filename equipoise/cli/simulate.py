@@ -110,7 +110,8 @@ def simulate(
         slots=slots,
         history=None if history is None else LoadMatrix.load(history),
     )
-    found = run(step, policies.split(","), axes=axes, break_even=break_even)
+    names = [name.strip() for name in policies.split(",")]
+    found = run(step, names, axes=axes, break_even=break_even)
     _publish(found, "a generated step" if dump is None else dump.name, out=out, report=report, as_json=as_json)
 
 

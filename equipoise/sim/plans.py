@@ -56,6 +56,8 @@ class PolicyPlans:
     pipeline_stages: int = 1
     history: LoadMatrix | None = None
     pair_LEE: np.ndarray | None = None
+    keeps_plans: bool = True
+    """Whether a later window may start from an earlier one's plan; a plan holds its loads, which takes memory."""
     _warm: dict[tuple[int, int], Plan] = field(default_factory=dict)
     """The last plan of each (group, pipeline stage)."""
     _slots: int = field(init=False)
@@ -91,7 +93,7 @@ class PolicyPlans:
             pair_LEE=None if self.pair_LEE is None else self.pair_LEE[layers],
             warm=self._warm.get(key),
         )
-        if self.policy == "equipoise":
+        if self.policy == "equipoise" and self.keeps_plans:
             self._warm[key] = made
         return made
 

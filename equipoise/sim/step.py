@@ -119,6 +119,7 @@ def _sources(
             pipeline_stages=step.setting.pipeline_stages,
             history=history,
             pair_LEE=step.pair_LEE,
+            keeps_plans=len(step.windows) > 1,
         )
         for name in names
     ]

@@ -306,3 +306,12 @@ def test_tokens_sent_once_per_node_cost_less_across_and_rows_are_handed_on_insid
         assert exchanged[1] < exchanged[0]
         assert one.seconds.compute == other.seconds.compute
     assert any("DeepEP" in note for note in tokens.notes)
+
+
+def test_a_later_window_starts_from_the_plan_before_as_a_run_would(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    found = simulate([loads, skewed_loads(1)], "equipoise", **given).policies[0]
+    first = plan(loads, slots=1, **given)
+    second = plan(skewed_loads(1), slots=1, warm=first, **given)
+    for window, made in zip(found.windows, (first, second), strict=True):
+        assert np.array_equal(window.after.rank_load_MR, made.rank_load_MLR.sum(axis=1))
