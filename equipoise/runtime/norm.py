@@ -23,7 +23,7 @@ from equipoise.runtime.bank import ExpertWeights
 
 def expert_squared_norms(gradients: ExpertWeights) -> torch.Tensor:
     """[s] float64 squared norm of each slot's expert, its tensors added in field order."""
-    squared_S = torch.zeros(gradients.num_slots, dtype=torch.float64)
+    squared_S = torch.zeros(gradients.num_slots, dtype=torch.float64, device=gradients.gate_up_SFD.device)
     for tensor in gradients.tensors():
         for slot in range(gradients.num_slots):
             # One expert at a time: a reduction over a whole tensor may add in an order that depends on its shape.
@@ -44,7 +44,7 @@ def gradient_norm(
     """
     if not layers:
         raise TransferError("the gradient norm needs at least one layer of experts")
-    mine_LS = torch.stack([expert_squared_norms(gradients) for gradients in layers])
+    mine_LS = torch.stack([expert_squared_norms(gradients) for gradients in layers]).cpu()
     parts = [torch.empty_like(mine_LS) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine_LS, group=group)
     squared_LE = torch.cat(parts, dim=1).numpy()
