@@ -86,7 +86,8 @@ def _figures(rows: list[Document]) -> tuple[Figure, ...]:
 def _shares(document: Document) -> Chart:
     rows = document["rows"]
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    colours = {name: BLUE if name == "equipoise" else _COLOURS[i % len(_COLOURS)] for i, name in enumerate(policies)}
+    others = [name for name in policies if name != "equipoise"]
+    colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(others)} | {"equipoise": BLUE}
     cells: list[tuple[Cell, ...]] = [tuple(row[column] for column in _COLUMNS) for row in rows]
     layout = frame(height=380, x="", y="% of balanced, measured parts") | {"barmode": "group", "bargap": 0.2}
     return Chart(

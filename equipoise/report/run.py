@@ -207,7 +207,7 @@ def _lines(steps: Steps, names: dict[str, str], *, styles: dict[str, tuple[str, 
     rows: list[tuple[Cell, ...]] = [(s["step"], *(s[metric] for metric in names.values())) for s in steps]
     return Chart(
         traces=tuple(line(n, at, [s[metric] for s in steps], style=styles[n]) for n, metric in names.items()),
-        layout=frame(height=280, x="step", y=y, hover="x unified"),
+        layout=_step_frame(len(steps), y=y),
         data=Table(columns=("step", *names), rows=tuple(rows)),
         wide=False,
         **words,
@@ -226,11 +226,18 @@ def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, 
     ]
     return Chart(
         traces=tuple(traces),
-        layout=frame(height=280, x="step", y=y, hover="x unified") | {"barmode": "stack", "bargap": 0.15},
+        layout=_step_frame(len(steps), y=y) | {"barmode": "stack", "bargap": 0.15},
         data=Table(columns=("step", *shown), rows=tuple(rows)),
         wide=False,
         **words,
     )
+
+
+def _step_frame(count: int, *, y: str) -> dict[str, Any]:
+    layout = frame(height=280, x="step", y=y, hover="x unified")
+    # Few steps would get ticks at halves of a step.
+    layout["xaxis"]["dtick"] = max(1, count // 10)
+    return layout
 
 
 def _mean(steps: Steps, name: str) -> float:

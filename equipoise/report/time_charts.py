@@ -114,7 +114,8 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         caption: what is seen
     """
     drawn = {policy: sorted(found, key=lambda e: e["start_s"])[:MAX_EVENTS] for policy, found in events.items()}
-    lanes = [(policy, lane) for policy in drawn for lane in LANES if any(e["lane"] == lane for e in drawn[policy])]
+    used = [lane for lane in LANES if any(e["lane"] == lane for found in drawn.values() for e in found)]
+    lanes = [(policy, lane) for policy in drawn for lane in used if any(e["lane"] == lane for e in drawn[policy])]
     ranks = 1 + max(e["rank"] for found in events.values() for e in found)
     layout = frame(height=max(260, min(760, 110 + 34 * ranks)), x="milliseconds since the micro-step began", y="rank")
     layout |= {"barmode": "overlay", "bargap": 0}
@@ -130,7 +131,7 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         name="timeline",
         title="Timeline of one micro-step",
         caption=caption,
-        traces=tuple(_lane(lane, [e for e in drawn[policy] if e["lane"] == lane]) for policy, lane in lanes),
+        traces=tuple(_lane(lane, used, [e for e in drawn[policy] if e["lane"] == lane]) for policy, lane in lanes),
         layout=layout,
         data=table,
         terms=("micro-step", "compute", "all-to-all", "pull", "return", "hidden"),
@@ -167,17 +168,18 @@ def _columns(kind: str, ranks: Parts) -> dict[str, Any]:
     }
 
 
-def _lane(lane: str, events: Sequence[Event]) -> dict[str, Any]:
-    """One lane of all ranks: bars from start to end, a fifth of a rank's row high."""
-    offset = (LANES.index(lane) - 1.5) * 0.2
+def _lane(lane: str, used: Sequence[str], events: Sequence[Event]) -> dict[str, Any]:
+    """One lane of all ranks: bars from start to end; the lanes in use share four fifths of a rank's row."""
+    height = 0.8 / len(used)
+    offset = (used.index(lane) - (len(used) - 1) / 2) * height
     return {
         "type": "bar",
         "orientation": "h",
         "name": lane,
         "base": [round(e["start_s"] * 1e3, 5) for e in events],
         "x": [round((e["end_s"] - e["start_s"]) * 1e3, 5) for e in events],
-        "y": [round(e["rank"] + offset, 2) for e in events],
-        "width": 0.18,
+        "y": [round(e["rank"] + offset, 3) for e in events],
+        "width": round(0.9 * height, 3),
         "text": [e["name"] for e in events],
         "textposition": "none",
         "customdata": [e["rank"] for e in events],

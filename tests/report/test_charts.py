@@ -71,3 +71,12 @@ def test_memory_without_a_limit_draws_no_line():
     chart = memory({"before": {"received rows": [2**30, 2**31]}}, limit_bytes=None, caption="x")
     assert "shapes" not in chart.layout
     assert chart.layout["yaxis"]["range"][1] == pytest.approx(2.24)
+
+
+def test_lanes_that_are_not_used_take_no_room():
+    event = {"rank": 2, "lane": "compute", "name": "layer 0", "start_s": 0.0, "end_s": 1e-3}
+    (alone,) = timeline({"static": [event]}, caption="x").traces
+    assert alone["y"] == [2.0]
+    both = timeline({"static": [event, {**event, "lane": "pull"}]}, caption="x").traces
+    assert [trace["y"][0] for trace in both] == pytest.approx([1.8, 2.2])
+    assert both[0]["width"] < 0.4
