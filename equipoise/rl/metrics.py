@@ -23,7 +23,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from equipoise.core import Stage
 from equipoise.core.errors import TrainingError
+from equipoise.cost import CostModel
 from equipoise.loads import skew_ML
 from equipoise.rl.config import TrackConfig
 from equipoise.rl.stages import StepTally
@@ -48,12 +50,15 @@ class RankFigures:
     rollout_s: float
 
 
-def step_metrics(step: int, figures_R: Sequence[RankFigures], *, ep: int) -> dict[str, Any]:
+def step_metrics(
+    step: int, figures_R: Sequence[RankFigures], *, ep: int, costs: Mapping[Stage, CostModel]
+) -> dict[str, Any]:
     """Put the ranks' figures of one step together.
 
     Args:
         figures_R: of every rank, in rank order
         ep: ranks of one EP group
+        costs: of each stage, on the described cluster
     """
     tallies = [figures.tally for figures in figures_R]
     rewards = np.concatenate([np.asarray(figures.rewards) for figures in figures_R])
@@ -79,6 +84,7 @@ def step_metrics(step: int, figures_R: Sequence[RankFigures], *, ep: int) -> dic
         "replayed_rows": sum(t.replayed_rows for t in tallies),
         "differing_share": sum(t.differing_rows for t in tallies) / max(given, 1),
         "checked_windows": sum(t.checked_windows for t in tallies),
+        "lost_s": sum(lost_seconds(tallies[:ep], stage, cost) for stage, cost in costs.items()),
         **_transfers(tallies),
         "planning_s": max((r.planning_s for t in tallies for r in t.reports), default=0.0),
         "waited_s": max(sum(r.waited_s for r in t.reports) for t in tallies),
@@ -89,13 +95,27 @@ def step_metrics(step: int, figures_R: Sequence[RankFigures], *, ep: int) -> dic
     }
 
 
+def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> float:
+    """Predicted compute seconds of the busiest rank less those of the mean rank, every expert at its owner.
+
+    Args:
+        group: the ranks of one EP group
+    """
+    ep, lost_ns = len(group), 0
+    for load_RMLE in zip(*(t.rows[stage] for t in group), strict=True):
+        rows_MLR = _at_owners(load_RMLE, ep)
+        slots = load_RMLE[0].shape[2] // ep
+        for rows_R in rows_MLR.reshape(-1, ep):
+            lost_ns += cost.compute_ns(int(rows_R.max()), slots) - cost.compute_ns(-(-int(rows_R.sum()) // ep), slots)
+    return lost_ns * 1e-9
+
+
 def skew_before(tallies: Sequence[StepTally], *, ep: int) -> float:
     """Mean skew of the update's micro-steps and layers with every expert at its owner."""
     ratios = []
     for group in _groups(tallies, ep):
         for load_RMLE in zip(*(t.rows["update"] for t in group), strict=True):
-            total_MLE = np.sum(load_RMLE, axis=0)
-            ratios.append(skew_ML(total_MLE.reshape(*total_MLE.shape[:2], ep, -1).sum(axis=3)).reshape(-1))
+            ratios.append(skew_ML(_at_owners(load_RMLE, ep)).reshape(-1))
     return float(np.concatenate(ratios).mean())
 
 
@@ -108,6 +128,12 @@ def skew_after(tallies: Sequence[StepTally], *, ep: int) -> float | None:
         for rows_RML in zip(*(t.arrived["update"] for t in group), strict=True):
             ratios.append(skew_ML(np.stack(rows_RML, axis=2)).reshape(-1))
     return float(np.concatenate(ratios).mean())
+
+
+def _at_owners(load_RMLE: Sequence[np.ndarray], ep: int) -> np.ndarray:
+    """[M, L, R] rows that each owner would get, from what every rank sends."""
+    total_MLE = np.sum(load_RMLE, axis=0)
+    return np.asarray(total_MLE.reshape(*total_MLE.shape[:2], ep, -1).sum(axis=3))
 
 
 def _groups(tallies: Sequence[StepTally], ep: int) -> list[Sequence[StepTally]]:

@@ -25,13 +25,15 @@ import torch
 from torch import nn
 
 from equipoise.adapters.transformers import inspect
+from equipoise.core import Stage
+from equipoise.cost import CostModel
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.batch import split_windows
 from equipoise.rl.checkpoint import State
 from equipoise.rl.config import Mode, TrainConfig
 from equipoise.rl.events import Event, Show, ignore
 from equipoise.rl.grpo import group_advantages
-from equipoise.rl.layout import Layout, gather_objects
+from equipoise.rl.layout import Layout, build_cluster, gather_objects
 from equipoise.rl.learner import Learner
 from equipoise.rl.metrics import RankFigures, step_metrics
 from equipoise.rl.model import copy_model, open_tokenizer
@@ -81,6 +83,9 @@ class Trainer:
         self.engine = _open_engine(model, config, self.tokenizer)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.learner = Learner(model, config, layout, mode=mode or config.balance.mode, worker=worker)
+        cluster = build_cluster(config, self.learner.shape)
+        stages: tuple[Stage, ...] = ("recompute", "update")
+        self._costs = {stage: CostModel.of(cluster, self.learner.shape, stage=stage) for stage in stages}
         self.stages = Stages(self.learner, config, layout, reference=self.reference)
         self.experience: Experience | None = None
         """The last step's rollout."""
@@ -115,7 +120,8 @@ class Trainer:
             seconds=time.monotonic() - begin,
             rollout_s=experience.seconds,
         )
-        return step_metrics(step, gather_objects(figures, self.layout), ep=self.config.group_ranks)
+        gathered = gather_objects(figures, self.layout)
+        return step_metrics(step, gathered, ep=self.config.group_ranks, costs=self._costs)
 
     def restore(self, state: State) -> None:
         """Go on from a checkpoint whose weights the model already has."""

@@ -8,9 +8,22 @@ import numpy as np
 import pytest
 
 from equipoise.core import RoutesError, TrainingError
+from equipoise.cost import CostModel
 from equipoise.rl.config import TrackConfig
-from equipoise.rl.metrics import JsonLines, RankFigures, Sinks, numbers, skew_after, skew_before, step_metrics
+from equipoise.rl.forecast import shape_of
+from equipoise.rl.layout import build_cluster
+from equipoise.rl.metrics import (
+    JsonLines,
+    RankFigures,
+    Sinks,
+    lost_seconds,
+    numbers,
+    skew_after,
+    skew_before,
+    step_metrics,
+)
 from equipoise.rl.stages import StepTally, check_arrival
+from tests.rl import work
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -37,7 +50,7 @@ def two_ranks():
 
 def test_figures_of_ranks_are_put_together():
     first, second = two_ranks()
-    found = step_metrics(3, [figures(first), figures(second, rewards=[1.0, 1.0], num_right=2)], ep=2)
+    found = step_metrics(3, [figures(first), figures(second, rewards=[1.0, 1.0], num_right=2)], ep=2, costs={})
     assert found["step"] == 3 and found["reward"] == 0.75 and found["right_share"] == 0.75
     assert (found["loss"], found["grad_norm"]) == (2.0, 1.5)
     assert (found["ratio"], found["kl"]) == (1.0, 0.05)
@@ -52,9 +65,20 @@ def test_skew_before_is_at_the_owners_and_after_is_what_arrived():
     assert skew_after([tally(rows=[[[1, 1]]], arrived=None)], ep=1) is None
 
 
+def test_seconds_are_lost_where_a_rank_has_more_rows_and_nowhere_else():
+    config = work.small()
+    shape = shape_of(config)
+    cost = CostModel.of(build_cluster(config, shape), shape)
+    level, skewed = ([[[9000, 9000, 9000, 9000]]], [[[36000, 0, 0, 0]]])
+    assert lost_seconds([tally(rows=level, arrived=None)] * 2, "update", cost) == 0.0
+    lost = lost_seconds([tally(rows=skewed, arrived=None)] * 2, "update", cost)
+    assert lost == pytest.approx((cost.compute_ns(72000, 2) - cost.compute_ns(36000, 2)) * 1e-9)
+    assert lost > 0
+
+
 def test_every_metric_is_documented_and_every_documented_one_is_written():
     named = set(re.findall(r"^\| `(\w+)`", DOCS.read_text(), flags=re.MULTILINE))
-    assert named == set(step_metrics(0, [figures(t) for t in two_ranks()], ep=2))
+    assert named == set(step_metrics(0, [figures(t) for t in two_ranks()], ep=2, costs={}))
 
 
 def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
@@ -114,5 +138,7 @@ def test_rows_that_are_not_the_planned_ones_are_told_with_their_place():
     check_arrival(planned.copy(), planned, stage="update", rank=1)
     arrived = planned.copy()
     arrived[1, 0] = 7
-    with pytest.raises(RoutesError, match="rank 1, update, micro-step 1, layer index 0: 7 rows arrived, the plan .* 5"):
+    with pytest.raises(
+        RoutesError, match=r"rank 1, update, micro-step 1, layer index 0: 7 rows arrived, the plan .* 5"
+    ):
         check_arrival(arrived, planned, stage="update", rank=1)

@@ -1,0 +1,125 @@
+"""`equipoise train` as a user meets it: a whole run, a comparison, a resumed run, words for what is wrong."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from equipoise.cli.train_view import View, summary_lines
+from equipoise.rl.compare import build_comparison
+from equipoise.rl.events import Event
+from tests.rl.test_compare import leg
+
+# Few steps of a small model: what is tested is the way from the command line to the results.
+SMALL = [
+    "--set=steps=2",
+    "--set=warmup.steps=20",
+    "--set=rollout.prompts=4",
+    "--set=rollout.samples=4",
+    "--set=update.micro_batch=4",
+    "--set=task.reward=tests.rl.work:share_of_digits",
+]
+
+
+def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_path):
+    out, routes = tmp_path / "run", tmp_path / "routes"
+    shown = equipoise("train", *SMALL, "--set=balance.mode=static", "-o", out, "--record", routes)
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    assert "2 MoE layers of 16 experts, top-4; 2 ranks on 1 node, experts: static" in shown.out
+    assert lines[-2] == f"results: {out} (metrics.jsonl, config.toml, summary.json, checkpoints)"
+    assert "reward" in lines[-5] and "in the first quarter of steps" in lines[-5]
+    assert "skew" in lines[-4] and "before" in lines[-4] and "after" in lines[-4]
+    assert lines[-1].endswith(f"equipoise doctor {routes} --model {routes}/model/config.json")
+    assert equipoise("doctor", routes, "--model", routes / "model" / "config.json").code == 0
+    more = equipoise("train", "--resume", out, "--set=steps=3", "--json")
+    assert more.code == 0, more.err
+    assert more.document["steps"] == 3
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(("loss", "code"), [(0.5, 0), (0.6, 1)], ids=["they agree", "they differ"])
+def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch, loss, code):
+    comparison = build_comparison([leg("off"), leg("equipoise", loss=loss)], is_free=False)
+    monkeypatch.setattr("equipoise.rl.launch.launch", lambda *arguments, show: comparison)
+    shown = equipoise("train", "--compare", "off,equipoise", "--ranks", 2)
+    assert shown.code == code
+    assert shown.out.splitlines()[-1] == ("TRAINING DIFFERS" if code else "training is unchanged")
+    assert equipoise("train", "--compare", "off,equipoise", "--json").document["is_good"] is not bool(code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "stepz=2"], "unknown setting stepz; did you mean steps?"),
+        (["--preset", "huge"], "no preset and no file 'huge'; presets: qwen3-30b-a3b-64gpu, small-gpu, tiny"),
+        (["--compare", "off,magic"], "--compare 'off,magic': give two or three different ones"),
+        (["--resume", "absent"], "no preset and no file 'absent/config.toml'"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(equipoise, arguments, words):
+    shown = equipoise("train", *arguments)
+    assert shown.code == 2 and words in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(equipoise, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    shown = equipoise("train", "-o", tmp_path)
+    assert shown.code == 2 and "holds something that is no training run" in shown.err
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_a_cluster_preset_prints_its_forecast_and_refuses_to_start(equipoise, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    few = ["--set=rollout.max_new_tokens=64", "--set=update.mini_batches=32", "--set=update.micro_batch=1"]
+    shown = equipoise("train", "--preset", "qwen3-30b-a3b-64gpu", "--set=ranks=64", *few)
+    assert shown.code == 2
+    assert "forecast for 64 ranks, 30.4 B parameters" in shown.out and "memory per rank" in shown.out
+    assert "64 ranks on GPUs were asked for; this machine holds" in shown.err
+
+
+METRICS = {
+    "step": 1,
+    "reward": 0.5,
+    "right_share": 0.25,
+    "loss": 0.1,
+    "grad_norm": 1.0,
+    "kl": 0.01,
+    "skew_before": 1.5,
+    "skew_after": 1.0,
+    "tokens_per_s": 10.0,
+    "planning_s": 0.002,
+    "waited_s": 0.001,
+}
+
+
+def seen(*events):
+    console = Console(width=120, record=True, file=open("/dev/null", "w"), highlight=False, markup=False)  # noqa: PTH123, SIM115
+    view = View(console, as_json=False, live=None)
+    for event in events:
+        view.show(event)
+    return console.export_text()
+
+
+def test_plain_lines_show_progress_and_every_step():
+    text = seen(
+        Event("progress", {"words": "warm-up", "done": 50, "total": 150, "loss": 1.0}),
+        Event("progress", {"words": "warm-up", "done": 51, "total": 150, "loss": 1.0}),
+        Event("progress", {"words": "compiling planner kernels, once per machine", "done": 10, "total": 0}),
+        Event("stage", {"step": 1, "name": "rollout", "rank": 0}),
+        Event("metrics", METRICS),
+        Event("metrics", {**METRICS, "step": 2, "skew_after": None}),
+    )
+    assert "warm-up: 50 of 150, loss 1.000" in text and "51 of" not in text
+    assert "compiling planner kernels, once per machine: 10 s" in text
+    rows = [line.split() for line in text.splitlines() if line.split()[0] in "12"]
+    assert [row[0] for row in rows] == ["1", "2"] and rows[0][6:8] == ["1.500", "1.000"] and rows[1][7] == "-"
+
+
+def test_the_summary_of_a_run_without_expert_parallelism_says_so():
+    summary = json.loads(
+        '{"reward_first_quarter": 0.1, "reward_last_quarter": 0.2, "right_first_quarter": 0.1, '
+        '"right_last_quarter": 0.2, "skew_before": 1.2, "skew_after": null, "coverage": 1.0, "replayed_rows": 5, '
+        '"checked_windows": 0, "out": "o", "record": null}'
+    )
+    assert "every rank has all experts" in summary_lines(summary)[1]
