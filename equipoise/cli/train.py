@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import JsonFlag
+from equipoise.cli.options import JsonFlag, ReportOption
 from equipoise.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -43,12 +43,16 @@ def train(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for results; replaced if it holds a run.")] = Path(
         "out/train"
     ),
+    report: ReportOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a model by RL, balanced by foresight."""
     from equipoise.cli.train_view import open_view
+    from equipoise.core import TrainingError
     from equipoise.rl.config_file import read_config
 
+    if compare and report is not None:
+        raise TrainingError(f"--report {report} shows one run, --compare makes several; leave one of them out")
     given = {"ranks": ranks, "model.path": model, "task.reward": reward}
     changes = [*(settings or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
@@ -58,10 +62,13 @@ def train(
         _refuse_too_few(config, view)
         if compare:
             raise typer.Exit(_compare(config, compare, view))
-        raise typer.Exit(_train(config, resume or out, view, record=record, is_resumed=resume is not None))
+        places = {"record": record, "report": report}
+        raise typer.Exit(_train(config, resume or out, view, is_resumed=resume is not None, **places))
 
 
-def _train(config: "TrainConfig", out: Path, view: "View", *, record: Path | None, is_resumed: bool) -> int:
+def _train(
+    config: "TrainConfig", out: Path, view: "View", *, record: Path | None, report: Path | None, is_resumed: bool
+) -> int:
     from equipoise.rl.launch import launch
     from equipoise.rl.run import Places, run
 
@@ -73,6 +80,11 @@ def _train(config: "TrainConfig", out: Path, view: "View", *, record: Path | Non
     except KeyboardInterrupt:
         view.say(f"interrupted; go on with: equipoise train --resume {out}")
         return INTERRUPTED
+    if summary and report is not None:
+        from equipoise.report import write_report
+
+        write_report(out, report)
+        view.say(f"page: {report}")
     if view.as_json and summary:
         print_json(summary)
     return 0

@@ -121,6 +121,7 @@ FLAGS = {
         "--resume",
         "-o",
         "--out",
+        "--report",
         "--json",
     },
     "formats": {"--json"},

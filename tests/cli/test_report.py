@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.report.documents import simulation
+from tests.report.documents import metrics, simulation, write_run
 
 
 @pytest.fixture
@@ -68,3 +68,18 @@ def test_analyze_writes_its_page(equipoise, tmp_path):
     html = (tmp_path / "page.html").read_text()
     assert "no plan was tried: not asked for." in html
     assert "<title>a generated step - Equipoise</title>" in html
+
+
+def test_train_writes_the_page_of_its_run(equipoise, tmp_path, monkeypatch):
+    def pretend(_work, _config, places, *, show):
+        del show
+        write_run(places.out, [metrics(step) for step in range(4)])
+        return {"steps": 4}
+
+    monkeypatch.setattr("equipoise.rl.launch.launch", pretend)
+    outcome = equipoise("train", "-o", tmp_path / "run", "--report", tmp_path / "page.html")
+    assert outcome.code == 0, outcome.err
+    assert "Training run of 4 steps, olmoe" in (tmp_path / "page.html").read_text()
+    refused = equipoise("train", "--compare", "off,static", "--report", tmp_path / "page.html")
+    assert refused.code == 2
+    assert "leave one of them out" in refused.err

@@ -178,7 +178,7 @@ def metrics(step, **others):
 
 
 def write_run(folder, steps, *, tail=""):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(SETTINGS)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + tail)
     return folder
