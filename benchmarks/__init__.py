@@ -7,6 +7,8 @@ analyze.py       time of equipoise analyze from the native store
 derive_profile.py  profiles of devices that were not measured, from one that was
 rank_replay.py   an expert-parallel step, every rank's own work run on one GPU (replay_work.py, replay_chain.py)
 validate.py      predictions beside what rank_replay measured
-layer.py         the balanced layer beside a plain one, on a GPU (plain_layer.py); pulls.py pulls beside a stack
+layer.py         the balanced layer beside a plain one, on a GPU (plain_layer.py)
+transfer.py      pull rates of the engine's paths and the memory of replica buffers, on a GPU
+pulls.py         pulls beside a stack of layers, on a GPU (decoder_stack.py; turns.py times in turn)
 store_memory.py  memory of counting a large native store
 """

@@ -58,7 +58,7 @@ class Counters:
             self._stops.append((path, standstill))
 
     def settle(self) -> None:
-        """Count what streams stood still; they must have passed the points noted."""
+        """Count what streams stood still, once they have passed the points noted."""
         with self._lock:
             stops, self._stops = self._stops, []
         for path, standstill in stops:

@@ -24,7 +24,7 @@ import torch
 from equipoise.core.errors import TransferError
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.layout import Layout, aligned
-from equipoise.runtime.memory import share_memory
+from equipoise.runtime.memory import exchange_outcomes, share_memory
 
 
 class HostStore:
@@ -56,7 +56,8 @@ class HostStore:
         words = self._memory.view(0, (2, layout.layers, experts), torch.int64).numpy()
         self._version_LE, self._checksum_LE = words[0], words[1]
         self._experts = [self._layer(layer) for layer in range(layout.layers)]
-        self._pin = _Pin(self._memory.view(0, (num_bytes,), torch.uint8)) if layout.device.type == "cuda" else None
+        self._pin: _Pin | None = None
+        self._pin_pages(group)
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +99,16 @@ class HostStore:
         # Not a slice of the words: that would keep the memory mapped.
         self._version_LE = self._checksum_LE = np.zeros((0, 0), dtype=np.int64)
         self._memory.close()
+
+    def _pin_pages(self, group: Any) -> None:
+        """Register the memory where a device reads it; if one rank may not, none goes on."""
+        failure = ""
+        if self._layout.device.type == "cuda":
+            try:
+                self._pin = _Pin(self._memory.view(0, (self.num_bytes,), torch.uint8))
+            except TransferError as error:
+                failure = str(error)
+        exchange_outcomes(("", failure), group)
 
     def _layer(self, layer: int) -> ExpertWeights:
         offset, tensors = self._first + layer * self._layer_bytes, list[torch.Tensor | None]()

@@ -86,15 +86,19 @@ class Standstill:
     """How long layers stood still between two points of the current stream; on the CPU the caller's clock says that."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._begin, self._end = device, self._point(device), None
+        self._device, self._begin = device, self._point(device)
+        self._end: torch.cuda.Event | None = None
 
     def end(self) -> None:
         """Say that from here on layers go on."""
         self._end = self._point(self._device)
 
     def seconds(self) -> float:
-        """Seconds between the two points; both must have been reached."""
-        return 0.0 if self._begin is None or self._end is None else self._begin.elapsed_time(self._end) / 1e3
+        """Seconds between the two points; waits for the second."""
+        if self._begin is None or self._end is None:
+            return 0.0
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3
 
     @staticmethod
     def _point(device: torch.device) -> torch.cuda.Event | None:

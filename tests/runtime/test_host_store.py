@@ -1,5 +1,7 @@
 """The host store: what is refreshed and when, versions, checksums, completion, and both paths forced."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ import torch.distributed as dist
 
 from equipoise.core import TransferError
 from equipoise.core.itinerary import PATHS, Visit
+from equipoise.runtime import relocate
 from equipoise.runtime.layout import TransferOptions
-from equipoise.runtime.paths import needs_of
+from equipoise.runtime.paths import HostPath, needs_of
 from equipoise.runtime.refresher import first_uses
 from tests.runtime.play import Rank, play_windows, run_window
 from tests.runtime.windows import LAYOUTS, assert_same_bits, random_plan, take
@@ -164,6 +167,82 @@ def test_a_completed_store_holds_every_expert_of_the_model_on_every_node(pool, l
     plan = random_plan(LAYOUTS[layout], seed=7, slots=1, fewest=1)
     for words in pool.run(complete, 4, plan):
         assert "close it before the host store is completed" in words
+
+
+def not_pinned(group):
+    """One rank may not pin: what every rank says, as if experts were on a device."""
+    from dataclasses import replace
+
+    from equipoise.runtime import host_store
+    from equipoise.runtime.layout import Layout
+    from tests.runtime.test_layout import weights
+
+    class Pin:
+        def __init__(self, bytes_N):
+            if group.rank() == 1:
+                raise TransferError("host store: could not be pinned; raise the locked-memory limit")
+
+        def close(self):
+            pass
+
+    layout = replace(Layout.of([weights()], TransferOptions(slots=1)), device=torch.device("cuda"))
+    original, host_store._Pin = host_store._Pin, Pin
+    try:
+        host_store.HostStore(layout, experts=4, group=group, node_R=(0, 0), timeout_s=10.0)
+    except TransferError as error:
+        return str(error)
+    finally:
+        host_store._Pin = original
+    return ""
+
+
+@pytest.mark.dist(2)
+def test_pages_that_one_rank_may_not_pin_are_refused_on_all(pool):
+    for words in pool.run(not_pinned, 2):
+        assert "rank 1: host store: could not be pinned; raise the locked-memory limit" in words
+
+
+def slow_store(group, plans, seed):
+    """Windows through a store whose writers and readers pause at random points."""
+    from equipoise.runtime import engine, refresher
+
+    rng = np.random.default_rng((seed, group.rank()))
+
+    def pause():
+        if rng.random() < 0.3:
+            time.sleep(float(rng.exponential(0.002)))
+
+    class SlowPath(HostPath):
+        def pull(self, need, buffer, slot):
+            pause()
+            for tensor in buffer.tensors():
+                # A reader that comes too early meets this, not last visit's numbers.
+                tensor[slot].fill_(float("nan"))
+            pause()
+            copied = super().pull(need, buffer, slot)
+            pause()
+            return copied
+
+    def slow_copy(target, target_slot, source, source_slot):
+        for tensor in target.tensors():
+            tensor[target_slot].fill_(float("nan"))
+        pause()
+        return relocate.copy_expert(target, target_slot, source, source_slot)
+
+    kept = engine.HostPath, refresher.copy_expert
+    engine.HostPath, refresher.copy_expert = SlowPath, slow_copy
+    try:
+        return play_windows(group, plans, {"transfer": {"path": "host"}})
+    finally:
+        engine.HostPath, refresher.copy_expert = kept
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("layout", ["2 as one node", "4 as two nodes"])
+def test_bits_are_right_whatever_the_delays_of_the_store(pool, layout):
+    plans = [random_plan(LAYOUTS[layout], seed=w, slots=2, fewest=1, micro_steps=3) for w in range(3)]
+    for moved in pool.run(slow_store, len(LAYOUTS[layout]), plans, 5):
+        assert moved["pulls"] > 0 and moved["refreshes"] > 0 and moved["exposed_s"]["host"] > 0
 
 
 @pytest.mark.parametrize("bad", [{"path": "nvlink"}, {"buffers": "one"}], ids=str)
