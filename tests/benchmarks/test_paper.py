@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks import paper_cases
-from benchmarks.paper import compare, limits_of, take_apart
+from benchmarks.paper import NOTE, compare, limits_of, take_apart
 from benchmarks.paper_ablations import ablations, on_path, shared_evenly
 from benchmarks.paper_cases import Case, cluster_of
-from benchmarks.paper_report import write_report
+from benchmarks.paper_report import page_of, write_report
+from benchmarks.results import ROOT
 from benchmarks.simulator import DealtGroups
 from equipoise.loads.generator import generate_counts
 from equipoise.planner import plan
@@ -97,3 +98,14 @@ def test_dealt_groups_differ_and_are_the_same_each_time():
     assert len(groups) == len(list(groups)) == 3
     assert groups[1] == groups[1] != groups[2]
     assert groups[0].load_MLRE.shape == (2, MODEL.layers, 4, MODEL.experts)
+
+
+def test_the_committed_page_shows_the_committed_rows():
+    path = ROOT / "benchmarks" / "reports" / "paper_simulated_202611"
+    document, page = json.loads(path.with_suffix(".json").read_text()), path.with_suffix(".md").read_text()
+    rows = [row for row in document["rows"] if row["table"] == "comparison"]
+    taken_apart = [row for row in document["rows"] if row["table"] == "ablation"]
+    limits = list(limits_of(rows))
+    assert [limit.value for limit in limits] == [entry["value"] for entry in document["limits"]]
+    assert page == "\n".join(page_of(document, rows, taken_apart, limits, NOTE)) + "\n"
+    assert len(document["commit"]) == 40
