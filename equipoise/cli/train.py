@@ -13,6 +13,7 @@ Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file,
 Exit code 0: trained, or all modes agree; 1: modes differ; 2: something is wrong with what was given; 130: interrupted.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,7 @@ def _train(
     from equipoise.rl.launch import launch
     from equipoise.rl.run import Places, run
 
-    if not is_resumed:
+    if not is_resumed and os.environ.get("RANK", "0") == "0":
         _clear(out)
     places = Places(out=out, record=record, is_resumed=is_resumed)
     try:

@@ -106,14 +106,15 @@ class View:
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The last words of a run: what was learnt, what was balanced, what was proved, where it is."""
     after = summary["skew_after"]
+    checked = summary["checked_windows"]
     balanced = "every rank has all experts" if after is None else f"{after:.4f} after"
     lines = [
         f"reward {summary['reward_first_quarter']:.3f} in the first quarter of steps, "
         f"{summary['reward_last_quarter']:.3f} in the last; right answers {summary['right_first_quarter']:.1%}, "
         f"then {summary['right_last_quarter']:.1%}",
         f"skew {summary['skew_before']:.3f} before, {balanced} (busiest rank over mean rank, mean of all steps)",
-        f"replayed {summary['replayed_rows']} rows exactly, coverage {summary['coverage']:.1%}; rows that arrived were "
-        f"the planned ones in {summary['checked_windows']} of {summary['checked_windows']} windows compared",
+        f"replayed {summary['replayed_rows']} rows exactly, coverage {summary['coverage']:.1%}"
+        + (f"; rows that arrived were the planned ones in all {checked} windows" if checked else ""),
         f"results: {summary['out']} (metrics.jsonl, config.toml, summary.json, checkpoints)",
     ]
     if summary["record"]:

@@ -21,5 +21,5 @@
     launch.py       local ranks, or those of torchrun; events.py, what they tell
     forecast.py     memory and a plan before anything starts
 
-May import balancer, adapters.transformers, routes, loads and below; torch and transformers. Nobody but `cli` imports it.
+May import balancer, adapters.transformers, routes, loads and below; torch and transformers. Only `cli` imports it.
 """

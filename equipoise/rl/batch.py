@@ -12,7 +12,7 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from equipoise.core import Stage
 from equipoise.planning.rows import RankRows
-from equipoise.rl.sample import Sample
+from equipoise.rl.sample import Sample, count_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +39,8 @@ class MicroBatch:
     """[T] index of the sample in the rank's list."""
     ids_LTK: Tensor
     """[L, T, K] expert ids to replay, -1 where unknown."""
+    count_LE: np.ndarray
+    """[L, E] its known rows by expert: the sum of its samples' histograms."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +49,7 @@ class MicroBatch:
 
     def to(self, device: str) -> "MicroBatch":
         """The same micro-batch on another device."""
-        return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__slots__})
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "count_LE"})
 
 
 def pack(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
@@ -63,6 +65,7 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
         is_response_T=_joined(response),
         sample_T=_joined([np.full(length, i) for length, i in zip(lengths, indices, strict=True)]),
         ids_LTK=_joined([sample.ids_TLK for sample in chosen]).transpose(0, 1).contiguous(),
+        count_LE=np.sum([sample.count_LE for sample in chosen], axis=0),
     )
 
 
@@ -76,27 +79,25 @@ def split_windows(samples: Sequence[Sample], *, mini_batches: int, micro_batch: 
     ]
 
 
-def window_rows(window: Sequence[MicroBatch], *, experts: int, stage: Stage) -> RankRows:
+def window_rows(window: Sequence[MicroBatch], *, stage: Stage) -> RankRows:
     """What this rank sends to each expert in a window, and how much of it is known."""
-    load_MLE = np.stack([_count(batch.ids_LTK, experts) for batch in window])
-    coverage_ML = np.array([[_coverage(ids_TK) for ids_TK in batch.ids_LTK] for batch in window])
-    return RankRows(load_MLE=load_MLE, coverage_ML=None if (coverage_ML == 1).all() else coverage_ML, stage=stage)
+    coverage_ML = np.array([_coverage_L(batch.ids_LTK) for batch in window])
+    return RankRows(
+        load_MLE=np.stack([batch.count_LE for batch in window]),
+        coverage_ML=None if (coverage_ML == 1).all() else coverage_ML,
+        stage=stage,
+    )
 
 
 def with_ids(batch: MicroBatch, ids_LTK: Tensor) -> MicroBatch:
     """The same tokens with other routes, such as those that recompute recorded."""
-    values = {name: getattr(batch, name) for name in MicroBatch.__slots__}
-    return MicroBatch(**{**values, "ids_LTK": ids_LTK})
+    count_LE = count_ids(ids_LTK.transpose(0, 1).cpu().numpy(), batch.count_LE.shape[1])
+    return replace(batch, ids_LTK=ids_LTK, count_LE=count_LE)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _count(ids_LTK: Tensor, experts: int) -> np.ndarray:
-    rows = [torch.bincount(ids[(ids >= 0).all(dim=1)].flatten().cpu(), minlength=experts) for ids in ids_LTK]
-    return torch.stack(rows).numpy()
-
-
-def _coverage(ids_TK: Tensor) -> float:
-    return float((ids_TK >= 0).all(dim=1).double().mean())
+def _coverage_L(ids_LTK: Tensor) -> list[float]:
+    return (ids_LTK >= 0).all(dim=2).double().mean(dim=1).tolist()

@@ -148,6 +148,8 @@ class TrainConfig:
     """Ranks of one EP group; 0: all ranks."""
     fewest_ranks: int = 1
     """Ranks without which these settings make no sense: the model would not fit."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What moves CUDA tensors; gloo also where ranks share a GPU, which NCCL refuses. CPU tensors go by gloo."""
     timeout_s: float = 120.0
     """Bound on every wait of a rank for another."""
     compare_free: bool = False

@@ -179,8 +179,8 @@ def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, 
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     limit = timedelta(seconds=config.timeout_s)
-    # gloo also where ranks share a GPU, which NCCL refuses; it moves CUDA tensors.
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks, timeout=limit)
+    backend = "gloo" if config.backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=init, rank=rank, world_size=ranks, timeout=limit)
     try:
         return function(config, build_layout(config), show, *args)
     finally:

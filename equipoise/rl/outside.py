@@ -76,7 +76,7 @@ class Outside:
                     f"step {request.step}: sample {routes.name!r} does not begin with question "
                     f"{request.questions[question].prompt!r}; record rollouts of this task, seed and order"
                 )
-            sample = from_routes(routes, num_prompt=len(prompt), layers=self.model.layers, top_k=self.model.top_k)
+            sample = from_routes(routes, self.model, num_prompt=len(prompt))
             yield place, replace(sample, name=request.name(question, number))
 
     def _read_record(self, place: str, record: Any, form: str | None) -> list[SampleRoutes]:

@@ -93,6 +93,7 @@ class Sampler:
             num_prompt=len(batch.prompts[place]),
             # Rows of left padding come first; the last token was drawn and not forwarded.
             ids_TLK=ids_TLK[begin : begin + len(tokens) - 1].astype(np.int64),
+            experts=self._routers.found.experts,
             log_probs_T=np.array(batch.log_probs[place]),
             weight_version=request.weight_version,
         )

@@ -170,7 +170,7 @@ class Stages:
 
     def _submit(self, window: Window, stage: Stage, *, is_replayed: bool) -> None:
         """Announce a window: the ids themselves where they are replayed, else only how many rows to expect."""
-        rows = window_rows(window, experts=self._learner.shape.experts, stage=stage)
+        rows = window_rows(window, stage=stage)
         self.tally.rows[stage].append(rows.load_MLE)
         self._learner.submit([batch.ids_LTK.cpu().numpy() for batch in window] if is_replayed else rows, stage=stage)
 

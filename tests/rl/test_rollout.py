@@ -78,9 +78,9 @@ def test_samples_become_routes_and_back_with_unknown_rows_kept_unknown():
     shape = inspect(model).shape
     ids = samples[0].ids_TLK.copy()
     ids[2, 1] = -1
-    hurt = Sample(name="hurt", tokens_T=samples[0].tokens_T, num_prompt=samples[0].num_prompt, ids_TLK=ids)
+    hurt = Sample(name="hurt", tokens_T=samples[0].tokens_T, num_prompt=samples[0].num_prompt, ids_TLK=ids, experts=8)
     back = [
-        from_routes(routes, num_prompt=sample.num_prompt, layers=shape.layers, top_k=shape.top_k)
+        from_routes(routes, shape, num_prompt=sample.num_prompt)
         for routes, sample in zip(to_routes([hurt, *samples[1:]], shape), [hurt, *samples[1:]], strict=True)
     ]
     for sample, again in zip([hurt, *samples[1:]], back, strict=True):
@@ -90,9 +90,9 @@ def test_samples_become_routes_and_back_with_unknown_rows_kept_unknown():
 
 def test_rows_that_do_not_fit_the_tokens_are_refused():
     with pytest.raises(RoutesError, match="'x': 3 rows for 3 tokens; there must be one fewer"):
-        Sample(name="x", tokens_T=np.arange(3), num_prompt=1, ids_TLK=np.zeros((3, 1, 1), dtype=int))
+        Sample(name="x", tokens_T=np.arange(3), num_prompt=1, ids_TLK=np.zeros((3, 1, 1), dtype=int), experts=4)
     with pytest.raises(RoutesError, match="'x': 3 of 3 tokens are the prompt's"):
-        Sample(name="x", tokens_T=np.arange(3), num_prompt=3, ids_TLK=np.zeros((2, 1, 1), dtype=int))
+        Sample(name="x", tokens_T=np.arange(3), num_prompt=3, ids_TLK=np.zeros((2, 1, 1), dtype=int), experts=4)
 
 
 def test_every_forwarded_token_stands_once_in_a_window_with_its_own_routes():
@@ -113,11 +113,11 @@ def test_every_forwarded_token_stands_once_in_a_window_with_its_own_routes():
 def test_rows_are_counted_per_expert_and_unknown_ones_lower_coverage():
     _, _, samples = rolled()
     batch = pack(samples, range(4))
-    rows = window_rows([batch], experts=8, stage="update")
+    rows = window_rows([batch], stage="update")
     wanted = [[int((ids == e).sum()) for e in range(8)] for ids in batch.ids_LTK]
     assert rows.load_MLE[0].tolist() == wanted and rows.coverage_ML is None
     ids = batch.ids_LTK.clone()
     ids[1, 0] = -1
-    hurt = window_rows([with_ids(batch, ids)], experts=8, stage="update")
+    hurt = window_rows([with_ids(batch, ids)], stage="update")
     assert hurt.load_MLE[0].sum() == sum(map(sum, wanted)) - 2
     assert hurt.coverage_ML[0].tolist() == [1.0, 1 - 1 / batch.num_tokens]
