@@ -7,7 +7,7 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from equipoise.sim.result import Simulation
 
@@ -39,13 +39,14 @@ def _lines(document: dict[str, Any], title: str) -> Iterator[str]:
     yield from _windows(document["windows"])
     yield ""
     yield from _answer(document)
-    yield "Policies (seconds of expert layers; of balanced and speed-up in expert time, then of the whole step)"
-    yield from _policies(document["policies"])
+    unit = Unit.of(document["policies"])
+    yield "Policies: time in expert layers, share of balanced and speed-up of it, then of the whole step"
+    yield from _policies(document["policies"], unit)
     yield ""
-    yield "Parts, seconds on the critical path"
-    yield from _parts(document["policies"])
+    yield f"Parts, {unit.name} on the critical path"
+    yield from _parts(document["policies"], unit)
     yield ""
-    yield from _sweep(document["sweep"])
+    yield from _sweep(document["sweep"], unit)
     yield from (f"- {note}" for note in document["notes"])
 
 
@@ -70,17 +71,34 @@ def _answer(document: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _policies(policies: Sequence[dict[str, Any]]) -> list[str]:
-    head = ["policy", "slots", "expert s", "of bal.", "speed-up", "experts", "step s", "of bal.", "speed-up", "MiB/GPU"]
+class Unit(NamedTuple):
+    """The unit in which times are shown."""
+
+    name: str
+    scale: float
+
+    @classmethod
+    def of(cls, policies: Sequence[dict[str, Any]]) -> "Unit":
+        """Seconds, or milliseconds where every step takes less than a second."""
+        return cls("s", 1.0) if max(entry["step_s"] for entry in policies) >= 1 else cls("ms", 1e3)
+
+    def show(self, seconds: float) -> str:
+        """Three decimals of seconds, two of milliseconds."""
+        return f"{seconds * self.scale:.{3 if self.name == 's' else 2}f}"
+
+
+def _policies(policies: Sequence[dict[str, Any]], unit: Unit) -> list[str]:
+    expert, step = f"expert {unit.name}", f"step {unit.name}"
+    head = ["policy", "slots", expert, "of bal.", "speed-up", "experts", step, "of bal.", "speed-up", "MiB/GPU"]
     rows = [
         [
             entry["policy"],
             str(entry["slots"]),
-            f"{entry['expert_s']:.3f}",
+            unit.show(entry["expert_s"]),
             _percent(entry["of_balanced"]),
             _times(entry["speedup"]),
             f"{entry['expert_share']:.0%}",
-            f"{entry['step_s']:.3f}",
+            unit.show(entry["step_s"]),
             _percent(entry["step_of_balanced"]),
             _times(entry["step_speedup"]),
             f"{entry['memory']['replicas_bytes'] / MIB:,.0f}",
@@ -90,20 +108,20 @@ def _policies(policies: Sequence[dict[str, Any]]) -> list[str]:
     return table([head, *rows])
 
 
-def _parts(policies: Sequence[dict[str, Any]]) -> list[str]:
+def _parts(policies: Sequence[dict[str, Any]], unit: Unit) -> list[str]:
     """One column per part that any policy has."""
     shown = [(key, name) for key, name in PARTS if any(entry["seconds"][key] for entry in policies)]
-    rows = [[entry["policy"], *(f"{entry['seconds'][key]:.3f}" for key, _ in shown)] for entry in policies]
+    rows = [[entry["policy"], *(unit.show(entry["seconds"][key]) for key, _ in shown)] for entry in policies]
     return table([["policy", *(name for _, name in shown)], *rows])
 
 
-def _sweep(sweep: dict[str, Any] | None) -> Iterator[str]:
+def _sweep(sweep: dict[str, Any] | None, unit: Unit) -> Iterator[str]:
     if sweep is None:
         return
     if sweep["points"]:
-        yield "Sweep (seconds of expert layers)"
+        yield f"Sweep, {unit.name} in expert layers"
         head = ["EP", "slots", "samples", "tokens/rank", "skew", "static", "equipoise", "balanced", "saved", "of bal."]
-        yield from table([head, *(_point(point) for point in sweep["points"])])
+        yield from table([head, *(_point(point, unit) for point in sweep["points"])])
         yield ""
     if sweep["break_even"] is not None:
         worth = sweep["break_even"]["worth"]
@@ -121,7 +139,7 @@ def _sweep(sweep: dict[str, Any] | None) -> Iterator[str]:
         yield ""
 
 
-def _point(point: dict[str, Any]) -> list[str]:
+def _point(point: dict[str, Any], unit: Unit) -> list[str]:
     seconds = point["seconds"]
     return [
         str(point["ep"]),
@@ -129,7 +147,7 @@ def _point(point: dict[str, Any]) -> list[str]:
         "-" if point["micro"] is None else str(point["micro"]),
         f"{point['tokens']:,}",
         f"{point['skew']:.2f}",
-        *(f"{seconds[name]:.3f}" for name in ("static", "equipoise", "balanced")),
+        *(unit.show(seconds[name]) for name in ("static", "equipoise", "balanced")),
         f"{point['saved_share']:.1%}",
         _percent(point["of_balanced"]),
     ]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from equipoise.sim import simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.demo import POLICIES, demo_step
-from equipoise.sim.summary import summary, table
+from equipoise.sim.summary import Unit, summary, table
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
 POINT = SweepPoint(
@@ -20,7 +20,7 @@ def test_figures_are_those_of_the_document():
     text, document = summary(found, title="a step"), found.to_dict()
     for entry in document["policies"]:
         line = next(x for x in text.splitlines() if x.startswith(f"  {entry['policy']} "))
-        assert f"{entry['expert_s']:.3f}" in line
+        assert f"{entry['expert_s'] * 1e3:.2f}" in line
         assert f"{entry['of_balanced']:.1%}" in line
         assert f"{entry['speedup']:.2f}x" in line
     assert f"{1 - 1 / document['policies'][1]['speedup']:.1%} less time in expert layers" in text
@@ -36,6 +36,11 @@ def test_nothing_is_promised_where_nothing_was_compared():
     text = summary(found, title="a step")
     assert "less time" not in text
     assert " - " in text
+
+
+def test_a_step_of_less_than_a_second_is_shown_in_milliseconds():
+    assert Unit.of([{"step_s": 0.9}, {"step_s": 0.2}]).show(0.0123) == "12.30"
+    assert Unit.of([{"step_s": 0.9}, {"step_s": 1.2}]).show(0.0123) == "0.012"
 
 
 def test_a_table_has_names_to_the_left_and_figures_to_the_right():
