@@ -1,5 +1,6 @@
 """What ranks do in the tests of faults: train with a checkpoint after every step, die or survive, and train on."""
 
+import gc
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from equipoise.core.errors import TransferError
 from equipoise.parity.run import routes_of, run_window
 from equipoise.parity.stack import SmallStack, window_inputs
 from equipoise.runtime.relocate import Relocator
-from equipoise.runtime.state import load_experts, save_experts
+from equipoise.runtime.state import expert_state_dict, load_expert_state_dict, load_experts, save_experts
 from tests.balancer.work import balancer_of
 
 FATAL = 2
@@ -114,6 +115,8 @@ def train_until_killed(group, case, plans, folder, where):
         trainer.run_to(len(plans), before)
     except TransferError as error:
         words = str(error)
+    # The frames of the error, and the unfinished graph they hold, are in cycles.
+    gc.collect()
     left = sum("memfd:equipoise" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return words, time.monotonic() - began[-1], left
 
@@ -126,3 +129,22 @@ def resume(group, case, plans, folder):
     """Train on from the last checkpoint that is whole."""
     last = max(int(path.name) for path in Path(folder).iterdir() if (path / "attention.pt").exists())
     return last, Trainer(group, case, plans, folder, start=last).run_to(len(plans))
+
+
+def state_inside_a_window(group, case):
+    """Save and load inside a window: owned experts before, in `canonical`, at the homes, and after loading others."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    layers = find_layers(net)
+
+    def state():
+        return {key: value.clone() for key, value in expert_state_dict(layers).items()}
+
+    with balancer_of(net, case, group) as balancer:
+        found = {"before": state()}
+        with balancer.window(routes_of(window)):
+            found["at the homes"] = state()
+            with balancer.canonical():
+                found["canonical"] = state()
+                load_expert_state_dict(layers, {key: 2 * value for key, value in found["before"].items()})
+        found["after"] = state()
+    return found

@@ -49,3 +49,15 @@ def test_a_killed_rank_ends_the_others_and_training_resumes_to_the_same_numbers(
     for (last, weights), wanted in zip(pool.run(resume.resume, 2, CASE, plans(), tmp_path), undisturbed, strict=True):
         assert last == resume.FATAL
         assert all(map(torch.equal, weights, wanted))
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+def test_state_is_saved_and_loaded_inside_a_window(pool, nodes):
+    results = pool.run(resume.state_inside_a_window, 4, ParityCase(ranks=4, nodes=nodes, slots=0, layers=2, tokens=12))
+    for found in results:
+        for key, value in found["before"].items():
+            assert torch.equal(found["canonical"][key], value)
+            assert torch.equal(found["after"][key], 2 * value), "what was written in `canonical` stays"
+    pairs = [(found["at the homes"][key], value) for found in results for key, value in found["before"].items()]
+    assert not all(torch.equal(x, y) for x, y in pairs), "a plan that displaces nothing shows nothing"
