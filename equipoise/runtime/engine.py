@@ -215,12 +215,13 @@ class TransferEngine:
     def _retire_version(self) -> None:
         """Stop all transfers, and wait until every rank of the node has: from here on weights may be overwritten."""
         self._puller.pause()
-        if self._refresher is not None:
-            self._refresher.pause()
         self._mailboxes.finish()
         self._node.settle(Transfer("fence", path=self._node.direct_path))
         self.counters.settle()
         self._node.fence(RETIRED, self._version, Transfer("fence", path=self._node.direct_path))
+        if self._refresher is not None:
+            # Not before: until all have stopped, another rank may wait for an expert that this one has yet to write.
+            self._refresher.pause()
 
     def _needs_store(self, plan: Plan) -> bool:
         """Whether any rank pulls from the host store under this plan; the same on all ranks."""

@@ -237,6 +237,34 @@ def slow_store(group, plans, seed):
         engine.HostPath, refresher.copy_expert = kept
 
 
+def leave_early(group, plan):
+    """Rank 1 writes slowly and closes the window at once; rank 0 still needs what rank 1 has yet to write."""
+    from equipoise.runtime import refresher
+
+    def slow_copy(*given):
+        time.sleep(0.05)
+        return relocate.copy_expert(*given)
+
+    kept = refresher.copy_expert
+    refresher.copy_expert = slow_copy if group.rank() == 1 else kept
+    rank = Rank(group, plan, timeout_s=10.0, transfer={"path": "host"})
+    try:
+        with rank.engine as engine:
+            engine.open_window(plan)
+            for at in range(len(plan.itinerary)) if group.rank() == 0 else ():
+                rank.check_weights(plan, plan.itinerary.visit(at))
+            engine.close_window()
+    finally:
+        refresher.copy_expert = kept
+    return rank.engine.counters.pulls
+
+
+@pytest.mark.dist(2)
+def test_a_rank_that_is_done_still_writes_what_others_wait_for(pool):
+    plan = random_plan((0, 0), seed=4, slots=1, fewest=1, micro_steps=2, stage="recompute")
+    assert pool.run(leave_early, 2, plan)[0] > 0
+
+
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("layout", ["2 as one node", "4 as two nodes"])
 def test_bits_are_right_whatever_the_delays_of_the_store(pool, layout):
