@@ -18,7 +18,10 @@ from equipoise.rl.layout import build_layout
 from equipoise.rl.model import build_model
 from equipoise.rl.run import Places, run
 from equipoise.rl.sync import sync_weights
+from equipoise.rl.task import open_task
+from equipoise.rl.tokens import CharTokenizer
 from equipoise.rl.train import Trainer
+from equipoise.rl.warmup import warm_up
 
 SMALL = {
     "steps": 2,
@@ -143,3 +146,32 @@ def synced(group, config):
     whole = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
     trainer.close()
     return copied, whole, version
+
+
+def warmed_up(group, config):
+    """The weights after warm-up, and its losses."""
+    model, losses = build_model(config.model, seed=config.seed), []
+    warm_up(
+        model,
+        config,
+        build_layout(config, group),
+        task=open_task(config.task),
+        tokenizer=CharTokenizer(),
+        show=lambda done, loss: losses.append(loss),
+    )
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, losses
+
+
+def groups_of(group, config):
+    """The ranks of this rank's EP group, and those that own the same experts."""
+    layout = build_layout(config, group)
+    return [torch.distributed.get_process_group_ranks(one) for one in (layout.ep_group, layout.owner_group)]
+
+
+def layout_error(group, config):
+    """What a wrong number of ranks says."""
+    try:
+        build_layout(config, group)
+    except EquipoiseError as error:
+        return str(error)
+    return None
