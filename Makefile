@@ -8,7 +8,7 @@ KERNELS := $(VENV)/.kernels
 .PHONY: demo test lint types contracts clean
 
 demo: $(STAMP)
-	$(VENV)/bin/equipoise analyze --demo
+	$(VENV)/bin/equipoise train --report out/report.html
 
 test: $(STAMP) $(KERNELS) lint types contracts
 	$(PYTHON) -m pytest --minimum-tests

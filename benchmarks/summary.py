@@ -1,0 +1,175 @@
+"""The tables of `docs/results.md` and of the README, made from the committed results.
+
+    python -m benchmarks.summary            # print them
+    python -m benchmarks.summary --write    # put them between their markers, <!-- NAME --> and <!-- /NAME -->
+
+Knows the JSON documents in `benchmarks/reports`. Measures nothing.
+
+Invariants (asserted by the tests):
+1. What stands between the markers is what this command makes.
+2. Every limit that does not hold is shown as such.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmarks.results import ROOT
+
+REPORTS = ROOT / "benchmarks" / "reports"
+PAGES = ("README.md", "docs/results.md")
+RIVALS = ("static", "eplb-oracle", "reactive", "equipoise")
+PREDICTED = (
+    ("ESFT law", 8, 65536),
+    ("gpt-oss-20b", 8, 65536),
+    ("ESFT law", 16, 65536),
+    ("ESFT intent stacked x4", 32, 65536),
+    ("ESFT intent stacked x4", 64, 65536),
+    ("generated", 32, 131392),
+    ("ESFT law", 16, 1024),
+)
+"""Windows of the planner's benchmark that are shown: (trace, EP, tokens per micro-step)."""
+
+
+def main() -> None:
+    """Print every table, or write them into the pages that have their markers."""
+    parser = argparse.ArgumentParser(description="Tables of the documents, from committed results")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md and docs/results.md")
+    if not parser.parse_args().write:
+        for name, table in TABLES.items():
+            print(f"{name}\n\n{table()}\n")
+        return
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def filled(text: str) -> str:
+    """The text with every table of ours between its markers."""
+    for name, table in TABLES.items():
+        between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        content = table()
+        text = between.sub(lambda match, content=content: f"{match[1]}{content}\n{match[2]}", text)
+    return text
+
+
+def replay_table() -> str:
+    """MoE throughput in percent of balanced, measured rank by rank."""
+    rows = _read("rank_replay_h200")["rows"]
+    found = {(r["case"], r["stage"], r["policy"]): r for r in rows}
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    header = ["trace, shape", "stage", *RIVALS, "equipoise, with modelled all-to-all"]
+    lines = []
+    for case in cases:
+        for stage in ("forward", "update"):
+            cells = [f"{found[case, stage, policy]['pct measured']:.1f}" for policy in RIVALS]
+            lines.append([case, stage, *cells, f"{found[case, stage, 'equipoise']['pct with all-to-all']:.1f}"])
+    return _table(header, lines)
+
+
+def replay_summary() -> str:
+    """The update's lines of the replay, for the README."""
+    rows = [r for r in _read("rank_replay_h200")["rows"] if r["stage"] == "update"]
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    found = {(r["case"], r["policy"]): r["pct measured"] for r in rows}
+    lines = [[case, *(f"{found[case, policy]:.0f}" for policy in RIVALS)] for case in cases]
+    return _table(["trace, shape", "static", "EPLB oracle", "reactive", "**Equipoise**"], lines)
+
+
+def predicted_table() -> str:
+    """Predicted speed-up over static, one slot."""
+    times = {
+        (r["trace"], r["EP"], r["tokens"], r["policy"]): r["predicted_ms"]
+        for r in _read("planner_xeon")["rows"]
+        if r["table"] == "seconds" and r["slots"] == 1
+    }
+    policies = ("eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
+    lines = []
+    for trace, ep, tokens in PREDICTED:
+        static = times[trace, ep, tokens, "static"]
+        speed = [f"{static / times[trace, ep, tokens, policy]:.2f}" for policy in policies]
+        lines.append([trace, str(ep), f"{tokens:,}", *speed])
+    return _table(["trace", "EP", "tokens", *policies], lines)
+
+
+def paper_table() -> str:
+    """The simulated comparison: least to most of every kind of case."""
+    rows = [r for r in _read("paper_simulated")["rows"] if r["table"] == "comparison"]
+    figures = {
+        "over static": "over_static",
+        "over oracle EPLB": "over_eplb-oracle",
+        "over LPLB": "over_lplb",
+        "over reactive": "over_reactive",
+        "over reactive, its charges at zero": "over_reactive-free",
+        "of balanced": "of_balanced",
+        "of balanced, compute alone": "compute_of_balanced",
+        "whole step over static": "step_over_static",
+    }
+    kinds = list(dict.fromkeys((r["source"], r["crossing"]) for r in rows))
+    lines = []
+    for word, key in figures.items():
+        cells = [_range(r[key] for r in rows if (r["source"], r["crossing"]) == kind) for kind in kinds]
+        lines.append([word, *cells])
+    return _table(["expert time", *(f"{source}, {crossing} cross nodes" for source, crossing in kinds)], lines)
+
+
+def limits_table() -> str:
+    """Every limit of every report, worst first in each."""
+    lines = []
+    for name in ("planner_xeon", "rank_replay_h200", "validation_h200", "paper_simulated"):
+        lines += [_limit(limit, name) for limit in _read(name)["limits"] if not limit["holds"]]
+    return _table(["report", "what misses its limit", "value"], lines)
+
+
+def transfer_table() -> str:
+    """What pulls add, how fast they are, what they need."""
+    transfer = _read("transfer_h200")
+    lines = []
+    for part, word in (
+        ("pulls", "host pulls of 1 and 2 replicas per layer add, in %"),
+        ("rates", "pull rate, in % of plain copies"),
+        ("memory", "replica buffers, in % of the rank's experts"),
+        ("layer", "balanced layer without replicas over a plain one, in %"),
+    ):
+        limits = transfer[part]["limits"]
+        values = [limit["value"] for limit in limits]
+        end = next(f"{w} {limit[k]:g}" for limit in limits for k, w in BOUNDS.items() if limit[k] is not None)
+        held = f"{sum(limit['holds'] for limit in limits)} of {len(limits)}"
+        lines.append([word, _range(values, digits=1), end, held])
+    return _table(["measured on one H200", "least to most", "limit", "holds in"], lines)
+
+
+BOUNDS = {"at_least": "at least", "at_most": "at most"}
+TABLES: dict[str, Callable[[], str]] = {
+    "replay": replay_table,
+    "replay summary": replay_summary,
+    "predicted": predicted_table,
+    "paper": paper_table,
+    "transfer": transfer_table,
+    "misses": limits_table,
+}
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((REPORTS / f"{name}_202611.json").read_text())
+
+
+def _range(values: Iterable[float], *, digits: int = 2) -> str:
+    found = list(values)
+    return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+
+def _limit(limit: dict[str, Any], report: str) -> list[str]:
+    bound = ", ".join(f"{word} {limit[key]:g}" for key, word in BOUNDS.items() if limit.get(key) is not None)
+    return [report.replace("_", " "), limit["name"], f"{limit['value']:.4g}" + (f" ({bound})" if bound else "")]
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
