@@ -52,8 +52,9 @@ def train(
     from equipoise.core import TrainingError
     from equipoise.rl.config_file import read_config
 
-    if compare and report is not None:
-        raise TrainingError(f"--report {report} shows one run, --compare makes several; leave one of them out")
+    for flag, value in (("--report", report), ("--record", record), ("--resume", resume)):
+        if compare and value is not None:
+            raise TrainingError(f"{flag} {value} is of one run, --compare makes several; leave one of them out")
     given = {"ranks": ranks, "model.path": model, "task.reward": reward}
     changes = [*(settings or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
@@ -86,6 +87,8 @@ def _train(
 
         write_report(out, report)
         view.say(f"page: {report}")
+    elif summary:
+        view.say(f"page: make it with: equipoise report {out} -o {out / 'report.html'}")
     if view.as_json and summary:
         print_json(summary)
     return 0

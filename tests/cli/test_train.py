@@ -27,10 +27,11 @@ def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_p
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
     assert "2 MoE layers of 16 experts, top-4; 2 ranks on 1 node, experts: static" in shown.out
-    assert lines[-2] == f"results: {out} (metrics.jsonl, config.toml, summary.json, checkpoints)"
-    assert "reward" in lines[-5] and "in the first quarter of steps" in lines[-5]
-    assert "skew" in lines[-4] and "before" in lines[-4] and "after" in lines[-4]
-    assert lines[-1].endswith(f"equipoise doctor {routes} --model {routes}/model/config.json")
+    assert lines[-1] == f"page: make it with: equipoise report {out} -o {out}/report.html"
+    assert lines[-3] == f"results: {out} (metrics.jsonl, config.toml, summary.json, checkpoints)"
+    assert "reward" in lines[-6] and "in the first quarter of steps" in lines[-6]
+    assert "skew" in lines[-5] and "before" in lines[-5] and "after" in lines[-5]
+    assert lines[-2].endswith(f"equipoise doctor {routes} --model {routes}/model/config.json")
     assert equipoise("doctor", routes, "--model", routes / "model" / "config.json").code == 0
     more = equipoise("train", "--resume", out, "--set=steps=3", "--json")
     assert more.code == 0, more.err
@@ -54,6 +55,7 @@ def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch
         (["--set", "stepz=2"], "unknown setting stepz; did you mean steps?"),
         (["--preset", "huge"], "no preset and no file 'huge'; presets: qwen3-30b-a3b-64gpu, small-gpu, tiny"),
         (["--compare", "off,magic"], "--compare 'off,magic': give two or three different ones"),
+        (["--compare", "off,static", "--record", "r"], "--record r is of one run, --compare makes several"),
         (["--resume", "absent"], "no preset and no file 'absent/config.toml'"),
     ],
 )
