@@ -247,8 +247,8 @@ class TransferEngine:
             self._paths.update(dict.fromkeys(PATHS, path))
 
     def _refreshed(self, plan: Plan) -> list[Entry]:
-        """This rank's experts that the plan pulls from the store."""
-        names = [name for name, path in self._paths.items() if isinstance(path, HostPath)]
+        """This rank's experts that others pull from the store under this plan."""
+        names = PATHS if self._node.options.path == "host" else ("host",)
         return first_uses(plan, rank=self._node.rank, paths=names)
 
     def _count_wait(self, waited: float) -> None:
