@@ -104,8 +104,8 @@ def price_holders(
         line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, settled.rows_R[r], settled.busy_R[r]))
     _exchange(settled.link_R4, nodes.node_R, keep_permille_N, tables, line)
     if not persistent and rep_expert_RS.shape[1] > 0:
-        forward_ns, backward_ns = windows_ns(base.row_R, len(home_E), tables)
-        _transfers(home_E, nodes.node_R, rep_expert_RS, rep_rows_RS, forward_ns, backward_ns, tables, line)
+        windows = windows_ns(base.row_R, len(home_E), tables)
+        _transfers(home_E, nodes.node_R, rep_expert_RS, rep_rows_RS, windows, tables, line)
     return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
 
 
@@ -162,16 +162,20 @@ def _exchange(
 
 
 @compiled
-def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, int]:
-    """What a pull can hide behind, forward and backward: attention of the fullest source, and mean expert compute."""
+def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, int, int]:
+    """What pulls can hide behind, forward and backward, and what returns can.
+
+    Pulls have attention of the fullest source and mean expert compute, `depth` times; a return starts when the experts'
+    backward has ended, and has the attention's backward alone.
+    """
     ranks = len(row_R)
     tokens = (row_R.max() + tables.top_k - 1) // tables.top_k
     mean_rows = (row_R.sum() + ranks - 1) // ranks
     mean = compute_ns(tables, mean_rows, min(experts // ranks, len(tables.compute_ns_SX) - 1))
     # Forward is about a third of forward + backward.
     forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
-    backward = tokens * tables.backward_window_ps // 1000 + mean * 2 // 3
-    return tables.depth * forward, tables.depth * backward
+    attention = tokens * tables.backward_window_ps // 1000
+    return tables.depth * forward, tables.depth * (attention + mean * 2 // 3), attention
 
 
 @compiled
@@ -180,13 +184,13 @@ def _transfers(
     node_R: np.ndarray,
     rep_expert_RS: np.ndarray,
     rep_rows_RS: np.ndarray,
-    forward_ns: int,
-    backward_ns: int,
+    windows: tuple[int, int, int],
     tables: Tables,
     line: np.ndarray,
 ) -> None:
     """Exposed pulls and returns of one (micro-step, layer)."""
     ranks = len(node_R)
+    forward_ns, backward_ns, attention_ns = windows
     in_R = np.zeros(ranks, dtype=np.int64)
     out_R = np.zeros(ranks, dtype=np.int64)
     far_R = np.zeros(ranks, dtype=np.int64)
@@ -198,7 +202,7 @@ def _transfers(
                 out_R[home_E[e]] += 1
                 if node_R[home_E[e]] != node_R[r]:
                     far_R[r] += 1
-    late_forward, late_backward, return_in = np.int64(0), np.int64(0), np.int64(0)
+    late_forward, late_backward, return_in, most_out = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for r in range(ranks):
         if in_R[r] > 0:
             by_host = host_pulls(in_R[r], far_R[r], forward_ns, tables)
@@ -212,15 +216,11 @@ def _transfers(
                 late_backward = max(late_backward, pull_ns(by_host, in_R[r] - by_host, tables) - backward_ns)
         # A home serves its pulls one after another, too.
         late_forward = max(late_forward, out_R[r] * tables.peer_ns - forward_ns)
-        return_in = max(return_in, max(in_R[r], out_R[r]))
+        return_in, most_out = max(return_in, max(in_R[r], out_R[r])), max(most_out, out_R[r])
     line[PULL] = late_forward + late_backward
     if tables.phases == 2 and return_in > 0:
-        # Returned gradients are added up as they arrive; adding the sum to the home's own is left for the end.
-        most_out = np.int64(0)
-        for r in range(ranks):
-            most_out = max(most_out, out_R[r])
-        arrival = return_in * tables.return_ns + (most_out - 1) * tables.add_ns
-        line[RETURN] = max(np.int64(0), arrival - backward_ns) + tables.add_ns
+        # A home adds returned gradients to its own one after another, once attention's backward is over.
+        line[RETURN] = max(np.int64(0), return_in * tables.return_ns - attention_ns) + most_out * tables.add_ns
 
 
 @compiled

@@ -12,8 +12,8 @@ What is priced, per (micro-step, layer):
   Rows are an upper bound across nodes (engines send a token once per node); co-activation counts lower it.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
   expert compute for each visit of depth.
-- return: replica gradients (fp32), added up as they arrive, beyond the attention backward they hide behind, plus adding
-  that sum to the home's own.
+- return: replica gradients (fp32) beyond the attention backward that they hide behind, plus adding each of them to the
+  home's own, one after another.
 Per window: publish and collect of displaced experts, by the busiest link. Nothing of these hides.
 
 Knows no plan. Does not know torch.

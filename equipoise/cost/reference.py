@@ -72,23 +72,23 @@ def exchange(
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
 
 
-def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int]:
-    """What pulls can hide behind, forward and backward: attention of the fullest source and mean expert compute."""
+def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int, int]:
+    """What pulls can hide behind, forward and backward, and what returns can. See `kernels.windows_ns`."""
     ranks, experts = load_RE.shape
     tokens = -(-int(load_RE.sum(axis=1).max()) // tables.top_k)
     mean_rows = -(-int(load_RE.sum()) // ranks)
     mean = interpolate(tables.rows_X, tables.compute_ns_SX[experts // ranks], mean_rows)
     # Forward is about a third of forward + backward.
     forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
-    backward = tokens * tables.backward_window_ps // 1000 + mean * 2 // 3
-    return tables.depth * forward, tables.depth * backward
+    attention = tokens * tables.backward_window_ps // 1000
+    return tables.depth * forward, tables.depth * (attention + mean * 2 // 3), attention
 
 
 def transfers(
     replicas: list[tuple[int, int]],
     home_E: np.ndarray,
     node_R: np.ndarray,
-    windows: tuple[int, int],
+    windows: tuple[int, int, int],
     tables: Tables,
     line: np.ndarray,
 ) -> None:
@@ -108,8 +108,7 @@ def transfers(
             late += [served * tables.peer_ns - window for served in out]
         line[PULL] += max(0, *late) if late else 0
     if tables.phases == 2 and replicas:
-        arrival = max(*into, *out) * tables.return_ns + (max(out) - 1) * tables.add_ns
-        line[RETURN] = max(0, arrival - windows[1]) + tables.add_ns
+        line[RETURN] = max(0, max(*into, *out) * tables.return_ns - windows[2]) + max(out) * tables.add_ns
 
 
 def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:

@@ -106,7 +106,7 @@ class _Stage:
             back = self._returns_to(v, rank)
             if back:
                 yield back
-                yield (world.busy(p, (rank, "compute", f"add {layer}"), work.tables.add_ns),)
+                yield (world.busy(p, (rank, "compute", f"add {layer}"), len(back) * work.tables.add_ns),)
 
     def _together(self, signal: Signal, then: Callable[[], None]) -> Signal:
         def last() -> None:
@@ -142,9 +142,8 @@ class _Stage:
             for at in self._replicas(issued):
                 self._queue_pull(issued, at, seen)
         if course.itinerary.phase_V[v] == 1:
-            homes: set[int] = set()
             for at in self._replicas(v):
-                self._queue_return(v, at, homes)
+                self._queue_return(v, at)
         self.world.dispatch(self.p)
 
     def _queue_pull(self, v: int, at: int, seen: set[tuple[int, int]]) -> None:
@@ -162,11 +161,10 @@ class _Stage:
         done = ("pulled", p, v, at)
         self.world.queue(p, Transfer(name, "pull", rank, lanes, left, ("now",), done))
 
-    def _queue_return(self, v: int, at: int, homes: set[int]) -> None:
+    def _queue_return(self, v: int, at: int) -> None:
         transfers, t, p = self.work.transfers, self.work.tables, self.p
         rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
-        left = int(t.return_ns + (t.add_ns if home in homes else 0))
-        homes.add(home)
+        left = int(t.return_ns)
         name = f"return {self.course.itinerary.layer_V[v]}"
         lanes = (("out", p, rank), ("in", p, home))
         transfer = Transfer(name, "return", rank, lanes, left, ("ended", p, v, rank), ("returned", p, v, at))

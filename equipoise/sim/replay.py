@@ -259,7 +259,7 @@ def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     began = now - clock.exchanged[0]
     compute_R = f.backward_MLR[m, layer] + clock.slowed_VR[visit]
     now = _experts(f, clock, visit, f.backward_MLR[m, layer], now)
-    back_R = _return(f, clock, visit, compute_R, began)
+    back_R, returns_R = _return(f, clock, visit, compute_R, began)
     now = _exchange(f, clock, m, layer, now)
     lane_now = now - clock.exchanged[0]
     attention_R = f.attention_backward_MLR[m, layer]
@@ -267,7 +267,7 @@ def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     last = level
     for r in range(len(attention_R)):
         if back_R[r] > 0:
-            last = max(last, max(attention_R[r], back_R[r] - lane_now) + f.tables.add_ns)
+            last = max(last, max(attention_R[r], back_R[r] - lane_now) + returns_R[r] * f.tables.add_ns)
     clock.part_K[ATTENTION] += level
     clock.part_K[RETURN] += last - level
     clock.exposed_3[BACK] += last - level
@@ -275,11 +275,11 @@ def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
 
 
 @compiled
-def _return(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, began: int) -> np.ndarray:
-    """[R] when the last gradient arrives at each home, on the lanes' clock; 0 where none does."""
+def _return(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, began: int) -> tuple[np.ndarray, np.ndarray]:
+    """[R] when the last gradient arrives at each home, on the lanes' clock, 0 where none does; [R] how many arrive."""
     m, _, layer = f.visit_V3[visit]
     t, lane_3R = f.tables, clock.lane_3R
-    back_R = np.zeros(lane_3R.shape[1], dtype=np.int64)
+    back_R, returns_R = np.zeros(lane_3R.shape[1], dtype=np.int64), np.zeros(lane_3R.shape[1], dtype=np.int64)
     load_2R = np.zeros((2, lane_3R.shape[1]), dtype=np.int64)
     entry = m * f.exchange_ML.shape[1] + layer
     for p in range(f.start_ML[entry], f.start_ML[entry + 1]):
@@ -287,14 +287,11 @@ def _return(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, began
         pulled = max(clock.arrive_2VR[PEER, visit, rank], clock.arrive_2VR[HOST, visit, rank])
         ended = max(began, pulled) + compute_R[rank]
         begin = max(ended, max(lane_3R[OUT_LANE, rank], lane_3R[IN_LANE, home]))
-        # Gradients are added up as they arrive, so all but the first keep their home busy longer.
-        took = t.return_ns + (t.add_ns if back_R[home] > 0 else 0)
-        lane_3R[OUT_LANE, rank] = begin + took
-        lane_3R[IN_LANE, home] = begin + took
-        back_R[home] = begin + took
-        load_2R[0, rank] += took
-        load_2R[1, home] += took
+        back_R[home] = lane_3R[OUT_LANE, rank] = lane_3R[IN_LANE, home] = begin + t.return_ns
+        returns_R[home] += 1
+        load_2R[0, rank] += t.return_ns
+        load_2R[1, home] += t.return_ns
     if f.start_ML[entry + 1] > f.start_ML[entry]:
-        clock.moved_3[BACK] += load_2R.max() + t.add_ns
+        clock.moved_3[BACK] += load_2R.max() + returns_R.max() * t.add_ns
         clock.count_3[BACK] += f.start_ML[entry + 1] - f.start_ML[entry]
-    return back_R
+    return back_R, returns_R

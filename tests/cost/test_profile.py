@@ -93,7 +93,7 @@ def test_a_profile_can_be_read_from_a_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(content("h100")))
     assert Profile.read(path) == Profile.read("h100")
-    with pytest.raises(TopologyError, match="no hardware profile 'b900'; known: a100, .*h100, h200"):
+    with pytest.raises(TopologyError, match=r"no hardware profile 'b900'; known: a100, .*h100, h200"):
         Profile.read("b900")
 
 

@@ -53,7 +53,8 @@ def test_every_combination_is_a_point_in_order():
     assert seen[-1] == (8, 8)
     assert all(abs(p.tokens - 500) <= 1 for p in points)
     assert points[0].seconds["static"] == points[1].seconds["static"]
-    assert points[0].seconds["equipoise"] >= points[1].seconds["equipoise"]
+    # The clock is not what the planner minimises: a slot may cost a fraction of a permille there.
+    assert points[0].seconds["equipoise"] * 1.001 >= points[1].seconds["equipoise"]
 
 
 def test_more_tokens_keep_the_skew_and_mixing_keeps_the_tokens(loads):

@@ -4,7 +4,7 @@ Rows are cut into blocks of `BLOCK` tokens at multiples of `BLOCK`; each block l
 rows some other sample already had is *shared*. Sharing is legitimate exactly for a common prefix: the route of a token
 is a function of the tokens up to it.
 - Token ids known in both samples: a shared block is legitimate if all tokens up to its end are the same, or if the two
-  blocks differ in fewer than `MIN_BLOCK` tokens: small models give single tokens the same experts by chance; else stale.
+  blocks differ in fewer than `MIN_BLOCK` tokens: small models give single tokens equal experts by chance; else stale.
 - Rows that moved to other places are found if they moved by a multiple of `BLOCK`.
 - Token ids unknown: a run of shared blocks from token 0 on, at the same places, may be a common prompt and is let pass;
   a shared block after the first difference is stale, and so is a sample whose every row another sample already had.
