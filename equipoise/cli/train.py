@@ -47,7 +47,20 @@ def train(
     report: ReportOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a model by RL, balanced by foresight."""
+    """Train a model by RL, balanced by foresight.
+
+    \b
+    A laptop, a few minutes; then the proof that placement changes nothing:
+    equipoise train
+    equipoise train --compare off,static,equipoise --set steps=2 --ranks 2
+
+    \b
+    Your own model and questions; and a run that was interrupted:
+    equipoise train --model PATH --set task.data=questions.jsonl -o out/mine
+    equipoise train --resume out/mine
+
+    Settings and presets: docs/training.md. Metrics: docs/metrics.md.
+    """
     from equipoise.cli.train_view import open_view
     from equipoise.core import TrainingError
     from equipoise.rl.config_file import read_config

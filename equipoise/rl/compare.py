@@ -11,7 +11,7 @@ mode makes its own rollouts, and what is shown is no proof.
 Verdict, per pair of modes:
 1. Loss of every step within `LOSS` of each other, relative to the mean size of its terms: the terms of GRPO cancel, so
    that a loss near 0 says nothing of its own rounding.
-2. Final weights within `WEIGHT` of their largest value, tensor by tensor.
+2. Final weights within `WEIGHT` of their largest value.
 3. `static` and `equipoise` without replicas: every loss has the same bits.
 
 Knows trainers and numbers. Does not know how a step is trained.
@@ -71,7 +71,7 @@ class Pair:
     """Per step, the largest difference of a loss, relative to the size of its terms."""
     norm_gap_S: tuple[float, ...]
     weight_gap_S: tuple[float, ...]
-    """Per step, the largest difference of a weight, relative to the largest value of its tensor."""
+    """Per step, the largest difference of a weight, relative to the largest weight."""
     is_bit_equal: bool
     """Whether every loss has the same bits."""
     must_be_bit_equal: bool = False
@@ -213,10 +213,9 @@ def pair_of(first: Leg, second: Leg, *, must_be_bit_equal: bool = False) -> Pair
 
 
 def weight_gap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """The largest difference of a weight, relative to the largest value of its tensor."""
-    return max(
-        float((first[name] - second[name]).abs().max() / first[name].abs().max().clamp(min=1e-12)) for name in first
-    )
+    """The largest difference of a weight, relative to the largest weight."""
+    largest = max(float(tensor.abs().max()) for tensor in first.values())
+    return max(float((first[name] - second[name]).abs().max()) for name in first) / max(largest, 1e-12)
 
 
 def _legs(config: TrainConfig, modes: Sequence[Mode]) -> list[tuple[str, Mode, TrainConfig]]:
