@@ -13,7 +13,6 @@ Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file,
 Exit code 0: trained, or all modes agree; 1: modes differ; 2: something is wrong with what was given; 130: interrupted.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,10 +83,12 @@ def train(
 def _train(
     config: "TrainConfig", out: Path, view: "View", *, record: Path | None, report: Path | None, is_resumed: bool
 ) -> int:
+    from equipoise.rl.environment import find_torchrun
     from equipoise.rl.launch import launch
     from equipoise.rl.run import Places, run
 
-    if not is_resumed and os.environ.get("RANK", "0") == "0":
+    torchrun = find_torchrun()
+    if not is_resumed and (torchrun is None or torchrun.rank == 0):
         _clear(out)
     places = Places(out=out, record=record, is_resumed=is_resumed)
     try:

@@ -18,7 +18,7 @@
     run.py          a whole run on one rank
     compare.py      the proof that training is unchanged
     kernels.py      the planning process, started early
-    launch.py       local ranks, or those of torchrun; events.py, what they tell
+    launch.py       local ranks, or those of torchrun (environment.py); events.py, what they tell
     forecast.py     memory and a plan before anything starts
 
 May import balancer, adapters.transformers, routes, loads and below; torch and transformers. Only `cli` imports it.

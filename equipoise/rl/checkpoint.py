@@ -41,12 +41,10 @@ _NAME = "step-{:06d}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What training goes on with."""
+    """What training goes on with, beside the weights."""
 
     step: int
     """The next step to train."""
-    weights: Mapping[str, Tensor]
-    """The whole model."""
     optimizer: Mapping[str, Any]
     """State of this rank's parameters, by name."""
     reference: Mapping[str, Tensor] | None
@@ -74,7 +72,7 @@ class Checkpoints:
         """Write a checkpoint. Every rank must call this.
 
         Args:
-            state: this rank's; its weights are not used, `save_model` writes them
+            state: this rank's
             save_model: writes the whole model into a folder; called on the first rank
         """
         target = self._folder / _NAME.format(state.step)
@@ -94,12 +92,8 @@ class Checkpoints:
             raise TrainingError(f"checkpoint {target} could not be put in place: {trouble}")
         return target
 
-    def load(self, path: Path, *, weights: Mapping[str, Tensor]) -> State:
-        """Read this rank's part of a checkpoint.
-
-        Args:
-            weights: of the whole model, read from `model/` by the caller
-        """
+    def load(self, path: Path) -> State:
+        """Read this rank's part of a checkpoint; its weights are in `model/`."""
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         for name, value in {"format": FORMAT, **self._facts}.items():
             if meta.get(name) != value:
@@ -108,7 +102,6 @@ class Checkpoints:
         reference = path / "reference.pt"
         return State(
             step=meta["step"],
-            weights=weights,
             optimizer=own["optimizer"],
             random=own["random"],
             reference=torch.load(reference, weights_only=True) if reference.exists() else None,

@@ -54,9 +54,8 @@ class Leg:
     """Per step, the loss of each optimizer step."""
     sizes: tuple[tuple[float, ...], ...]
     norms: tuple[float, ...]
-    weights: Mapping[str, Tensor]
-    steps: tuple[Mapping[str, Tensor], ...] = ()
-    """Weights after each step, for the difference per step."""
+    weights: tuple[Mapping[str, Tensor], ...]
+    """After each step."""
     displaced: int = 0
     replicas: int = 0
     reward: float = 0.0
@@ -201,7 +200,7 @@ def pair_of(first: Leg, second: Leg, *, must_be_bit_equal: bool = False) -> Pair
         for x, y, s in zip(first.losses, second.losses, first.sizes, strict=True)
     ]
     norms = [abs(a - b) / max(a, 1e-12) for a, b in zip(first.norms, second.norms, strict=True)]
-    weights = [weight_gap(a, b) for a, b in zip(first.steps, second.steps, strict=True)]
+    weights = [weight_gap(a, b) for a, b in zip(first.weights, second.weights, strict=True)]
     return Pair(
         names=(first.name, second.name),
         loss_gap_S=tuple(gaps),
@@ -247,8 +246,7 @@ def _train_leg(
         losses=tuple(losses),
         sizes=tuple(sizes),
         norms=tuple(norms),
-        weights=weights[-1],
-        steps=tuple(weights),
+        weights=tuple(weights),
         displaced=sum(m["displaced"] for m in metrics),
         replicas=sum(m["replicas"] for m in metrics),
         reward=metrics[-1]["reward"],

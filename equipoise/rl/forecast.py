@@ -8,11 +8,11 @@ Invariants (asserted by the tests):
 2. Fewer ranks than the settings ask for, or than devices can hold, are refused with what to do.
 """
 
-import os
 from dataclasses import dataclass
 
 from equipoise.core import ModelShape
 from equipoise.rl.config import TrainConfig
+from equipoise.rl.environment import find_torchrun
 
 GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -61,15 +61,16 @@ class Forecast:
 
 def too_few(config: TrainConfig) -> str | None:
     """Why this machine, or torchrun, has too few ranks or devices for the settings; None where all is well."""
-    started = os.environ.get("WORLD_SIZE")
+    torchrun = find_torchrun()
     if config.ranks < config.fewest_ranks:
         return (
             f"setting ranks is {config.ranks}; these settings need at least {config.fewest_ranks} (fewest_ranks): "
             "start them on that many GPUs with torchrun, or use another preset"
         )
-    if started is not None and int(started) != config.ranks:
-        return f"setting ranks is {config.ranks}, torchrun started {started}; start as many, or --set ranks={started}"
-    if config.model.device != "cuda" or started is not None:
+    if torchrun is not None and torchrun.ranks != config.ranks:
+        there = torchrun.ranks
+        return f"setting ranks is {config.ranks}, torchrun started {there}; start as many, or --set ranks={there}"
+    if config.model.device != "cuda" or torchrun is not None:
         return None
     import torch
 

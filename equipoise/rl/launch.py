@@ -28,6 +28,7 @@ from typing import Any
 
 from equipoise.core.errors import EquipoiseError, TransferError
 from equipoise.rl.config import TrainConfig
+from equipoise.rl.environment import Torchrun, find_torchrun
 from equipoise.rl.events import Event, Show, ignore
 
 RankFunction = Callable[..., Any]
@@ -45,16 +46,17 @@ def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show =
         show: gets the events, here
         context: of multiprocessing; spawn by default
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
-        return _run_as_rank(function, config, args, show)
+    if (place := find_torchrun()) is not None:
+        shown = show if place.rank == 0 else ignore
+        return _run(function, config, args, shown, place=place, init="env://")
     context = context or multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="equipoise-train-") as folder:
         processes, pipes = [], []
         try:
             for rank in range(config.ranks):
                 ours, theirs = context.Pipe()
-                place = (rank, str(Path(folder) / "store"))
-                process = context.Process(target=_serve, args=(theirs, place, function, config, args))
+                meeting = (rank, str(Path(folder) / "store"))
+                process = context.Process(target=_serve, args=(theirs, meeting, function, config, args))
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -133,12 +135,12 @@ def _ending(code: int | None) -> str:
     return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-def _serve(pipe: Connection, place: tuple[int, str], function: RankFunction, config: TrainConfig, args: Any) -> None:
+def _serve(pipe: Connection, meeting: tuple[int, str], function: RankFunction, config: TrainConfig, args: Any) -> None:
     """Run in a started rank."""
     # The starter decides on Ctrl-C, also for the planning process that this rank will start.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    rank, store = place
+    rank, store = meeting
 
     def send(kind: str, value: Any) -> None:
         pipe.send_bytes(pickle.dumps((kind, value)))
@@ -148,7 +150,8 @@ def _serve(pipe: Connection, place: tuple[int, str], function: RankFunction, con
             send("event", event)
 
     try:
-        result = _run(function, config, args, show, init=f"file://{store}", rank=rank)
+        own = Torchrun(rank, config.ranks, rank, config.ranks)
+        result = _run(function, config, args, show, place=own, init=f"file://{store}")
         send("done", result if rank == 0 else None)
     except EquipoiseError as error:
         send("failed", error)
@@ -158,12 +161,7 @@ def _serve(pipe: Connection, place: tuple[int, str], function: RankFunction, con
         send("failed", kind(f"rank {rank} failed:\n{traceback.format_exc()}"))
 
 
-def _run_as_rank(function: RankFunction, config: TrainConfig, args: Any, show: Show) -> Any:
-    rank = int(os.environ["RANK"])
-    return _run(function, config, args, show if rank == 0 else ignore, init="env://", rank=rank)
-
-
-def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, init: str, rank: int) -> Any:
+def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, place: Torchrun, init: str) -> Any:
     import torch
     import torch.distributed as dist
     import transformers
@@ -172,15 +170,12 @@ def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, 
 
     # Bars of other libraries would run through our table.
     transformers.utils.logging.disable_progress_bar()
-    is_cuda = config.model.device == "cuda"
-    ranks = int(os.environ["WORLD_SIZE"]) if init == "env://" else config.ranks
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
-    if is_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_ranks))
+    if config.model.device == "cuda":
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     limit = timedelta(seconds=config.timeout_s)
     backend = "gloo" if config.backend == "gloo" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=init, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(backend, init_method=init, rank=place.rank, world_size=place.ranks, timeout=limit)
     try:
         return function(config, build_layout(config), show, *args)
     finally:

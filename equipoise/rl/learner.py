@@ -164,11 +164,6 @@ class Learner:
         assert self.balancer is not None, "installed with one"
         self.balancer.close()
 
-    def abandon(self) -> None:
-        """Free processes and memory after an error, without speaking to other ranks."""
-        if self.balancer is not None:
-            self.balancer.close()
-
     def _build_balancer(self, *, is_enabled: bool) -> Balancer:
         return Balancer(
             cluster=build_cluster(self._config, self.shape),

@@ -4,8 +4,7 @@ What a run leaves in its folder:
     config.toml               every setting
     metrics.jsonl             one line per step
     summary.json              what was learnt, what was balanced, and where things are
-    checkpoints/step-000010   see `checkpoint`
-    model/                    the trained model, as a HF checkpoint
+    checkpoints/step-000010   see `checkpoint`; its `model` is a HF checkpoint
 
 With `record`, the routes of every step go to a folder of their own, as vLLM's HTTP form writes them, with the model's
 `config.json` in a folder `model` beside them: `equipoise doctor FOLDER --model FOLDER/model/config.json`.
@@ -122,7 +121,7 @@ def _open(
         warm_up_told(model, config, layout, show)
     # Every rank's planner is awaited here, so that none waits for another's inside a step.
     ready = None if planner is None else planner.ready(show)
-    state = None if newest is None else checkpoints.load(newest, weights=model.state_dict())
+    state = None if newest is None else checkpoints.load(newest)
     trainer = Trainer(model.train(), config, layout, show=show, worker=ready)
     if state is None:
         return _Opened(trainer, planner, 0)
@@ -186,7 +185,6 @@ def _save(checkpoints: Checkpoints, trainer: Trainer, step: int) -> None:
     weights = trainer.learner.state_dict()
     state = State(
         step=step,
-        weights={},
         optimizer=trainer.learner.optimizer_state(),
         reference=None if trainer.reference is None else trainer.reference.state_dict(),
         random=torch.get_rng_state(),

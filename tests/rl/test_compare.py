@@ -53,8 +53,7 @@ def leg(name, *, loss=0.5, weight=1.0, moved=1):
         losses=((loss, 0.25),),
         sizes=((1.0, 1.0),),
         norms=(1.0,),
-        weights=weights,
-        steps=(weights,),
+        weights=(weights,),
         displaced=moved,
     )
 

@@ -44,9 +44,10 @@ def test_fewer_ranks_are_refused_with_what_to_do(monkeypatch):
     assert "64 ranks on GPUs were asked for; this machine holds" in too_few(config)
     fewer = read_config("qwen3-30b-a3b-64gpu", settings=["ranks=8"])
     assert "setting ranks is 8; these settings need at least 64 (fewest_ranks)" in too_few(fewer)
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
     assert "setting ranks is 64, torchrun started 8" in too_few(config)
-    assert too_few(read_config("tiny", settings=["ranks=8"])) is None
+    assert too_few(read_config("tiny", settings=["ranks=8"])) is None, "as many as torchrun started"
 
 
 def test_ranks_that_do_not_fit_the_devices_are_refused():

@@ -57,3 +57,17 @@ def test_a_checkpoint_is_loaded_from_its_folder_alone(tmp_path):
     assert isinstance(open_tokenizer(ModelConfig(path=str(tmp_path / "m"))), CharTokenizer)
     with pytest.raises(TrainingError, match=r"no HF checkpoint at .*absent: it has no config.json"):
         load_model(tmp_path / "absent")
+
+
+def test_a_checkpoints_own_tokenizer_is_used(tmp_path):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = {text: number for number, text in enumerate(["<end>", *"0123456789+="])}
+    words = Tokenizer(models.WordLevel(characters, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path)
+    tokenizer = open_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert tokenizer.end == 0 and tokenizer.encode("12+3=") == [2, 3, 11, 4, 12]
+    assert tokenizer.decode([2, 3, 0, 4]) == "12"
