@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(VENV)/bin/equipoise train --report out/report.html
 
 test: $(STAMP) $(KERNELS) lint types contracts
-	$(PYTHON) -m pytest --minimum-tests
+	$(PYTHON) -m pytest --minimum-tests -n 2 --dist loadgroup
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -2,6 +2,9 @@
 
 `--minimum-tests` fails a run in which fewer tests passed than `tests/minimum_tests.txt` says, so that an import
 error, a lost file or a marker typo cannot turn into a green run.
+
+Under `-n 2 --dist loadgroup` two processes share the tests: all that use the pool of ranks stay in one of them, so
+that there is one pool; of the others a file stays together.
 """
 
 from collections import defaultdict
@@ -41,10 +44,18 @@ class RoomTimes:
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if session.config.getoption("--minimum-tests") and exitstatus == pytest.ExitCode.OK:
+        is_whole = not hasattr(session.config, "workerinput")
+        if is_whole and session.config.getoption("--minimum-tests") and exitstatus == pytest.ExitCode.OK:
             wanted = int(MINIMUM_FILE.read_text())
             if sum(self.passed.values()) < wanted:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests stay together where two processes share them."""
+    for item in items:
+        together = "pool" if "pool" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(together))
 
 
 def pytest_configure(config: pytest.Config) -> None:
