@@ -14,6 +14,7 @@ from rich.text import Text
 
 from equipoise.core import Plan
 from equipoise.core.explain import Explanation
+from equipoise.cost.model import replica_bytes
 from equipoise.loads import rank_loads, skew_ML
 
 MIB = 2**20
@@ -74,10 +75,11 @@ def document(plan: Plan, explanation: Explanation | None, out: Path | None) -> d
 
 def slot_bytes(plan: Plan) -> int:
     """Bytes of replica slots on one rank: once per buffer, shared by all layers; per layer where replicas stay."""
+    each = replica_bytes(plan.model, plan.loads.stage)
     if plan.persistent:
-        return plan.slots * plan.model.expert_bytes * plan.loads.num_layers
+        return plan.slots * each * plan.loads.num_layers
     buffers = 1 if plan.itinerary is None else plan.itinerary.depth + 1
-    return plan.slots * plan.model.expert_bytes * buffers
+    return plan.slots * each * buffers
 
 
 def show(plan: Plan, console: Console, *, source: str) -> None:

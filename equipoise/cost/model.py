@@ -41,6 +41,11 @@ CONTEXT_TOKENS = 4096
 PICO = 10**12
 
 
+def replica_bytes(model: ModelShape, stage: Stage) -> int:
+    """Bytes one replica slot takes in one buffer: the weights, and in updates the gradient on its way home."""
+    return model.expert_bytes + (model.expert_params * GRADIENT_BYTES if stage == "update" else 0)
+
+
 class Tables(NamedTuple):
     """All figures a kernel needs, in integers."""
 

@@ -19,7 +19,7 @@ Seconds are predicted for loads whose unknown routes are estimated (`planner.est
                                          ranks are not those of the EP group
                 lost, saved              {seconds, share}, a share of now: now - balanced, now - planned
                 planned and saved are null without a plan
-    plan        null, or slots, buffer_bytes (replica weights per rank), displaced and replicas (how many), worth_it,
+    plan        null, or slots, buffer_bytes (replica slots per rank), displaced and replicas (how many), worth_it,
                 estimated_share, and skew {stage: before, after} of the planned loads
     no_plan     why there is no plan; null if there is one
     memory      see `MemoryForecast.to_dict`; place.group beside it names the EP group

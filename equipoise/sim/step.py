@@ -26,7 +26,7 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.plan import Plan
 from equipoise.core.value import require_int
 from equipoise.cost import Profile
-from equipoise.cost.model import GRADIENT_BYTES
+from equipoise.cost.model import replica_bytes
 from equipoise.loads.forecast import received_bytes_MLR
 from equipoise.loads.skew import rank_loads
 from equipoise.planner import PlanOptions
@@ -257,10 +257,9 @@ class _Step:
         ]
         layers = max(plan.loads.num_layers for plan in plans)
         copies = layers if plans[0].persistent else self.options.depth + 1
-        each = model.expert_bytes + (model.expert_params * GRADIENT_BYTES if stage == "update" else 0)
         return Memory(
             experts_bytes=layers * self.cluster.home_slots(model) * model.expert_bytes,
-            replicas_bytes=source.slots * copies * each,
+            replicas_bytes=source.slots * copies * replica_bytes(model, stage),
             received_bytes_X=np.concatenate(received_PR),
             limit_bytes=self.cluster.memory_bytes,
         )

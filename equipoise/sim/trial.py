@@ -21,7 +21,7 @@ import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Plan, Seconds
-from equipoise.cost.model import Tables
+from equipoise.cost.model import Tables, replica_bytes
 from equipoise.loads.skew import Distribution, rank_loads, skew_ML
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.fast import plan_layer
@@ -44,7 +44,7 @@ class Trial:
     slots: int
     """Replica slots per rank; 0: placement alone."""
     buffer_bytes: int
-    """Replica weights per rank: slots x buffers x one expert."""
+    """Of replica slots per rank: slots x buffers x one expert, weights and, where a window updates, gradients."""
     plans: tuple[tuple[Plan, ...], ...]
     """Per window, one plan per EP group."""
 
@@ -127,8 +127,8 @@ def try_plans(
             done += model.layers
             report(done, total)
         made.append(tuple(plans))
-    buffers = options.depth + 1 if slots else 0
-    return Trial(slots=slots, buffer_bytes=slots * buffers * model.expert_bytes, plans=tuple(made))
+    each = max(replica_bytes(model, loads.stage) for groups in windows for loads in groups)
+    return Trial(slots=slots, buffer_bytes=slots * (options.depth + 1) * each, plans=tuple(made))
 
 
 def _counting(report: Progress, *, first: int, last: int, total: int) -> LayerPlanner:

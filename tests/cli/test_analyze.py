@@ -117,7 +117,7 @@ def test_the_plan_is_the_planners_with_as_many_slots_as_asked_for(equipoise, rou
     plans = plan_step(windows, cluster=Cluster.preset("h200", ep=4), model=MODEL, slots=slots)
     document = outcome.document
     assert document["plan"]["slots"] == slots
-    assert document["plan"]["buffer_bytes"] == slots * 2 * MODEL.expert_bytes
+    assert document["plan"]["buffer_bytes"] == slots * 2 * (MODEL.expert_bytes + 4 * MODEL.expert_params)
     assert document["seconds"]["now"]["total"] == pytest.approx(sum(p.static_seconds for p in plans))
     assert document["seconds"]["planned"]["total"] == pytest.approx(sum(p.seconds.total for p in plans))
     assert document["profile"] == {"device": "NVIDIA H200", "kind": "measured"}
@@ -165,6 +165,9 @@ def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tm
         pytest.param(["--cp", "0"], "does not divide", id="no cp"),
         pytest.param(["--ep", "3"], "64 experts of 'olmoe' do not divide by 3 ranks", id="ep"),
         pytest.param(["--ep", "0"], "ep is 0", id="no ep"),
+        pytest.param(["--ep", "-8"], "ep is -8; it must be at least 1", id="negative ep"),
+        pytest.param(["-o", "absent/x.json"], "there is no folder absent; make it first", id="no folder"),
+        pytest.param(["--report", "."], ". cannot be written: it is a folder", id="page is a folder"),
         pytest.param(["--cluster", "abacus"], "no cluster preset 'abacus'", id="cluster"),
         pytest.param(["--memory-gib", "-1"], "memory limit is -1", id="memory"),
         pytest.param(["--slots", "-1"], "--slots is -1; it must be 0", id="slots"),
@@ -175,7 +178,7 @@ def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tm
 )
 def test_bad_input_is_one_line_that_names_it(equipoise, store, options, words):
     outcome = equipoise("analyze", store, *options)
-    assert outcome.code == 2
+    assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err
     assert outcome.err.count("\n") == 1
 

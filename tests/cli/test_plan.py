@@ -5,6 +5,7 @@ import pytest
 
 import equipoise as eq
 from equipoise.core.explain import explain
+from equipoise.cost.model import replica_bytes
 from equipoise.loads import generate_routes
 from equipoise.routes import write_routes
 
@@ -38,7 +39,7 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert found["seconds"]["total"] == wanted.seconds.total
     assert found["bytes"]["total"] == wanted.bytes.total
     assert found["skew_before"] > found["skew_after"] >= 1
-    assert found["slot_bytes_per_rank"] == 2 * 2 * wanted.model.expert_bytes
+    assert found["slot_bytes_per_rank"] == 2 * 2 * replica_bytes(wanted.model, wanted.loads.stage)
 
 
 def test_the_summary_names_what_is_saved_moved_and_kept(equipoise, loads_file, tmp_path):
@@ -108,7 +109,7 @@ def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_f
     assert "already exists" in equipoise("plan", loads_file, *ARGUMENTS, "-o", taken).err
     assert taken.read_text() == "precious"
     outcome = equipoise("plan", taken, *ARGUMENTS)
-    assert (outcome.code, "cannot be read as a equipoise-loads-1 file" in outcome.err) == (2, True)
+    assert (outcome.code, "equipoise-loads-1 file (.npz): it is another kind" in outcome.err) == (2, True)
 
 
 def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
