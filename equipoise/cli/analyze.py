@@ -6,7 +6,6 @@
 Everything is predicted; no GPU and no torch needed. Exit code 1 if the step will not fit into `--memory-gib`.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ import typer
 
 from equipoise.cli.options import (
     DEFAULT_SCHEDULE,
+    ClusterOption,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -22,8 +22,9 @@ from equipoise.cli.options import (
     ReportOption,
     ShortFlag,
     find_model,
+    refuse_unwritable,
 )
-from equipoise.cli.output import print_json, progress, screen
+from equipoise.cli.output import print_json, progress, screen, write_json
 
 if TYPE_CHECKING:
     from equipoise.cli.step_loads import Packing
@@ -39,7 +40,7 @@ def analyze(
         typer.Argument(help="Rollouts in any form, or a counts or loads .npz file.", show_default=False),
     ] = None,
     model: ModelOption = None,
-    cluster: Annotated[str, typer.Option(help="Device preset: h100, h200 or a100.")] = "h100",
+    cluster: ClusterOption = "h100",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
     schedule: Annotated[
         str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
@@ -72,6 +73,7 @@ def analyze(
     from equipoise.core import Cluster
     from equipoise.sim import analyze_loads
 
+    refuse_unwritable(out, report)
     tried = _tried_slots(slots, plan=plan)
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, cp=cp, sp=sp, recompute=recompute)
     hardware = Cluster.preset(cluster, ep=ep)
@@ -112,7 +114,7 @@ def _publish(analysis: "Analysis", *, source: str, out: Path | None, report: Pat
     console, document = screen(as_json=as_json), analysis.to_dict()
     show(analysis, console, source=source)
     if out is not None:
-        _write(document, out)
+        write_json(document, out, indent=1)
         console.print(f"Written: {out}")
     if report is not None:
         write_page_of(analysis, report, console, title=source)
@@ -133,12 +135,3 @@ def _load(
     if demo or dump is None:
         raise RoutesError("give one of the two: a DUMP to analyse, or --demo for a generated step")
     return load_step(dump, reading, packing)
-
-
-def _write(document: dict[str, object], path: Path) -> None:
-    from equipoise.core import EquipoiseError
-
-    try:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EquipoiseError(f"{path} cannot be written: {error}") from error

@@ -3,6 +3,7 @@
 Knows the words users write. Does not know how routes are read or counted: it calls the rooms that do.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,6 +22,7 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json. Our own files name theirs."),
 ]
+ClusterOption = Annotated[str, typer.Option("--cluster", help="Device preset: h100, h200, a100 or b200.")]
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Form of the dump, see `equipoise formats`; by content if left out.")
 ]
@@ -86,10 +88,24 @@ def count_dump(dump: Path, reading: Reading, *, pairs: bool = False) -> "RouteCo
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise if the file to be written already has content, or its folder does not exist."""
+    """Raise if the file to be written already has content, or cannot be written where it is to be."""
     from equipoise.core import RoutesError
 
-    if path.exists() and (path.is_dir() or path.stat().st_size):
+    if path.is_file() and path.stat().st_size:
         raise RoutesError(f"{path} already exists; remove it or choose another name")
-    if not path.parent.is_dir():
-        raise RoutesError(f"{path} cannot be written: there is no folder {path.parent}")
+    refuse_unwritable(path)
+
+
+def refuse_unwritable(*paths: Path | None) -> None:
+    """Raise before any work is done if one of the files to be written has no place; None is a file not asked for."""
+    from equipoise.core import EquipoiseError
+
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise EquipoiseError(f"{path} cannot be written: it is a folder; give the name of a file in it")
+        if not path.parent.is_dir():
+            raise EquipoiseError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+        if not os.access(path.parent, os.W_OK):
+            raise EquipoiseError(f"{path} cannot be written: no right to write to {path.parent}; choose another folder")

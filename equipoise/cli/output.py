@@ -27,10 +27,10 @@ def print_json(document: dict[str, Any]) -> None:
     typer.echo(json.dumps(document, allow_nan=False))
 
 
-def write_json(document: dict[str, Any], path: Path) -> None:
+def write_json(document: Any, path: Path, *, indent: int | None = None) -> None:
     """Write one JSON document to a file, or raise saying why not."""
     try:
-        path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document, allow_nan=False, indent=indent) + "\n", encoding="utf-8")
     except OSError as error:
         raise EquipoiseError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from equipoise.cli.options import JsonFlag, find_model, refuse_existing
+from equipoise.cli.options import ClusterOption, JsonFlag, find_model, refuse_existing
 from equipoise.cli.output import print_json, screen
 
 
 def plan(
     loads: Annotated[Path, typer.Argument(help="Loads of one window, made by `equipoise loads`.", show_default=False)],
     model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
-    cluster: Annotated[str, typer.Option(help="Device preset: h100, h200 or a100.")] = "h100",
+    cluster: ClusterOption = "h100",
     nodes: Annotated[
         int | None, typer.Option(help="Nodes of the EP group; by default as many as its ranks need.")
     ] = None,

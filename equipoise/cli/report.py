@@ -7,14 +7,13 @@ Takes what `analyze -o` or `simulate -o` wrote, or the folder of a training run.
 Chrome trace, which ui.perfetto.dev opens beside one of torch.profiler. Computes nothing: `equipoise.report` does.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import JsonFlag
-from equipoise.cli.output import print_json, screen
+from equipoise.cli.options import JsonFlag, refuse_unwritable
+from equipoise.cli.output import print_json, screen, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +37,7 @@ def report(
     """Show a result, and write its page and its trace."""
     from equipoise.report import Beside, build_page, chrome_trace, write_page
 
+    refuse_unwritable(out, trace)
     console = screen(as_json=as_json)
     page = build_page(result, title=title, beside=Beside(doctor=doctor, measured=measured))
     events = None if trace is None else chrome_trace(page.document)
@@ -46,7 +46,7 @@ def report(
         size = write_page(page, out)
         console.print(f"\nWritten: {out} ({size / 1e6:.1f} MB); open it in a browser, no network needed")
     if trace is not None:
-        _write_trace(events, trace)
+        write_json(events, trace)
         console.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing")
     if as_json:
         print_json(_document(page, out=out, trace=trace))
@@ -83,12 +83,3 @@ def _document(page: "Page", *, out: Path | None, trace: Path | None) -> dict[str
         "report": None if out is None else str(out),
         "trace": None if trace is None else str(trace),
     }
-
-
-def _write_trace(events: Any, path: Path) -> None:
-    from equipoise.core import EquipoiseError
-
-    try:
-        path.write_text(json.dumps(events) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EquipoiseError(f"{path} cannot be written: {error}") from error

@@ -13,6 +13,7 @@ import typer
 
 from equipoise.cli.options import (
     DEFAULT_SCHEDULE,
+    ClusterOption,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -22,6 +23,7 @@ from equipoise.cli.options import (
     ShortFlag,
     find_model,
     refuse_existing,
+    refuse_unwritable,
 )
 from equipoise.cli.output import print_json, screen, write_json
 
@@ -46,7 +48,7 @@ def simulate(
         ),
     ] = None,
     model: ModelOption = None,
-    cluster: Annotated[str, typer.Option(help="Device preset: h100, h200, a100 or b200.")] = "h100",
+    cluster: ClusterOption = "h100",
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 16,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
     schedule: Annotated[
@@ -91,6 +93,7 @@ def simulate(
 
     if out is not None:
         refuse_existing(out)
+    refuse_unwritable(report)
     dump, axes = split_words(words or [], sweep or [])
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)

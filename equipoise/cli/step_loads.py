@@ -3,7 +3,7 @@
 A dump is one of
     routes in any form     whole samples are counted as they are read; sliced ones are counted from the routes
     histograms (.npz)      made by `equipoise count`; whole samples only
-    loads (.npz)           made by `LoadMatrix.save`: one window, already scheduled
+    loads (.npz)           made by `equipoise loads`, `LoadMatrix.save`: one window, already scheduled
 Knows files and options. Does not know how anything is counted: that is `loads`.
 """
 

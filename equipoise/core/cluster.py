@@ -178,6 +178,8 @@ def _layout(
     per_node = require_int(
         "ranks_per_node", 8 if ranks_per_node is None else ranks_per_node, low=1, error=TopologyError
     )
+    if ep is not None:
+        require_int("ep", ep, low=1, error=TopologyError)
     if nodes is None:
-        nodes = -(-ep // per_node) if ep else 1
+        nodes = 1 if ep is None else -(-ep // per_node)
     return per_node, require_int("nodes", nodes, low=1, error=TopologyError)

@@ -212,11 +212,16 @@ def read_npz(path: str | Path, *, wanted: str, error: type[Exception]) -> dict[s
     except (*NPZ_ERRORS, ValueError, OSError, EOFError, KeyError, RuntimeError) as cause:
         if isinstance(cause, error):
             raise
-        raise error(f"{path} cannot be read as a {wanted} file: {cause}") from cause
+        raise error(f"{path} cannot be read as a {wanted} file (.npz): {_reason(cause)}") from cause
     found = str(arrays.get("format", "nothing"))
     if found != wanted:
         raise error(f"{path} says its format is {found!r}, expected {wanted!r}")
     return arrays
+
+
+def _reason(cause: Exception) -> str:
+    # numpy takes any file that is no array for a pickle, and advises to load it unsafely.
+    return "it is another kind of file" if "unsafely" in str(cause) else str(cause)
 
 
 def _refuse_negative(name: str, array: np.ndarray) -> None:

@@ -62,13 +62,16 @@ def write_page(page: Page, path: Path) -> int:
     content = render(page).encode()
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes files that only their owner may read; a page is to be shown around.
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            # mkstemp makes files that only their owner may read; a page is to be shown around.
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        finally:
+            Path(name).unlink(missing_ok=True)
     except OSError as error:
-        raise EquipoiseError(f"{path} cannot be written: {error}") from error
+        raise EquipoiseError(f"{path} cannot be written: {error.strerror or error}") from error
     return len(content)
 
 

@@ -106,7 +106,7 @@ def _read_file(path: Path) -> Document:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise EquipoiseError(f"{path} cannot be read: {error}") from error
+        raise EquipoiseError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise EquipoiseError(f"{path} is not JSON ({error}); give what `-o result.json` of a verb wrote") from error
     if not isinstance(document, dict):

@@ -167,8 +167,16 @@ def _open_store(source: Source, model: ModelShape | str | Path | None, last_row:
     for figure in ("experts", "top_k", "layer_numbers"):
         have, want = getattr(routes.model, figure), getattr(wanted, figure)
         if have != want:
-            raise RoutesError(f"{source.name} holds routes of {routes.model.name!r}: {figure} is {have}, not {want}")
+            raise RoutesError(
+                f"{source.name} holds routes of {routes.model.name!r}: {figure} is {_short(have)}, not {_short(want)} "
+                f"as in {wanted.name!r}; name the model that made them, or none"
+            )
     return routes
+
+
+def _short(value: int | tuple[int, ...]) -> str:
+    """A figure of a model in a few words: layer numbers by their count, first and last."""
+    return str(value) if isinstance(value, int) else f"{len(value)} layers from {value[0]} to {value[-1]}"
 
 
 def _listed(forms: tuple[Format, ...] | list[Format]) -> str:

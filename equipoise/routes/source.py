@@ -215,7 +215,9 @@ def _lines(path: Path, *, parse: bool) -> Iterator[tuple[str, Any]]:
 def _load(path: Path, suffix: str) -> Any:
     """Read one whole file by its suffix."""
     if suffix not in _WHOLE_FILE:
-        raise RoutesError(f"{path} has suffix {suffix!r}; known: {', '.join(SUFFIXES)}, or a folder of such files")
+        raise RoutesError(
+            f"{path} has suffix {suffix!r}; known: .eqr, {', '.join(SUFFIXES)}, or a folder of such files"
+        )
     try:
         if suffix == ".json":
             return _load_json(path)

@@ -64,8 +64,9 @@ def _answer(document: dict[str, Any]) -> Iterator[str]:
     if ours is None or ours["speedup"] is None:
         return
     size, share = ours["memory"]["replicas_bytes"] / MIB, ours["exposed_share"]
+    slots = "1 slot" if ours["slots"] == 1 else f"{ours['slots']} slots"
     yield (
-        f"Equipoise, {ours['slots']} slots ({size:,.0f} MiB per GPU): {1 - 1 / ours['speedup']:.1%} less time in "
+        f"Equipoise, {slots} ({size:,.0f} MiB per GPU): {1 - 1 / ours['speedup']:.1%} less time in "
         f"expert layers, {1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
     )
     yield ""

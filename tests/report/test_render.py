@@ -93,6 +93,11 @@ def test_narrow_charts_stand_side_by_side_in_twos_and_one_alone_is_wide(page):
 def test_a_page_is_written_whole_or_not_at_all(page, tmp_path, monkeypatch):
     with pytest.raises(EquipoiseError, match=r"absent/x\.html cannot be written"):
         write_page(page, tmp_path / "absent" / "x.html")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(EquipoiseError, match="taken cannot be written"):
+        write_page(page, tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    (tmp_path / "taken").rmdir()
     size = write_page(page, tmp_path / "x.html")
     assert (tmp_path / "x.html").stat().st_size == size
     assert [path.name for path in tmp_path.iterdir()] == ["x.html"]

@@ -175,12 +175,17 @@ def test_recordings_of_a_store_mean_what_the_store_holds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", [MODEL.replace(experts=64), MODEL.replace(top_k=2), MODEL.replace(layer_numbers=(0, 1, 2))]
+    ("other", "words"),
+    [
+        (MODEL.replace(experts=64), "not 64 as in 'tiny'"),
+        (MODEL.replace(top_k=2), "not 2 as in 'tiny'"),
+        (MODEL.replace(layer_numbers=(0, 1, 2)), "not 3 layers from 0 to 2 as in 'tiny'"),
+    ],
 )
-def test_a_store_of_another_model_is_refused(tmp_path, other):
+def test_a_store_of_another_model_is_refused(tmp_path, other, words):
     path = tmp_path / "a.eqr"
     write_routes(good_routes(), path, format="equipoise")
-    with pytest.raises(RoutesError, match="holds routes of 'tiny'"):
+    with pytest.raises(RoutesError, match=f"holds routes of 'tiny': .*{words}"):
         read_routes(path, model=other)
 
 
