@@ -107,7 +107,7 @@ FLAGS = {
         "--json",
     },
     "report": {"-o", "--out", "--trace", "--doctor", "--measured", "--title", "--json"},
-    "parity": {"--ranks", "--nodes", "--slots", "--steps", "--json"},
+    "parity": {"--ranks", "--nodes", "--slots", "--steps", "--dispatch", "--matrix", "--json"},
     "calibrate": {"-o", "--out", "--check", "--limit", "--cluster", "--runs", "--commit", "--trial", "--json"},
     "train": {
         "--preset",
