@@ -49,7 +49,7 @@ class TaskConfig:
     data: str = ""
     """A JSONL file of {"prompt": ..., "answer": ...}; empty: the embedded arithmetic."""
     reward: str = ""
-    """`module:function` of (prompt, response, answer) -> float; empty: exact answers, with some credit for a part."""
+    """`module:function` of (prompt, response, answer) -> float; empty: 1 for the exact answer."""
     domains: tuple[str, ...] = ("add", "sub", "reverse", "largest")
     """Kinds of embedded questions; each makes loads of its own."""
 

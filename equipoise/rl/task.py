@@ -11,7 +11,7 @@ Knows text. Does not know tokens or models.
 
 Invariants (asserted by the tests):
 1. The questions of a step depend on seed and step alone, so a resumed run asks what an uninterrupted one asks.
-2. Every embedded answer is right and earns 1; what is wrong earns at most `PART`.
+2. Every embedded answer is right and earns 1; what is wrong earns nothing.
 3. A broken line, an empty file, or a reward that cannot be imported is refused by name.
 """
 
@@ -26,9 +26,6 @@ import numpy as np
 
 from equipoise.core.errors import TrainingError
 from equipoise.rl.config import TaskConfig
-
-PART = 0.0
-"""Most that a wrong answer earns, for the share of its characters that are right."""
 
 Reward = Callable[[str, str, str], float]
 """(prompt, response, answer) to what it is worth."""
@@ -117,11 +114,8 @@ def find_reward(name: str) -> Reward:
 
 
 def exact_reward(prompt: str, response: str, answer: str) -> float:
-    """1 for the answer, else `PART` of the share of characters that are right in their place."""
-    if response == answer:
-        return 1.0
-    right = sum(a == b for a, b in zip(response, answer, strict=False))
-    return PART * right / max(len(response), len(answer))
+    """1 for the answer, 0 for anything else."""
+    return float(response == answer)
 
 
 def _ask(domain: str, rng: np.random.Generator) -> Question:
