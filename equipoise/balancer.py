@@ -1,7 +1,7 @@
 """`Balancer`: the story of the package. Every EP rank does equal work in every micro-step, because the load is known.
 
 What happens in one window, in this order, the same on every rank of an EP group:
-1. Take routes: the expert ids that this rank will replay, known from the rollout (`submit`).
+1. Take routes: `routes[m][l]`, the [T, K] ids that micro-step m and layer l will replay, -1 if unknown (`submit`).
 2. Count the load they make, and
 3. plan in the background (`planning`): rows exchanged, layers shared out, plans compared, dispatches made ahead.
 4. Publish experts to their homes and start pulling replicas (`begin`, by `runtime.engine`).
@@ -27,10 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from equipoise.core import Cluster, ModelShape, Stage
-from equipoise.core.errors import InfeasiblePlanError
+from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, Stage
 from equipoise.core.itinerary import Visit
 from equipoise.planning.layers import check_matched, find_layers, in_plan_order
 from equipoise.planning.options import BalancerOptions
@@ -38,7 +35,10 @@ from equipoise.planning.parts import idle_parts, working_parts
 from equipoise.planning.report import Tally, WindowReport
 from equipoise.planning.rows import WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
+from equipoise.runtime.edges import GradientOf
 from equipoise.runtime.experts import BalancedExperts
+from equipoise.runtime.host_store import HostStore
+from equipoise.runtime.still import suspended
 from equipoise.runtime.window import Window
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
@@ -57,17 +57,20 @@ class Balancer(AbstractContextManager["Balancer"]):
         options: BalancerOptions | None = None,
         enabled: bool = True,
         worker: PlanWorker | None = None,
+        gradient_of: GradientOf | None = None,
     ) -> None:
         """Say who balances what; memory and processes come with the layers. Every rank must call this.
 
         Args:
-            layers: balanced experts by module path; left out, an adapter attaches them
+            layers: by module path, each with its index in `model.layer_numbers`; left out, an adapter attaches them
             group: the EP group, able to move CPU tensors
             enabled: False computes every expert at its owner and touches nothing
             worker: a planning process to use, instead of an own one
+            gradient_of: where a parameter's gradient lies, if not in its `grad`; see `BalancerOptions.grad_dtype`
         """
         self.cluster, self.model, self.group, self.enabled = cluster, model, group, enabled
         self.options = options or BalancerOptions()
+        self._working_parts = partial(working_parts, group=group, options=self.options, gradient_of=gradient_of)
         self.layers: dict[str, BalancedExperts] = {}
         self.report: WindowReport | None = None
         self._parts = idle_parts([], cluster=cluster, model=model)
@@ -76,29 +79,26 @@ class Balancer(AbstractContextManager["Balancer"]):
             self.attach(layers, worker=worker)
 
     def attach(self, layers: Mapping[str, BalancedExperts], *, worker: PlanWorker | None = None) -> None:
-        """Connect the ranks, share memory inside nodes, start planning processes. Every rank must call this.
-
-        Args:
-            layers: balanced experts by module path; their `layer` is the index in `model.layer_numbers`
-        """
+        """Connect the ranks, share memory inside nodes, start planning processes. Every rank must call this."""
         self.layers = in_plan_order(layers, self.model)
-        make = partial(working_parts, group=self.group, options=self.options, worker=worker)
-        make_parts = make if self.enabled else idle_parts
+        make_parts = partial(self._working_parts, worker=worker) if self.enabled else idle_parts
         self._parts = make_parts(list(self.layers.values()), cluster=self.cluster, model=self.model)
 
-    def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
-        """Take the routes of the next window, count them, and have it planned; returns at once.
+    @property
+    def is_open(self) -> bool:
+        """Whether a window is open: between `begin` and `end`."""
+        return self._open is not None
 
-        `routes[m][l]` are the [T, K] ids of micro-step m and layer index l, -1 where unknown; see `WindowRoutes`.
-        """
+    def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
+        """Take the routes of the next window (`WindowRoutes`), count them, and have it planned; returns at once."""
         self._parts.planner.submit(count_rows(routes, experts=self.model.experts, stage=stage), routes)
 
     def begin(self) -> None:
         """Wait for the plan, publish experts to their homes, start pulling replicas."""
-        if self._open is not None:
+        if self.is_open:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
         planned, mover = self._parts.planner.take(), self._parts.mover
-        window = Window(planned.plan, rank=dist.get_rank(self.group), bank=mover, ways=planned.ways)
+        window = Window(planned.plan, rank=self.group.rank(), bank=mover, ways=planned.ways)
         tally = Tally(mover.counters, planned, window)
         mover.open_window(planned.plan)
         for experts in self.layers.values():
@@ -129,18 +129,17 @@ class Balancer(AbstractContextManager["Balancer"]):
         yield
         self.end()
 
-    @contextmanager
-    def canonical(self) -> Iterator[None]:
+    def canonical(self) -> AbstractContextManager[None]:
         """Hold every expert at its owner, for whatever reads or writes weights inside a window. Every rank enters."""
-        with nullcontext() if self._open is None else self._parts.mover.canonical():
-            yield
+        return self._parts.mover.canonical() if self.is_open else nullcontext()
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Stop all transfers, for whatever frees or moves parameters, as an off-load does. Every rank enters."""
-        self._parts.mover.suspend()
-        yield
-        self._parts.mover.resume()
+        return suspended(self._parts.mover)
+
+    def complete_store(self) -> HostStore:
+        """Bring all experts to each node's host memory, between windows: for weight sync, export. Every rank calls."""
+        return self._parts.mover.complete_store()
 
     def close(self) -> None:
         """Free everything; parameters get memory of their own. Closing twice is allowed."""

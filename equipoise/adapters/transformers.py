@@ -179,6 +179,7 @@ class Installed:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over the weights of the whole model; each rank keeps those of its experts. Outside windows only."""
+        self._refuse_inside("load a state dict")
         own = self.model.state_dict()
         wrong = sorted(set(own) ^ set(state))
         if wrong:
@@ -211,6 +212,11 @@ class Installed:
         if not is_first and not is_written:
             raise AdapterError(f"the first rank of the EP group could not write {str(path)!r}; see its error")
 
+    def _refuse_inside(self, what: str) -> None:
+        """Experts are at their homes while a window is open, and their gradients still to be collected."""
+        if self.balancer.is_open:
+            raise AdapterError(f"cannot {what}: a window of the balancer is open; end it first")
+
     def _share(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the whole model, in the layout it has while installed."""
         lent = self._lent.get(name.rpartition(".")[0])
@@ -218,10 +224,10 @@ class Installed:
 
     def uninstall(self) -> None:
         """Restore the model. Every rank must call this, with no window open."""
+        self._refuse_inside("uninstall")
         self.routers.unwrap()
-        with self.balancer.canonical():
-            for lent in self._lent.values():
-                lent.restore(self.balancer.group)
+        for lent in self._lent.values():
+            lent.restore(self.balancer.group)
         del self.model.save_pretrained
         delattr(self.model, KEPT)
 

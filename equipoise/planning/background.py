@@ -94,9 +94,10 @@ class BackgroundPlanner:
             worker: a process to plan in, left running on close; an own one by default
         """
         self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
+        self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
+        # Not before the ranks are connected: what fails there leaves no process behind.
         self._own_worker = PlanWorker() if worker is None else None
         self._worker = worker or self._own_worker
-        self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="equipoise-planning")
         self._is_open = False
         self._windows: deque[tuple[Future[Agreed], WindowWays]] = deque()

@@ -30,6 +30,8 @@ class BalancerOptions:
     """Most bytes per rank for replica buffers, mailboxes and outbox together."""
     timeout_s: float = 60.0
     """Bound on every wait of a transfer."""
+    grad_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of accumulated gradients; None: as the weights. Example: `float32` for Megatron's `main_grad` of bf16 weights."""
     path: Literal["plan", "peer", "host"] = "plan"
     """Which way pulls go: as the plan says, or all of them by one path."""
     buffers: Literal["auto", "separate", "arena"] = "auto"

@@ -17,7 +17,7 @@ Invariants (asserted by the tests):
 4. After `close`, also after a failure, parameters live in memory of their own and nothing shared is left.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,13 +94,11 @@ class TransferEngine:
 
     def open_window(self, plan: Plan) -> None:
         """Publish the plan's placement and start pulling. Every rank of the group must call this."""
-        if self._is_suspended:
-            raise TransferError("the engine is suspended; call resume() before the next window")
+        self._check_running()
         walk = Walk(plan, rank=self._node.rank)
         if self._needs_store(plan):
             self._open_store()
-        self._check_reach(plan)
-        self._node.check()
+        self._agreed(lambda: self._check_open(plan), Transfer("publish", path="p2p"))
         self._edges.publish(plan)
         self._plan, self._walk = plan, walk
         self._window += 1
@@ -116,7 +114,7 @@ class TransferEngine:
         self._open_plan()
         self._retire_version()
         self._mailboxes.check_empty()
-        self._node.check()
+        self._agreed(self._node.check, Transfer("collect", path="p2p"))
         self._edges.collect(with_weights=with_weights)
         self._plan = self._walk = None
 
@@ -151,6 +149,8 @@ class TransferEngine:
         """
         if self._plan is not None:
             raise TransferError("a window is open; close it before the host store is completed")
+        self._check_running()
+        self._agreed(self._node.check, Transfer("refresh", path="host"))
         self._open_store()
         assert self._store is not None and self._refresher is not None, "opened above"
         self._version += 1
@@ -260,6 +260,30 @@ class TransferEngine:
         if self._plan is None:
             raise TransferError("no window is open; call open_window(plan) first")
         return self._plan
+
+    def _check_running(self) -> None:
+        if self._is_suspended:
+            raise TransferError("the engine is suspended; call resume() first: parameters may be anywhere")
+
+    def _agreed(self, check: Callable[[], None], transfer: Transfer) -> None:
+        """Check something of this rank alone; if one rank fails, all raise at once and nothing has moved."""
+        failure: TransferError | None = None
+        try:
+            check()
+        except TransferError as error:
+            failure = error
+        rank = self._node.rank
+        (failed,) = self._node.agree([0 if failure is None else rank + 1], transfer)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise TransferError(
+                f"rank {rank}: {transfer} was not begun, because rank {failed - 1} refused; see its error"
+            )
+
+    def _check_open(self, plan: Plan) -> None:
+        self._node.check()
+        self._check_reach(plan)
 
     def _check_reach(self, plan: Plan) -> None:
         """Refuse a plan whose pulls or slots this engine cannot serve."""

@@ -12,6 +12,7 @@ from equipoise.core.itinerary import Visit
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights, NoReplicas, ReplicaBank
 from equipoise.runtime.counters import Counters
+from equipoise.runtime.host_store import HostStore
 
 
 class Mover(ReplicaBank, Protocol):
@@ -34,6 +35,10 @@ class Mover(ReplicaBank, Protocol):
         """Hold all weights at their owners for the length of a `with` block."""
         ...
 
+    def complete_store(self) -> HostStore:
+        """Bring every expert of the model to this node's host store."""
+        ...
+
     def suspend(self) -> None:
         """Stop all transfers, so that parameters may be moved or freed."""
         ...
@@ -45,6 +50,16 @@ class Mover(ReplicaBank, Protocol):
     def close(self) -> None:
         """Free everything."""
         ...
+
+
+@contextmanager
+def suspended(mover: Mover) -> Iterator[None]:
+    """Suspend and resume around a `with` block, also one that raises: a mover left suspended could not go on."""
+    mover.suspend()
+    try:
+        yield
+    finally:
+        mover.resume()
 
 
 class Still:
@@ -86,6 +101,10 @@ class Still:
     def canonical(self) -> Iterator[None]:
         """Change nothing: weights are at their owners."""
         yield
+
+    def complete_store(self) -> HostStore:
+        """Refuse: there is no store, and every owner holds its experts."""
+        raise TransferError("nothing is moved here, so there is no host store; read the experts from their parameters")
 
     def suspend(self) -> None:
         """Do nothing: nothing runs."""

@@ -230,6 +230,26 @@ def load_what_does_not_fit(group):
     return words, is_same
 
 
+def change_inside_a_window(group):
+    """What is said where weights would be written or taken away inside a window; and whether anything changed."""
+    model = build("mixtral")
+    routes = recorded_routes(model, group.rank())
+    with make_balancer(model, group) as balancer:
+        handle = adapter.install(model, balancer, worker=kept_worker())
+        before, words = handle.state_dict(), []
+        with balancer.window(routes):
+            turns = [handle.micro_step(m, ids=ids) for m, ids in enumerate(routes)]
+            run_micro_steps(model, group.rank(), turns, Leg())
+            for change in (lambda: handle.load_state_dict(before), lambda: adapter.uninstall(model)):
+                try:
+                    change()
+                except EquipoiseError as error:
+                    words.append(str(error))
+        is_same = equal_states(handle.state_dict(), before)
+        adapter.uninstall(model)
+    return words, is_same
+
+
 def train_and_load(group, family):
     """Weights after one step, by state dict, by load into a second installed model, and by uninstall."""
     model, second = build(family), build(family, seed=1)

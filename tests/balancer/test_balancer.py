@@ -140,6 +140,40 @@ def test_a_row_off_its_prepared_way_is_told_on_every_rank(pool):
 
 
 @pytest.mark.dist(1)
+def test_a_balancer_says_whether_a_window_is_open(pool):
+    assert pool.run(work.open_and_closed, 1, ParityCase(ranks=1, layers=1, tokens=4)) == [[False, True, False]]
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+def test_a_completed_store_holds_the_owners_weights_and_is_refused_where_they_are_not(pool, nodes):
+    results = pool.run(work.store_of_a_window, 4, ParityCase(ranks=4, nodes=nodes, layers=2, tokens=12))
+    for layer in range(2):
+        wanted = torch.cat([own[layer] for _, own, _ in results])
+        assert all(torch.equal(kept[layer], wanted) for kept, _, _ in results)
+    for _, _, (disabled, inside, suspended, moved) in results:
+        assert "there is no host store" in disabled[1]
+        assert "a window is open; close it" in inside[1]
+        assert "the engine is suspended" in suspended[1]
+        assert "layer index 0 gate_up_SFD: registered at" in moved[1]
+
+
+@pytest.mark.dist(2)
+def test_gradients_may_be_accumulated_elsewhere_and_in_another_dtype(pool):
+    case = ParityCase(ranks=2, layers=2, tokens=12)
+    plain, elsewhere = (pool.run(work.gradients_elsewhere, 2, case, is_elsewhere) for is_elsewhere in (False, True))
+    assert plain[0][1] > 0, "a plan that displaces nothing shows nothing"
+    for (wanted, _), (found, _) in zip(plain, elsewhere, strict=True):
+        for x, y in zip(wanted, found, strict=True):
+            assert (x - y).abs().max() <= 1e-6 * x.abs().max()
+
+
+@pytest.mark.dist(2)
+def test_a_suspension_that_raises_is_over_all_the_same(pool):
+    assert pool.run(work.suspended_in_vain, 2, SMALL) == [("the off-load failed", True)] * 2
+
+
+@pytest.mark.dist(1)
 def test_calls_out_of_order_are_told(pool):
     (said,) = pool.run(work.misuse, 1, ParityCase(ranks=1, layers=1, tokens=4))
     nothing_attached, nothing_submitted, not_open, open_already = (words for _, words in said)

@@ -27,10 +27,10 @@ def kept_worker():
     return PlanWorker()
 
 
-def balancer_of(net, case, group, *, worker=None, enabled=True, **figures):
+def balancer_of(net, case, group, *, worker=None, enabled=True, given=(), **figures):
     bounds = {"timeout_s": 20.0, "planning_timeout_s": 60.0}
     options = BalancerOptions(slots=case.slots, objective="skew", **bounds, **figures)
-    given = {"cluster": case.cluster, "model": case.model, "group": group, "options": options}
+    given = {"cluster": case.cluster, "model": case.model, "group": group, "options": options, **dict(given)}
     return Balancer(find_layers(net), worker=worker or kept_worker(), enabled=enabled, **given)
 
 
@@ -222,6 +222,72 @@ def misuse(group, case):
     balancer.submit(routes_of(window_inputs(case, 0, 0)))
     balancer.begin()
     return [*said, words_of(balancer.begin)]
+
+
+def open_and_closed(group, case):
+    """Whether a window is open: before it, inside it, and after it."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    with balancer_of(net, case, group, enabled=False) as balancer:
+        found = [balancer.is_open]
+        with balancer.window(routes_of(window)):
+            found.append(balancer.is_open)
+            run_micro_steps(net, window)
+        return [*found, balancer.is_open]
+
+
+def store_of_a_window(group, case):
+    """The completed host store after a window, the weights it should hold, and what is said where it is refused."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    said = [words_of(balancer_of(net, case, group, enabled=False).complete_store)]
+    with balancer_of(net, case, group) as balancer:
+        with balancer.window(routes_of(window)):
+            run_micro_steps(net, window)
+            said.append(words_of(balancer.complete_store))
+        with balancer.suspended():
+            said.append(words_of(balancer.complete_store))
+        store = balancer.complete_store()
+        layers = list(find_layers(net).values())
+        kept = [store.experts(layer).gate_up_SFD.clone() for layer in range(len(layers))]
+        parameter, place = layers[0].gate_up, layers[0].gate_up.data
+        parameter.data = place.clone()
+        said.append(words_of(balancer.complete_store))
+        parameter.data = place
+    return kept, [experts.gate_up.detach().clone() for experts in layers], said
+
+
+def gradients_elsewhere(group, case, is_elsewhere):
+    """Gradients of a window, accumulated in `grad` or in float64 beside it; and how many experts were displaced."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    parameters = [p for experts in find_layers(net).values() for p in experts.parameters()]
+
+    def keep(parameter):
+        parameter.main_grad += parameter.grad
+        parameter.grad = None
+
+    for parameter in parameters if is_elsewhere else ():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float64)
+        parameter.register_post_accumulate_grad_hook(keep)
+    given = {"gradient_of": lambda parameter: parameter.main_grad} if is_elsewhere else {}
+    figures = {"grad_dtype": "float64"} if is_elsewhere else {}
+    with balancer_of(net, case, group, given=given, **figures) as balancer:
+        with balancer.window(routes_of(window)):
+            run_micro_steps(net, window)
+        found = [(p.main_grad if is_elsewhere else p.grad).double() for p in parameters]
+    return found, balancer.report.displaced
+
+
+def suspended_in_vain(group, case):
+    """A window after a suspension whose block raised: what was said, and the outputs."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    with balancer_of(net, case, group) as balancer:
+        try:
+            with balancer.suspended():
+                raise OSError("the off-load failed")
+        except OSError as error:
+            said = str(error)
+        with balancer.window(routes_of(window)):
+            run_micro_steps(net, window)
+    return said, balancer.report.is_as_planned
 
 
 def train_again(group, case):

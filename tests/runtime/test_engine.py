@@ -202,6 +202,34 @@ def test_offloading_is_noticed_and_survived(pool):
         assert "layer index 0 gate_up_SFD: registered at" in words and "suspend()" in words
 
 
+def moved_on_one_rank(group, plan):
+    """What each rank is told, and how soon, where parameters of rank 1 alone were moved; then all go on."""
+    rank, words = Rank(group, plan, timeout_s=30.0), ""
+    with rank.engine as engine:
+        parameter, place = rank.homes[0].down_SDF, rank.homes[0].down_SDF.data
+        parameter.data = place.clone() if rank.rank == 1 else place
+        begin = time.monotonic()
+        try:
+            engine.open_window(plan)
+        except TransferError as error:
+            words = str(error)
+        seconds, parameter.data = time.monotonic() - begin, place
+        engine.open_window(plan)
+        run_window(rank, plan, lambda: None)
+        engine.close_window()
+    return words, seconds
+
+
+@pytest.mark.dist(4)
+def test_what_one_rank_refuses_is_told_on_all_nodes_at_once_and_nothing_moves(pool):
+    plan = random_plan((0, 0, 1, 1), seed=8, slots=1, fewest=1)
+    results = pool.run(moved_on_one_rank, 4, plan)
+    assert max(seconds for _, seconds in results) < 15.0, "the bound on waits is 30 s"
+    for rank, (words, _) in enumerate(results):
+        other = f"rank {rank}: publish over p2p was not begun, because rank 1 refused"
+        assert ("layer index 0 down_SDF: registered at" if rank == 1 else other) in words
+
+
 def refused(group, plan, options):
     homes = owned_parameters(
         all_experts(plan.home_LE.shape[1], plan.home_LE.shape[0], 0), group.rank(), plan.home_slots
