@@ -58,6 +58,8 @@ def load_expert_state_dict(layers: Layers, state: Mapping[str, Tensor], optimize
         with torch.no_grad():
             parameter.copy_(weights)
         if optimizer is not None:
+            place = _scalar_place(optimizer, parameter)
+            kept = {kind: value.to(place) if value.dim() == 0 else value for kind, value in kept.items()}
             optimizer.state.pop(parameter, None)
             optimizer.state.update({parameter: kept} if kept else {})
 
@@ -109,6 +111,13 @@ def _kept(optimizer: Optimizer | None, parameter: Tensor, name: str) -> dict[str
     return dict(kept)
 
 
+def _scalar_place(optimizer: Optimizer, parameter: Tensor) -> torch.device:
+    """Where torch's optimizers keep a parameter's `step`: on the host, unless they run wholly on the device."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    is_on_device = group.get("capturable") or group.get("fused")
+    return parameter.device if is_on_device else torch.device("cpu")
+
+
 def _stacked(
     place: tuple[str, BalancedExperts, str, Tensor], state: Mapping[str, Tensor], *, has_optimizer: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -123,7 +132,7 @@ def _stacked(
         values = [_entry(state, f"{key}.{kind}", like=None if is_scalar else parameter[0]) for key in keys]
         if is_scalar and any(not torch.equal(value, values[0]) for value in values):
             raise TrainingError(f"{path}.{name}: experts were saved with different {kind!r}; one parameter has one")
-        kept[kind] = values[0].clone() if is_scalar else torch.stack(values)
+        kept[kind] = values[0].clone() if is_scalar else torch.stack(values).to(parameter.device)
     return weights, kept
 
 

@@ -149,6 +149,19 @@ def test_weights_alone_leave_the_optimizer_as_it_is():
     assert torch.equal(now["blocks.0.experts.3.gate_up"], saved()["blocks.0.experts.3.gate_up"])
 
 
+@pytest.mark.parametrize(("capturable", "place"), [(False, "cpu"), (True, "meta")], ids=["host", "device"])
+def test_optimizer_state_comes_to_where_the_parameters_are(capturable, place):
+    layers, _ = build(Alone, 9)
+    for experts in layers.values():
+        experts.to("meta")
+    optimizer = torch.optim.AdamW([p for x in layers.values() for p in x.parameters()], capturable=capturable)
+    load_expert_state_dict(layers, saved(), optimizer)
+    for experts in layers.values():
+        kept = optimizer.state[experts.gate_up]
+        assert kept["exp_avg"].device.type == kept["exp_avg_sq"].device.type == "meta"
+        assert kept["step"].device.type == place
+
+
 def test_state_before_the_first_step_is_no_state():
     layers, optimizer = build(Alone, 1)
     state = copied(layers, optimizer)
