@@ -9,7 +9,7 @@ Knows experts by (layer, expert) and versions. Does not know plans or who refres
 One piece of shared memory per node: per (layer, expert) a version and a checksum, then per layer [E, ...] tensors.
 
 Invariants (asserted by the tests):
-1. `version` is that of the weights which lie there completely: set after them, and never while they are written.
+1. `version` is that of the weights which lie there completely: set after them, and 0 while they are written.
 2. With checksums, an expert whose bytes changed since is named, by every process that asks for it.
 3. Memory that is not there, or cannot be pinned, is refused with the fix, on all ranks alike.
 """
@@ -69,8 +69,12 @@ class HostStore:
         return self._experts[layer]
 
     def version(self, layer: int, expert: int) -> int:
-        """The version of an expert's weights that lies here; 0: none yet."""
+        """The version of an expert's weights that lies here; 0: none."""
         return int(self._version_LE[layer, expert])
+
+    def withdraw(self, layer: int, expert: int) -> None:
+        """Say that an expert's weights are about to be written: until they are announced, none lie here."""
+        self._version_LE[layer, expert] = 0
 
     def announce(self, layer: int, expert: int, version: int) -> None:
         """Say that an expert's weights of a version have been written completely."""
@@ -108,7 +112,12 @@ class HostStore:
                 self._pin = _Pin(self._memory.view(0, (self.num_bytes,), torch.uint8))
             except TransferError as error:
                 failure = str(error)
-        exchange_outcomes(("", failure), group)
+        try:
+            exchange_outcomes(("", failure), group)
+        except TransferError:
+            # Unmapping pages that are still registered would leave the driver with addresses that are gone.
+            self.close()
+            raise
 
     def _layer(self, layer: int) -> ExpertWeights:
         offset, tensors = self._first + layer * self._layer_bytes, list[torch.Tensor | None]()

@@ -125,10 +125,14 @@ class Refresher:
             for act, owner, peer in pairs
             for tensor in rows.tensors()
         ]
+        coming = (
+            [e for rank in away for e in range(self._owned(rank).start, self._owned(rank).stop)] if is_first else []
+        )
+        for expert in coming:
+            self._store.withdraw(layer, expert)
         node.finish(operations, [Transfer("refresh", layer, path="p2p")] * len(operations))
-        for rank in away if is_first else ():
-            for expert in range(self._owned(rank).start, self._owned(rank).stop):
-                self._store.announce(layer, expert, version)
+        for expert in coming:
+            self._store.announce(layer, expert, version)
 
     def _owned(self, rank: int) -> slice:
         """Experts that a rank owns."""
@@ -165,6 +169,7 @@ class Refresher:
 
     def _write(self, entry: Entry, version: int, begin: Mark) -> None:
         home, rows = self._node.home(self._node.rank, entry.layer), self._store.experts(entry.layer)
+        self._store.withdraw(entry.layer, entry.expert)
         with self._lane.work(after=begin):
             copied = copy_expert(rows, entry.expert, home, entry.slot)
         self._node.counters.refresh(copied)

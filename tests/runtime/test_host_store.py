@@ -65,6 +65,39 @@ def test_forced_paths_bring_the_same_bits(pool, path, layout):
     assert all(moved["is_clean"] for moved in results), "mappings or descriptors are left"
 
 
+def versions_while_written(group, plan):
+    """What the store says of experts of the second window while their weights are being written."""
+    from equipoise.runtime import refresher
+
+    rank, seen = Rank(group, plan, transfer={"path": "host"}), []
+
+    def watched_copy(target, target_slot, source, source_slot):
+        layer = [rows.gate_up_SFD.data_ptr() for rows in rank.engine._store._experts].index(
+            target.gate_up_SFD.data_ptr()
+        )
+        seen.append(rank.engine._store.version(layer, target_slot))
+        return relocate.copy_expert(target, target_slot, source, source_slot)
+
+    kept, refresher.copy_expert = refresher.copy_expert, watched_copy
+    try:
+        with rank.engine as engine:
+            for _ in range(2):
+                engine.open_window(plan)
+                run_window(rank, plan, lambda: None)
+                engine.close_window()
+                rank.update()
+    finally:
+        refresher.copy_expert = kept
+    return seen
+
+
+@pytest.mark.dist(2)
+def test_an_expert_has_no_version_while_it_is_written(pool):
+    seen = pool.run(versions_while_written, 2, random_plan((0, 0), seed=4, slots=1, fewest=1, micro_steps=1))
+    assert sum(map(len, seen)) >= 4, "two windows write more"
+    assert {version for by_rank in seen for version in by_rank} == {0}
+
+
 def versions_by_window(group, plan):
     """Versions in the store after each of two windows; a stale expert is never pulled."""
     rank = Rank(group, plan, transfer={"path": "host"})
@@ -170,36 +203,40 @@ def test_a_completed_store_holds_every_expert_of_the_model_on_every_node(pool, l
 
 
 def not_pinned(group):
-    """One rank may not pin: what every rank says, as if experts were on a device."""
+    """One rank may not pin: what every rank says, as if experts were on a device, and whether pages stay pinned."""
     from dataclasses import replace
 
     from equipoise.runtime import host_store
     from equipoise.runtime.layout import Layout
     from tests.runtime.test_layout import weights
 
+    pinned = []
+
     class Pin:
         def __init__(self, bytes_N):
             if group.rank() == 1:
                 raise TransferError("host store: could not be pinned; raise the locked-memory limit")
+            pinned.append(self)
 
         def close(self):
-            pass
+            pinned.remove(self)
 
     layout = replace(Layout.of([weights()], TransferOptions(slots=1)), device=torch.device("cuda"))
     original, host_store._Pin = host_store._Pin, Pin
     try:
         host_store.HostStore(layout, experts=4, group=group, node_R=(0, 0), timeout_s=10.0)
     except TransferError as error:
-        return str(error)
+        return str(error), len(pinned)
     finally:
         host_store._Pin = original
-    return ""
+    return "", len(pinned)
 
 
 @pytest.mark.dist(2)
 def test_pages_that_one_rank_may_not_pin_are_refused_on_all(pool):
-    for words in pool.run(not_pinned, 2):
+    for words, num_pinned in pool.run(not_pinned, 2):
         assert "rank 1: host store: could not be pinned; raise the locked-memory limit" in words
+        assert num_pinned == 0, "pages are unmapped while the driver has them registered"
 
 
 def slow_store(group, plans, seed):
