@@ -16,6 +16,7 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -88,14 +89,13 @@ class Arena:
         """
         self._layout = layout
         sizes = [whole(layout.matrix_bytes(field, layout.slots), pager.granule) for field in (0, 1)]
-        replicas = [[pager.make(size) for size in sizes] for _ in range(layout.depth + 1)]
         self._starts = [homes[field].num_bytes - layout.matrix_bytes(field, layout.home_slots) for field in (0, 1)]
-        spans = [
-            [[pager.map([homes[2 * layer + field], pages[field]]) for field in (0, 1)] for pages in replicas]
-            for layer in range(layout.layers)
-        ]
-        for one in (one for pages in replicas for one in pages):
-            one.release()
+        with ExitStack() as made:
+            replicas = [[_made(pager, size, made) for size in sizes] for _ in range(layout.depth + 1)]
+            spans = [
+                [[pager.map([homes[2 * layer + field], pages[field]]) for field in (0, 1)] for pages in replicas]
+                for layer in range(layout.layers)
+            ]
         self._joined = [[self._matrices(pair) for pair in pairs] for pairs in spans]
         self._biases = [
             allocate_experts(layout, layout.slots, layout.dtype, device=layout.device)[2:] if layout.bias_bytes else ()
@@ -126,6 +126,13 @@ class Arena:
             span.view(start, (slots, *shape), layout.dtype)
             for span, start, shape in zip(spans, self._starts, layout.matrices, strict=True)
         )
+
+
+def _made(pager: Pager, size: int, made: ExitStack) -> Pages:
+    """Pages that are released with `made`: spans keep what they show."""
+    pages = pager.make(size)
+    made.callback(pages.release)
+    return pages
 
 
 def make_buffers(layout: Layout, options: TransferOptions, *, pager: Pager, homes: Sequence[Pages]) -> ReplicaBuffers:

@@ -113,13 +113,13 @@ class _Maker:
         for _ in range(times):
             try:
                 connection, _ = self._listener.accept()
-            except TimeoutError as error:
+                with connection:
+                    socket.send_fds(connection, [b"fd"], [self.descriptor])
+            except OSError as error:
                 raise TransferError(
                     f"shared memory: {times} ranks of this node should have fetched it within {timeout_s:g} s, "
-                    "not all did; see the other ranks' logs"
+                    f"not all did ({error}); see the other ranks' logs"
                 ) from error
-            with connection:
-                socket.send_fds(connection, [b"fd"], [self.descriptor])
 
     def close(self) -> None:
         self._listener.close()

@@ -34,9 +34,9 @@ from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.counters import Counters
 from equipoise.runtime.cuda_pages import CudaPager
 from equipoise.runtime.layout import Layout, TransferOptions, aligned, check_budget, check_tensor
-from equipoise.runtime.memory import SharedMemory, share_memory
+from equipoise.runtime.memory import SharedMemory, exchange_outcomes, share_memory
 from equipoise.runtime.node_pages import share_pages
-from equipoise.runtime.pages import HostPager, Pager, Span
+from equipoise.runtime.pages import HostPager, Pager, Pages, Span
 from equipoise.runtime.streams import Mark
 from equipoise.runtime.watchdog import MESSAGE_BYTES, TAGS, Transfer, Watchdog
 
@@ -232,9 +232,7 @@ class NodeMemory:
         layout, pager = self.layout, _pager(self.device, self.options)
         sizes = layout.pieces(pager.granule)
         shared = share_pages(sizes, pager=pager, group=self.group, node_R=self.node_R, timeout_s=self.options.timeout_s)
-        self.buffers: ReplicaBuffers = make_buffers(layout, self.options, pager=pager, homes=shared.own[:-1])
-        for pages in shared.own:
-            pages.release()
+        self.buffers = self._make_buffers(pager, shared.own)
         self._rest = {rank: spans[-1] for rank, spans in shared.spans.items()}
         self._homes = {
             rank: tuple(self._home(rank, layer, spans, sizes) for layer in range(layout.layers))
@@ -245,6 +243,20 @@ class NodeMemory:
             rank: self._experts(rest, offset, layout.num_mailboxes, layout.grad_dtype)
             for rank, rest in self._rest.items()
         }
+
+    def _make_buffers(self, pager: Pager, own: Sequence[Pages]) -> ReplicaBuffers:
+        """Make the replica buffers on all ranks or on none, and let go of this rank's pages, which spans keep."""
+        buffers, failure = None, ""
+        try:
+            buffers = make_buffers(self.layout, self.options, pager=pager, homes=own[:-1])
+        except RuntimeError as error:
+            failure = f"replica buffers could not be made: {error}"
+        finally:
+            for pages in own:
+                pages.release()
+        exchange_outcomes(("", failure), self.group)
+        assert buffers is not None, "no rank failed"
+        return buffers
 
     def _home(self, rank: int, layer: int, spans: Sequence[Span], sizes: Sequence[int]) -> ExpertWeights:
         """[home_slots, ...] one layer of a rank: matrices at the end of their pieces, biases among the rest."""

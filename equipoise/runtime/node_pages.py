@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -98,28 +98,31 @@ class _Listener:
         for _ in range(times):
             try:
                 connection, _ = self._socket.accept()
-            except TimeoutError as error:
+                with connection:
+                    # An accepted socket has no bound of its own.
+                    connection.settimeout(timeout_s)
+                    for start in range(0, len(own), _MOST):
+                        _send(connection, own[start : start + _MOST])
+            except OSError as error:
                 raise TransferError(
-                    f"shared pages: {times} ranks of this node should have fetched them within {timeout_s:g} s, "
-                    "not all did; see the other ranks' logs"
+                    f"shared pages: {times} ranks of this node should have fetched them within {timeout_s:g} s each, "
+                    f"not all did ({error}); see the other ranks' logs"
                 ) from error
-            with connection:
-                for start in range(0, len(own), _MOST):
-                    _send(connection, own[start : start + _MOST])
 
     def close(self) -> None:
         self._socket.close()
 
 
 def _send(connection: socket.socket, pages: Sequence[Pages]) -> None:
-    descriptors = [one.export() for one in pages]
-    try:
+    with ExitStack() as exported:
+        descriptors: list[int] = []
+        for one in pages:
+            descriptors.append(one.export())
+            exported.callback(os.close, descriptors[-1])
         socket.send_fds(connection, [b"f"], descriptors)
         # The next message may only follow once this one is taken, or descriptors of both would come as one.
-        connection.recv(1)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        if not connection.recv(1):
+            raise ConnectionError("a rank ended before it took them")
 
 
 def _fetch(address: str, sizes: Sequence[int], *, pager: Pager, source: int, timeout_s: float) -> list[Span]:
@@ -149,8 +152,10 @@ def _take(connection: socket.socket, sizes: Sequence[int], pager: Pager) -> list
         spans = []
         for descriptor, size in zip(descriptors, sizes, strict=True):
             pages = pager.open(descriptor, size)
-            spans.append(pager.map([pages]))
-            pages.release()
+            try:
+                spans.append(pager.map([pages]))
+            finally:
+                pages.release()
         connection.send(b"k")
         return spans
     finally:

@@ -1,8 +1,12 @@
 """Home and replica slots in one tensor: the same bits as apart, and no memory but that of the replica slots."""
 
+import gc
+import time
+
 import pytest
 import torch
 
+from equipoise.core import TransferError
 from equipoise.runtime.arena import Arena
 from equipoise.runtime.layout import Layout, TransferOptions
 from equipoise.runtime.pages import HostPager
@@ -36,6 +40,66 @@ def test_a_replica_slot_is_seen_behind_every_layer_and_changes_nothing_else():
                 assert values == [layer, layer, 10 * (buffer + 1), 10 * (buffer + 1) + 1]
     for pages in homes:
         pages.release()
+
+
+class ShortPager(HostPager):
+    """Has addresses for some spans only."""
+
+    def __init__(self, spans):
+        super().__init__()
+        self._left = spans
+
+    def map(self, pages):
+        self._left -= 1
+        if self._left < 0:
+            raise TransferError("shared memory: bytes could not be mapped")
+        return super().map(pages)
+
+
+def test_an_arena_that_cannot_be_mapped_leaves_nothing():
+    from tests.runtime.test_memory import held
+
+    before, pager = held(), ShortPager(spans=5)
+    layout = Layout.of([weights(width=24, hidden=40)] * 3, TransferOptions(slots=2))
+    homes = [pager.make(size) for size in layout.pieces(pager.granule)[:-1]]
+    with pytest.raises(TransferError, match="could not be mapped"):
+        Arena(layout, pager=pager, homes=homes)
+    for pages in homes:
+        pages.release()
+    gc.collect()
+    assert held() == before
+
+
+def without_buffers(group):
+    """What every rank says, how soon and with what left, where rank 1 alone has no room for replica buffers."""
+    from equipoise.runtime import node
+    from tests.runtime.test_memory import held
+    from tests.runtime.windows import all_experts, owned_parameters
+
+    def fail(*given, **figures):
+        raise torch.OutOfMemoryError("no room on this device")
+
+    gc.collect()
+    before, homes = held(), owned_parameters(all_experts(4, 2, 0), group.rank(), 2)
+    kept = node.make_buffers
+    node.make_buffers = fail if group.rank() == 1 else kept
+    begin, words = time.monotonic(), ""
+    try:
+        node.NodeMemory(homes, group=group, node_R=(0, 0), options=TransferOptions(slots=1, timeout_s=20.0))
+    except TransferError as error:
+        words = str(error)
+    finally:
+        node.make_buffers = kept
+    gc.collect()
+    return words, time.monotonic() - begin, held() == before
+
+
+@pytest.mark.dist(2)
+def test_replica_buffers_that_one_rank_cannot_make_are_refused_on_all(pool):
+    for words, seconds, is_clean in pool.run(without_buffers, 2):
+        assert "rank 1: replica buffers could not be made: no room on this device" in words
+        assert seconds < 15.0
+        assert is_clean, "mappings or descriptors are left"
 
 
 def test_memory_beyond_the_homes_is_that_of_the_replica_slots():
