@@ -6,7 +6,7 @@ paths, buffers or versions; a bank does not know rows.
 What the layer promises every bank, on every rank of the EP group, whatever its rows and replicas:
 1. `weights` is called for the forward visit, and for the backward visit before its gradients. Under activation
    recomputation the second forward asks for the backward visit, so one visit may be asked for more than once.
-2. What `weights` returned is read until the layer asks for another visit, or hands in this one's gradients.
+2. What `weights` returned is read until the layer asks for another visit, also after it handed in this one's gradients.
 3. Where experts train, `hand_in` is called once per (micro-step, layer) and `collect_returns` once, after it.
 4. Slots are in the order of the plan: ascending position in the replica table.
 """

@@ -90,6 +90,8 @@ class Puller:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_JOIN_S)
+        # Whoever frees the buffers next must not do so under a copy.
+        self._lane.mark().block()
         # An error refers to the calls it went through, and they to this object and to shared memory.
         self._walk, self._paths, self._failure = None, {}, None
 

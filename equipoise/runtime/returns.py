@@ -8,8 +8,8 @@ A mailbox's tag is 0 while it is free; otherwise it names what lies in it, compl
     bits  0..15  expert
 A negative tag names what is being put into it. So a home finds what it waits for by name, whatever the order in which
 others filled their boxes, and a box is filled again only once its home has set the tag back to 0. On a device a tag is
-set once the copy or addition it announces is finished there (`streams.Announcer`), so that neither side holds up the
-thread that feeds the layers.
+set once the copy or addition it announces is finished there (`streams.Announcer`), so that handing in does not wait for
+the device. The home's thread does wait, for the tag: until the other device has come that far it feeds no more layers.
 
 Knows gradients and tags. Does not know pulls or autograd.
 

@@ -66,9 +66,9 @@ class Uploader:
 
     def _arrived(self, upload: _Upload) -> PreparedDispatch:
         """Let the layer's stream wait for the copy, and keep the memory until that stream is through with it."""
-        current = torch.cuda.current_stream()
-        current.wait_event(upload.is_there)
         dispatch = upload.prepared.dispatch
+        current = torch.cuda.current_stream(dispatch.index_TK.device)
+        current.wait_event(upload.is_there)
         # All tables but the groups' ends are parts of one array.
         for tensor in (dispatch.index_TK, dispatch.groups.home_end_S, dispatch.groups.replica_end_S):
             tensor.record_stream(current)

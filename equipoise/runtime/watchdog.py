@@ -121,7 +121,8 @@ class Watchdog:
         """Raise if a rank of this node has given up."""
         for rank, words in self._words.items():
             if words[ABORTED]:
-                text = self._messages[rank].tobytes().rstrip(b"\0").decode()
+                # A message that was cut may end inside a character.
+                text = self._messages[rank].tobytes().rstrip(b"\0").decode(errors="replace")
                 own = "" if rank == self.rank else f"rank {self.rank}: {transfer} ended because "
                 raise TransferError(f"{own}{text}")
 

@@ -63,6 +63,15 @@ def test_a_message_longer_than_its_room_is_cut():
     assert 900 < len(str(raised.value)) < 1300
 
 
+def test_a_message_cut_inside_a_character_is_still_told():
+    words, (one, two) = watchdogs()
+    for odd in ("", "x"):
+        one.abort(odd + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 5000)
+        with pytest.raises(TransferError, match="ended because rank 0: "):
+            two.check(PULL)
+        words[0][ABORTED] = 0
+
+
 def test_a_peer_that_is_gone_ends_the_wait_long_before_the_bound():
     words, (one, _) = watchdogs(timeout_s=60)
     # Left uncollected on purpose: a killed rank is a zombie until its launcher looks.
