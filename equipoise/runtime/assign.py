@@ -100,7 +100,9 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     # Step 3: one entry past the end stands for "no holder", and leads home as every other expert's entry does.
     expert_H = torch.cat([split.expert_H, split.expert_H.new_full((1,), -1)])
     slot_H = torch.cat([split.slot_H, split.slot_H.new_full((1,), -1)])
-    slot_N = torch.where(expert_H[at_N] == ids_N, slot_H[at_N], split.home_slot_E[ids_N])
+    # Gathered, not indexed: an index of -1 would mean the last expert, and no one would notice on a device.
+    home_slot_N = split.home_slot_E.gather(0, ids_N)
+    slot_N = torch.where(expert_H[at_N] == ids_N, slot_H[at_N], home_slot_N)
     return slot_N.view(ids_TK.shape)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core.errors import RoutesError
+from equipoise.runtime import assign
 from equipoise.runtime.assign import SourceSplit, assign_slots, physical_slots, slots_per_rank
 from equipoise.runtime.reference import assign_slots_by_hand
 from tests.runtime.cases import random_plan, random_routing, static_plan
@@ -83,3 +84,14 @@ def test_an_id_outside_the_model_is_refused_never_sent_to_expert_0(bad):
     split = SourceSplit.of(static_plan(routing), 0, 0, source=0)
     with pytest.raises(RoutesError, match=rf"expert {bad}; ids are 0\.\.7"):
         assign_slots(torch.tensor([[0, bad]]), split)
+
+
+@pytest.mark.parametrize("is_unknown", [True, False], ids=["unknown", "beyond the last"])
+def test_an_expert_that_does_not_exist_is_never_another_one(monkeypatch, is_unknown):
+    """Where ids are on a device nothing waits to look at them; the lookup itself must fail."""
+    routing, _, splits = splits_of(3, 2, 1, 12)
+    monkeypatch.setattr(assign, "_check_ids", lambda *given: None)
+    ids_TK = torch.from_numpy(routing.ids[1][0][0]).clone()
+    ids_TK[0, 0] = -1 if is_unknown else routing.experts
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        assign_slots(ids_TK, splits[0])
