@@ -113,8 +113,8 @@ class Balancer(AbstractContextManager["Balancer"]):
         """Collect gradients and weights to their owners and say what the window moved; before the optimizer runs."""
         if self._open is None:
             raise InfeasiblePlanError("no window is open; begin one before it ends")
-        tally, self._open = self._open, None
         self._parts.mover.close_window(with_weights=with_weights)
+        tally, self._open = self._open, None
         if self.enabled:
             check_matched(self.layers.values(), self.group)
         self.report = tally.report()

@@ -169,6 +169,14 @@ def test_gradients_may_be_accumulated_elsewhere_and_in_another_dtype(pool):
 
 
 @pytest.mark.dist(2)
+def test_a_window_that_could_not_end_is_still_open_and_can_be_ended(pool):
+    for words, is_open, is_home in pool.run(work.end_in_vain, 2, SMALL):
+        assert "layer index 0 gate_up_SFD: registered at" in words
+        assert is_open == [True, False]
+        assert is_home, "owners have their weights back"
+
+
+@pytest.mark.dist(2)
 def test_a_suspension_that_raises_is_over_all_the_same(pool):
     assert pool.run(work.suspended_in_vain, 2, SMALL) == [("the off-load failed", True)] * 2
 

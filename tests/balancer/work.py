@@ -276,6 +276,24 @@ def gradients_elsewhere(group, case, is_elsewhere):
     return found, balancer.report.displaced
 
 
+def end_in_vain(group, case):
+    """End a window while a parameter is elsewhere, then again: what is said, what is open, and what owners hold."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    layers = list(find_layers(net).values())
+    before = [experts.gate_up.detach().clone() for experts in layers]
+    with balancer_of(net, case, group) as balancer:
+        balancer.submit(routes_of(window))
+        balancer.begin()
+        run_micro_steps(net, window)
+        parameter, place = layers[0].gate_up, layers[0].gate_up.data
+        parameter.data = place.clone()
+        said, found = words_of(balancer.end), [balancer.is_open]
+        parameter.data = place
+        balancer.end()
+        found.append(balancer.is_open)
+        return said[1], found, all(map(torch.equal, before, [experts.gate_up for experts in layers]))
+
+
 def suspended_in_vain(group, case):
     """A window after a suspension whose block raised: what was said, and the outputs."""
     net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
