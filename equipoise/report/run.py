@@ -57,7 +57,7 @@ def run_page(document: Document, *, title: str) -> Page:
     if any(step["bytes"] for step in steps):
         charts.append(_bytes(steps))
     if any(step["static_s"] for step in steps):
-        charts.append(_predicted(steps))
+        charts.append(_predicted(steps, settings.get("balance", {}).get("objective")))
     model = settings.get("model", {})
     name = model.get("path") or model.get("family") or "a model"
     mode = settings.get("balance", {}).get("mode", "unknown")
@@ -148,17 +148,19 @@ def _skew(steps: Steps, *, has_after: bool) -> Chart:
     )
 
 
-def _predicted(steps: Steps) -> Chart:
+def _predicted(steps: Steps, objective: str | None) -> Chart:
     static, saved = (sum(step[name] for step in steps) for name in ("static_s", "saved_s"))
     drawn = [{**step, "planned_s": step["static_s"] - step["saved_s"]} for step in steps]
     change = f"{percent(abs(saved / static))} {'less' if saved >= 0 else 'more'} than at the owners"
+    # Without this a reader takes a plan that costs more for one that was meant to save.
+    why = " The run was told to level rows whatever it costs (balance.objective = skew)." if objective == "skew" else ""
     return _lines(
         drawn,
         {"before": "static_s", "after": "planned_s"},
         styles=STYLES,
         name="predicted-seconds",
         title="Predicted seconds of expert layers",
-        caption=f"What plans promised on the described cluster, not what this machine took: {change}, over all steps.",
+        caption=f"Promised on the described cluster, not what this machine took: {change}, over all steps.{why}",
         y="seconds, predicted",
         terms=("predicted", "before", "after", "saved"),
     )
@@ -195,7 +197,7 @@ def _bytes(steps: Steps) -> Chart:
         colours=colours,
         name="bytes-over-steps",
         title="Bytes of experts moved in each step",
-        caption=f"{num_bytes(moved)} in all, over all ranks, by the path they took.",
+        caption=f"{num_bytes(moved)} in all, over all ranks, by the path they took: {', '.join(paths)}.",
         y="MiB",
         terms=("pull", "return", "publish", "collect"),
     )

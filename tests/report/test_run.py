@@ -48,6 +48,14 @@ def test_charts_hold_the_figures_of_every_step(run):
     assert peer["y"] == pytest.approx([1.0 + step for step in range(8)])
     assert "25.0 % less than at the owners" in chart(page, "predicted-seconds").caption
     assert "not what this machine took" in chart(page, "predicted-seconds").caption
+    assert "whatever it costs" not in chart(page, "predicted-seconds").caption
+    assert chart(page, "bytes-over-steps").caption.endswith("by the path they took: edge, peer.")
+
+
+def test_a_run_that_levels_rows_whatever_it_costs_says_so(run):
+    settings = run / "config.toml"
+    settings.write_text(settings.read_text() + 'objective = "skew"\n')
+    assert "whatever it costs (balance.objective = skew)" in chart(build_page(run), "predicted-seconds").caption
 
 
 def test_a_run_without_expert_parallelism_has_no_skew_after_and_moves_nothing(tmp_path):
