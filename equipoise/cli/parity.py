@@ -36,7 +36,9 @@ def parity(
     slots: Annotated[int, typer.Option(min=0, max=4, help="Replica slots per rank; 0 for placement alone.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Windows, each ended by an AdamW step.")] = 9,
     dispatch: Annotated[Dispatch, typer.Option(help="One copy per expert, or one per node.")] = Dispatch.direct,
-    matrix: Annotated[bool, typer.Option("--matrix", help="All ranks, nodes and slots, a line each.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Instead: 1 to 8 ranks, 1 and 2 nodes, 0 to 2 slots.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small stack static and balanced, and compare."""
