@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import JsonFlag
+from equipoise.cli.options import JsonFlag, refuse_unwritable
 from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def calibrate(
 
     if (out is None) == (check is None):
         raise TopologyError("give either -o FILE to write a profile, or --check FILE to check one")
+    refuse_unwritable(out)
     _require_torch()
     measured = _measure(check, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
     console = screen(as_json=as_json)

@@ -90,6 +90,12 @@ def test_one_of_the_two_is_needed(equipoise, arguments):
     assert "either -o FILE" in outcome.err
 
 
+def test_a_profile_without_a_place_is_refused_before_anything_is_measured(equipoise, tmp_path):
+    outcome = equipoise("calibrate", "--trial", "-o", tmp_path / "absent" / "p.json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "p.json cannot be written: there is no folder" in outcome.err
+
+
 def test_what_is_no_profile_is_refused_before_anything_is_measured(equipoise, tmp_path, monkeypatch):
     path = tmp_path / "p.json"
     path.write_text("{}")
