@@ -50,6 +50,9 @@ def stuck(group, plan, what):
             time.sleep(BOUND_S + 0.5)
             begin = time.monotonic()
         rank.engine.open_window(plan)
+        if what == "pull" and not is_bad:
+            # So that the pull's wait begins first, also on a busy machine: who waits longest names the cause.
+            time.sleep(0.5)
         for at in range(len(plan.itinerary)):
             visit = plan.itinerary.visit(at)
             rank.check_weights(plan, visit)
