@@ -15,6 +15,7 @@
     report.py     a result as a page and as a summary
     parity.py     static against balanced training on local ranks
     train.py      RL post-training, balanced by foresight (`train_view.py` shows it)
+    calibrate.py  this GPU measured into a profile, or a profile checked
     formats.py    the forms that can be read
 
 Exit codes: 0 good, 1 findings, 2 bad input. With `--json` the last line of standard output is one JSON document and

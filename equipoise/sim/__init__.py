@@ -8,6 +8,7 @@
     sweep.py       the same step at other widths, slots and sizes, and from where on a plan pays
     prediction.py  seconds of a window as it is, and if every rank were level
     trial.py       a plan for every window, and what it would give back
+    summary.py     a simulation as text; demo.py, a generated step to show it with
     analysis.py    all that `equipoise analyze` says about one step
 
 `python -m equipoise.sim` shows a demo. May import core, loads, cost and planner; never torch, routes or runtime.

@@ -1,4 +1,4 @@
-"""A simulation in plain text of 100 columns or less: the answer, policies, parts, paths, memory, sweep, small print.
+"""A simulation in plain text, tables of 100 columns or less: the answer, policies, parts, sweep, small print.
 
 Knows results. Computes nothing but what stands in them; knows no colours, so that any terminal or log shows it.
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from equipoise.sim.result import Simulation
+from equipoise.sim.trial import WORTH
 
 PARTS = (
     ("compute", "experts"),
@@ -65,9 +66,11 @@ def _answer(document: dict[str, Any]) -> Iterator[str]:
         return
     size, share = ours["memory"]["replicas_bytes"] / MIB, ours["exposed_share"]
     slots = "1 slot" if ours["slots"] == 1 else f"{ours['slots']} slots"
+    saved = 1 - 1 / ours["speedup"]
     yield (
-        f"Equipoise, {slots} ({size:,.0f} MiB per GPU): {1 - 1 / ours['speedup']:.1%} less time in "
-        f"expert layers, {1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
+        f"Equipoise, {slots} ({size:,.0f} MiB per GPU): {saved:.1%} less time in expert layers, "
+        f"{1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
+        f"{'' if saved >= WORTH else ' Not worth it here.'}"
     )
     yield ""
 

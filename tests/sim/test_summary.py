@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import numpy as np
+
+from equipoise.core import LoadMatrix
 from equipoise.sim import simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.demo import POLICIES, demo_step
@@ -36,6 +39,13 @@ def test_nothing_is_promised_where_nothing_was_compared():
     text = summary(found, title="a step")
     assert "less time" not in text
     assert " - " in text
+
+
+def test_a_plan_that_saves_next_to_nothing_is_not_worth_it():
+    level = LoadMatrix(np.full_like(skewed_loads().load_MLRE, 100))
+    for loads, is_worth in ((level, False), (skewed_loads(), True)):
+        found = simulate(loads, ["static", "equipoise"], cluster=cluster_of(), model=MODEL)
+        assert ("Not worth it here." in summary(found, title="a step")) is not is_worth
 
 
 def test_a_step_of_less_than_a_second_is_shown_in_milliseconds():
