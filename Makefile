@@ -8,9 +8,11 @@ KERNELS := $(VENV)/.kernels
 .PHONY: demo test lint types contracts clean
 
 demo: $(STAMP)
+	mkdir -p out
 	$(VENV)/bin/equipoise train --report out/report.html
 
-test: $(STAMP) $(KERNELS) lint types contracts
+test: $(STAMP)
+	$(MAKE) --jobs 2 $(KERNELS) lint types contracts
 	$(PYTHON) -m pytest --minimum-tests -n 2 --dist loadgroup
 
 lint: $(STAMP)
@@ -31,8 +33,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # numba keeps a compiled caller when only a callee in another file changed, so any change drops all compiled kernels.
+# Compiled once here: several planning processes that compile at once take longer than tests wait for.
 $(KERNELS): $(STAMP) $(wildcard equipoise/*/*.py)
 	find equipoise -name '*.nb[ic]' -delete
+	$(VENV)/bin/equipoise analyze --demo > /dev/null
 	touch $@
 
 clean:

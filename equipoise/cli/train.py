@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import JsonFlag, ReportOption
+from equipoise.cli.options import JsonFlag, ReportOption, refuse_unwritable
 from equipoise.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def train(
     changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
     config = read_config(preset if resume is None else resume / "config.toml", settings=changes)
     _require_torch()
+    refuse_unwritable(report)
     with open_view(as_json=as_json) as view:
         _refuse_too_few(config, view)
         if compare:
@@ -131,7 +132,10 @@ def _clear(out: Path) -> None:
     if out.exists() and any(out.iterdir()) and not (out / "config.toml").exists():
         raise TrainingError(f"{out} holds something that is no training run; give another folder with --out")
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise TrainingError(f"{out} cannot be made ({error.strerror}); give another folder with --out") from error
 
 
 def _refuse_too_few(config: "TrainConfig", view: "View") -> None:

@@ -109,7 +109,7 @@ class BalanceConfig:
     mode: Mode = "equipoise"
     slots: int = 1
     """Replica slots per rank; 0 for placement alone."""
-    objective: Literal["seconds", "skew"] = "skew"
+    objective: Literal["seconds", "skew"] = "seconds"
     """`seconds` charges every cost and may do nothing; `skew` levels rows whatever it costs."""
     cluster: str = "h200"
     """Whose links and kernels are priced."""

@@ -86,6 +86,7 @@ def too_few(config: TrainConfig) -> str | None:
 
 def forecast(config: TrainConfig) -> Forecast:
     """Describe a run from its settings; plans one generated update window."""
+    from equipoise.cost.model import replica_bytes
     from equipoise.loads import count_loads, generate_counts, rank_loads, schedule_samples, skew_ML
     from equipoise.loads.forecast import row_bytes
     from equipoise.planner import plan
@@ -107,7 +108,7 @@ def forecast(config: TrainConfig) -> Forecast:
         parameters=experts + dense,
         trained_gib=(experts / cluster.ep + dense) * width * _COPIES / GIB,
         rollout_gib=(experts + dense) * width / GIB,
-        replica_gib=2 * config.balance.slots * shape.expert_params * width / GIB,
+        replica_gib=2 * config.balance.slots * replica_bytes(shape, "update") / GIB,
         received_gib=int(planned.rank_load_MLR.max()) * row_bytes("update", shape) / GIB,
         limit_gib=cluster.memory_bytes / GIB,
         skew_before=float(skew_ML(rank_loads(loads)).mean()),

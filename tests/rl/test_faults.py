@@ -75,6 +75,14 @@ def assert_resumes_to(whole, out, pool, config=CONFIG):
     assert not list((out / "checkpoints").glob(".*")), "no partial checkpoint is left"
 
 
+@pytest.fixture
+def interruptible():
+    """Let SIGINT interrupt this process, as in a terminal; processes that share tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.dist(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_killed_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits(pool, tmp_path, whole, left, stage):
@@ -88,7 +96,9 @@ def test_a_rank_killed_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits
 
 @pytest.mark.dist(2)
 @pytest.mark.parametrize("stage", STAGES)
-def test_ctrl_c_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits(pool, tmp_path, whole, left, stage):
+def test_ctrl_c_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits(
+    pool, tmp_path, whole, left, stage, interruptible
+):
     fault = Fault("interrupt", stage, os.getpid())
     with pytest.raises(KeyboardInterrupt):
         launch(faulty, CONFIG, Places(out=tmp_path), fault, context=context())

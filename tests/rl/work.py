@@ -33,7 +33,7 @@ SMALL = {
     "warmup": {"steps": 6, "batch": 16},
     "rollout": {"prompts": 4, "samples": 4, "max_new_tokens": 5},
     "update": {"mini_batches": 2, "micro_batch": 2},
-    "balance": {"mode": "equipoise", "slots": 1},
+    "balance": {"mode": "equipoise", "slots": 1, "objective": "skew"},
     "checkpoint": {"every": 1},
 }
 
