@@ -13,7 +13,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(MAKE) --jobs 2 $(KERNELS) lint types contracts
-	$(PYTHON) -m pytest --minimum-tests -n 2 --dist loadgroup
+	$(PYTHON) -m pytest --minimum-tests -n 3 --dist loadgroup
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -3,8 +3,8 @@
 `--minimum-tests` fails a run in which fewer tests passed than `tests/minimum_tests.txt` says, so that an import
 error, a lost file or a marker typo cannot turn into a green run.
 
-Under `-n 2 --dist loadgroup` two processes share the tests: all that use the pool of ranks stay in one of them, so
-that there is one pool; of the others a file stays together.
+Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, the
+runtime's and the rest, so that there are two pools; of the others a file stays together.
 """
 
 from collections import defaultdict
@@ -54,7 +54,9 @@ class RoomTimes:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests stay together where two processes share them."""
     for item in items:
-        together = "pool" if "pool" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
+        together = item.nodeid.split("::")[0]
+        if "pool" in getattr(item, "fixturenames", ()):
+            together = "pool, runtime" if together.startswith(("tests/runtime", "tests/balancer")) else "pool"
         item.add_marker(pytest.mark.xdist_group(together))
 
 

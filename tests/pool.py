@@ -48,7 +48,7 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
-    def run(self, function: Callable, world_size: int, *args: Any, timeout_s: float = 60.0) -> list:
+    def run(self, function: Callable, world_size: int, *args: Any, timeout_s: float = 180.0) -> list:
         """Call `function(group, *args)` on ranks 0..world_size-1 and return their results.
 
         Args:
@@ -121,7 +121,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=180)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in SIZES if n <= size}
     pipe.send_bytes(pickle.dumps((True, None)))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from equipoise.cost.model import replica_bytes
 from equipoise.cli.seconds_view import answer, seconds_notes, seconds_table, seconds_unit
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.sim import analyze_loads
@@ -41,7 +42,7 @@ def test_the_answer_names_lost_saved_memory_and_skew():
     lost, plan, skews = text.strip().splitlines()
     assert f"{seconds.share(seconds.lost_seconds):.1%}" in lost and f"{seconds.lost_seconds * 1e3:.1f} ms" in lost
     assert f"saves {seconds.saved_seconds * 1e3:.1f} ms" in plan
-    assert f"with 1 replica slot, {2 * MODEL.expert_bytes / 2**20:.0f} MiB per GPU" in plan
+    assert f"with 1 replica slot, {2 * replica_bytes(MODEL, 'update') / 2**20:.0f} MiB per GPU" in plan
     before, after = figures(skews)
     assert before == pytest.approx(analysis.stages["update"].skew.mean, abs=0.01) and 1 <= after < before
 
