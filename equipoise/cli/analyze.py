@@ -21,17 +21,14 @@ from equipoise.cli.options import (
     Reading,
     ReportOption,
     ShortFlag,
-    find_model,
     refuse_unwritable,
 )
-from equipoise.cli.output import print_json, progress, screen, write_json
+from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
     from equipoise.cli.step_loads import Packing
     from equipoise.core import LoadMatrix, ModelShape
     from equipoise.sim import Analysis
-
-DEMO_MODEL = "qwen3-30b-a3b"
 
 
 def analyze(
@@ -109,29 +106,22 @@ def _tried_slots(slots: int | None, *, plan: bool) -> int | None:
 
 def _publish(analysis: "Analysis", *, source: str, out: Path | None, report: Path | None, as_json: bool) -> None:
     from equipoise.cli.analysis_view import show
-    from equipoise.cli.report import write_page_of
+    from equipoise.cli.report import write_result
 
-    console, document = screen(as_json=as_json), analysis.to_dict()
+    console = screen(as_json=as_json)
     show(analysis, console, source=source)
-    if out is not None:
-        write_json(document, out, indent=1)
-        console.print(f"Written: {out}")
-    if report is not None:
-        write_page_of(analysis, report, console, title=source)
+    write_result(analysis, console, title=source, out=out, report=report)
     if as_json:
-        print_json(document)
+        print_json(analysis.to_dict())
 
 
 def _load(
     dump: Path | None, reading: Reading, packing: "Packing", *, demo: bool
 ) -> "tuple[ModelShape, tuple[LoadMatrix, ...]]":
-    from equipoise.cli.step_loads import count_windows, load_step
-    from equipoise.core import RoutesError
-    from equipoise.loads import generate_counts
+    from equipoise.cli.step_loads import count_windows, demo_counts, load_step
 
-    if demo and dump is None:
-        counts = generate_counts(find_model(reading.model or DEMO_MODEL), samples=512, mean_tokens=4096)
+    counts = demo_counts(dump, reading.model, demo=demo, samples=512)
+    if counts is not None:
         return counts.model, count_windows(counts, packing)
-    if demo or dump is None:
-        raise RoutesError("give one of the two: a DUMP to analyse, or --demo for a generated step")
+    assert dump is not None, "refused where neither is given"
     return load_step(dump, reading, packing)

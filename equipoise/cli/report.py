@@ -64,12 +64,16 @@ def show(page: "Page", console: "Console") -> None:
             console.print(Text(line), soft_wrap=True)
 
 
-def write_page_of(result: Any, path: Path, console: "Console", *, title: str) -> None:
-    """Write the page of a verb's result and say where; what `--report` of other verbs does."""
+def write_result(result: Any, console: "Console", *, title: str, out: Path | None, report: Path | None) -> None:
+    """Write a result's document and its page where asked for, and say where: `-o` and `--report` of other verbs."""
     from equipoise.report import write_report
 
-    write_report(result, path, title=title)
-    console.print(f"Written: {path}; open it in a browser, no network needed")
+    if out is not None:
+        write_json(result.to_dict(), out, indent=1)
+        console.print(f"Written: {out}", soft_wrap=True)
+    if report is not None:
+        write_report(result, report, title=title)
+        console.print(f"Written: {report}; open it in a browser, no network needed", soft_wrap=True)
 
 
 def _document(page: "Page", *, out: Path | None, trace: Path | None) -> dict[str, Any]:

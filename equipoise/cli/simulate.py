@@ -21,11 +21,10 @@ from equipoise.cli.options import (
     Reading,
     ReportOption,
     ShortFlag,
-    find_model,
     refuse_existing,
     refuse_unwritable,
 )
-from equipoise.cli.output import print_json, screen, write_json
+from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from equipoise.core import LoadMatrix, ModelShape
     from equipoise.sim import Simulation
 
-DEMO_MODEL = "qwen3-30b-a3b"
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
 
 
@@ -151,19 +149,15 @@ def step_source(
     """The model, and what makes the step's windows at an EP width and a number of samples per micro-step."""
     from dataclasses import replace
 
-    from equipoise.cli.step_loads import count_windows, load_step
-    from equipoise.core import RoutesError
-    from equipoise.loads import generate_counts
+    from equipoise.cli.step_loads import count_windows, demo_counts, load_step
 
     def at(ep: int, micro: int | None) -> "Packing":
         return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
 
-    if demo and dump is None:
-        shape = find_model(reading.model or DEMO_MODEL)
-        counts = generate_counts(shape, samples=256, mean_tokens=4096)
-        return shape, lambda ep, micro: count_windows(counts, at(ep, micro))
-    if demo or dump is None:
-        raise RoutesError("give one of the two: a DUMP to simulate, or --demo for a generated step")
+    counts = demo_counts(dump, reading.model, demo=demo, samples=256)
+    if counts is not None:
+        return counts.model, lambda ep, micro: count_windows(counts, at(ep, micro))
+    assert dump is not None, "refused where neither is given"
     shape, first = load_step(dump, reading, packing)
     if shape.layers != first[0].num_layers:
         shape = shape.replace(layers=first[0].num_layers)
@@ -172,15 +166,11 @@ def step_source(
 
 
 def _publish(found: "Simulation", title: str, *, out: Path | None, report: Path | None, as_json: bool) -> None:
-    from equipoise.cli.report import write_page_of
+    from equipoise.cli.report import write_result
     from equipoise.sim.summary import summary
 
-    console, document = screen(as_json=as_json), found.to_dict()
+    console = screen(as_json=as_json)
     console.print(summary(found, title=title), soft_wrap=True, end="")
-    if out is not None:
-        write_json(document, out)
-        console.print(f"Written: {out}", soft_wrap=True)
-    if report is not None:
-        write_page_of(found, report, console, title=title)
+    write_result(found, console, title=title, out=out, report=report)
     if as_json:
-        print_json(document)
+        print_json(found.to_dict())

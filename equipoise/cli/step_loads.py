@@ -29,12 +29,16 @@ from equipoise.loads import (
     TokenPolicy,
     count_step,
     counts_file,
+    generate_counts,
     load_counts,
     read_schedules,
     slice_context,
     slice_sequence,
     step_schedules,
 )
+
+DEMO_MODEL = "qwen3-30b-a3b"
+"""Shape of the generated step of `--demo`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,13 @@ class Packing:
                 f"{self.schedule} schedules {wrong[0]} ranks, --ep is {self.ep}; give the schedule of one EP group"
             )
         return step
+
+
+def demo_counts(dump: Path | None, model: str | None, *, demo: bool, samples: int) -> RouteCounts | None:
+    """Histograms of a generated step for `--demo`, None where a dump was given; both or neither is refused."""
+    if demo == (dump is not None):
+        raise RoutesError("give one of the two: a DUMP, or --demo for a generated step")
+    return generate_counts(find_model(model or DEMO_MODEL), samples=samples, mean_tokens=4096) if demo else None
 
 
 def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:

@@ -31,7 +31,8 @@ What moves experts is behind `bank.ReplicaBank` and `still.Mover`:
     returns.py       replica gradients on their way home
     arena.py         replica slots apart from the homes, or in one tensor with them
     node.py          NodeMemory: what the ranks of a node share; layout.py, its sizes
-    pages.py         memory that processes map; cuda_pages.py on CUDA devices; node_pages.py and memory.py share it
+    pages.py         memory that processes map; cuda_pages.py on CUDA devices
+    node_pages.py    shares it in a node, as memory.py does plain memory; handover.py passes descriptors
     streams.py       points in a device's work; watchdog.py bounds every wait; counters.py counts
 
 May import torch and core; never planner, routes or any framework: planner and runtime share only `core.Plan`.

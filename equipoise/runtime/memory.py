@@ -5,7 +5,7 @@ Knows sizes, limits and file descriptors. Does not know experts, plans or who wa
 Steps of `share_memory`, called by every rank of the group at the same time:
 1. The first rank of each node checks that the memory is there and reserves it (`memfd_create`, `posix_fallocate`).
 2. Every rank hears of every node's outcome; if one failed, all of them raise the same error.
-3. The others fetch the descriptor over a Unix socket in the abstract namespace, map it, and close it.
+3. The others fetch the descriptor (`handover`), map it, and close it.
 
 Invariants (asserted by the tests):
 1. After step 3 no file, socket or name is left: only the mapping and the descriptor that Python keeps with it, and both
@@ -19,8 +19,6 @@ import ctypes
 import mmap
 import os
 import resource
-import secrets
-import socket
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -30,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
+from equipoise.runtime.handover import Counter, take
 
 _CAP_IPC_LOCK = 14
 """Bit of the capability that lifts the locked-memory limit (linux/capability.h)."""
@@ -75,11 +74,13 @@ def share_memory(
     peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
     maker = _Maker(num_bytes, is_locked=is_locked) if rank == peers[0] else None
     with closing(maker) if maker is not None else nullcontext():
-        outcomes = exchange_outcomes(("", "") if maker is None else (maker.address, maker.failure), group)
+        mine = ("", "") if maker is None else (maker.counter.address, maker.failure)
+        outcomes = exchange_outcomes(mine, group)
         if maker is not None:
             maker.hand_out(len(peers) - 1, timeout_s=timeout_s)
             return SharedMemory(maker.descriptor, num_bytes, is_locked=is_locked)
-        return _fetch(outcomes[peers[0]][0], num_bytes, timeout_s=timeout_s, is_locked=is_locked)
+        first = peers[0]
+        return _fetch(outcomes[first][0], num_bytes, source=first, timeout_s=timeout_s, is_locked=is_locked)
 
 
 def exchange_outcomes(mine: tuple[str, str], group: Any) -> list[tuple[str, str]]:
@@ -99,51 +100,31 @@ class _Maker:
     """The rank that reserves a node's memory and hands the descriptor out."""
 
     def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
-        self.address, self.failure, self.descriptor = f"\0equipoise-{secrets.token_hex(16)}", "", -1
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
-        self._listener.listen(128)
+        self.failure, self.descriptor, self.counter = "", -1, Counter()
         try:
             self.descriptor = reserve(num_bytes, is_locked=is_locked)
         except TransferError as error:
             self.failure = str(error)
 
     def hand_out(self, times: int, *, timeout_s: float) -> None:
-        self._listener.settimeout(timeout_s)
-        for _ in range(times):
-            try:
-                connection, _ = self._listener.accept()
-                with connection:
-                    socket.send_fds(connection, [b"fd"], [self.descriptor])
-            except OSError as error:
-                raise TransferError(
-                    f"shared memory: {times} ranks of this node should have fetched it within {timeout_s:g} s, "
-                    f"not all did ({error}); see the other ranks' logs"
-                ) from error
+        self.counter.hand_out([lambda: os.dup(self.descriptor)], times=times, timeout_s=timeout_s)
 
     def close(self) -> None:
-        self._listener.close()
+        self.counter.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
 
-def _fetch(address: str, num_bytes: int, *, timeout_s: float, is_locked: bool) -> SharedMemory:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect(address)
-            _, descriptors, _, _ = socket.recv_fds(connection, 2, 1)
-        except OSError as error:
-            raise TransferError(
-                f"shared memory: the first rank of this node could not be reached ({error}); "
-                "ranks of one node must share a network namespace"
-            ) from error
-    if not descriptors:
-        raise TransferError("shared memory: the first rank of this node ended before handing it out")
-    try:
-        return SharedMemory(descriptors[0], num_bytes, is_locked=is_locked)
-    finally:
-        os.close(descriptors[0])
+def _fetch(address: str, num_bytes: int, *, source: int, timeout_s: float, is_locked: bool) -> SharedMemory:
+    found: list[SharedMemory] = []
+    take(
+        address,
+        1,
+        lambda descriptor: found.append(SharedMemory(descriptor, num_bytes, is_locked=is_locked)),
+        source=source,
+        timeout_s=timeout_s,
+    )
+    return found[0]
 
 
 def reserve(num_bytes: int, *, is_locked: bool = False) -> int:

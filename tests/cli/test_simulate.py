@@ -88,7 +88,7 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "a DUMP to simulate, or --demo"),
+        ((), "a DUMP, or --demo"),
         (("--demo", "--policies", "static,magic"), "no policy 'magic'"),
         (("--demo", "--ep", "7"), "do not divide by 7 ranks"),
         (("--demo", "--cluster", "abacus"), "no cluster preset 'abacus'"),
