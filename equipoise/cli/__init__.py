@@ -8,6 +8,7 @@
     count.py      any dump into histograms
     loads.py      any dump and a schedule into loads, window by window
     plan.py       loads into a plan (`plan_view.py` draws it)
+    slots.py      how many replica slots a rank can hold
     simulate.py   a step replayed under several policies, sweeps and break-even (`simulation.py` runs them)
     generate.py   a generated workload into the native store (`storing.py` writes it, for ingest too)
     analyze.py    seconds lost, what a plan gives back, skew, memory (`step_loads.py` counts what it needs,
@@ -19,7 +20,9 @@
     formats.py    the forms that can be read
 
 Exit codes: 0 good, 1 findings, 2 bad input. With `--json` the last line of standard output is one JSON document and
-tables are left out. Knows every room; no room knows it. Anything heavy is imported inside the verb that needs it.
+tables are left out. A file that exists is replaced only with `--force`; a training run's folder and its page are
+replaced by the next run (`train`). Knows every room; no room knows it. Anything heavy is imported inside the verb that
+needs it.
 """
 
 import sys

@@ -14,6 +14,7 @@ import typer
 from equipoise.cli.options import (
     DEFAULT_SCHEDULE,
     ClusterOption,
+    ForceFlag,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -21,7 +22,7 @@ from equipoise.cli.options import (
     Reading,
     ReportOption,
     ShortFlag,
-    refuse_unwritable,
+    refuse_existing,
 )
 from equipoise.cli.output import print_json, progress, screen
 
@@ -62,21 +63,23 @@ def analyze(
     allow_short: ShortFlag = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
     report: ReportOption = None,
+    force: ForceFlag = False,
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show seconds lost, what a plan would give back, skew and memory of a step."""
+    from equipoise.cli.slots import check_slots
     from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster
     from equipoise.sim import analyze_loads
 
-    refuse_unwritable(out, report)
+    refuse_existing(out, report, force=force)
     tried = _tried_slots(slots, plan=plan)
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, cp=cp, sp=sp, recompute=recompute)
     hardware = Cluster.preset(cluster, ep=ep)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     shape, windows = _load(dump, reading, packing, demo=demo)
-    hardware.home_slots(shape)
+    check_slots(tried or 0, cluster=hardware, model=shape)
     with progress("planning layers (the first run compiles for a while)" if plan else "pricing") as show:
         analysis = analyze_loads(
             windows,

@@ -32,6 +32,7 @@ equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8
 
 Exit codes: 0 good, 1 findings, 2 bad input.
 With --json the last line is one JSON document.
+Files that exist are replaced only with --force.
 """
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import JsonFlag, refuse_unwritable
+from equipoise.cli.options import ForceFlag, JsonFlag, refuse_existing
 from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def calibrate(
     runs: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 9,
     commit: Annotated[str | None, typer.Option(help="Commit of the source, where git cannot tell.")] = None,
     trial: Annotated[bool, typer.Option("--trial", help="Tiny sizes on the CPU, to try the command itself.")] = False,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this GPU, or check a profile against it."""
@@ -39,7 +40,7 @@ def calibrate(
 
     if (out is None) == (check is None):
         raise TopologyError("give either -o FILE to write a profile, or --check FILE to check one")
-    refuse_unwritable(out)
+    refuse_existing(out, force=force)
     _require_torch()
     measured = _measure(check, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
     console = screen(as_json=as_json)

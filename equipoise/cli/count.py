@@ -11,6 +11,7 @@ import typer
 
 from equipoise.cli.options import (
     DumpArgument,
+    ForceFlag,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -31,12 +32,13 @@ def count(
     last_row: LastRowOption = "recorded",
     allow_short: ShortFlag = False,
     pairs: Annotated[bool, typer.Option("--pairs", help="Also count which experts are chosen together.")] = False,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Count a dump into histograms."""
     from equipoise.loads import save_counts
 
-    refuse_existing(out)
+    refuse_existing(out, force=force)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     counts = count_dump(dump, reading, pairs=pairs)
     save_counts(counts, out)

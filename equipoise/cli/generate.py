@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.options import JsonFlag, find_model, refuse_existing
+from equipoise.cli.options import ForceFlag, JsonFlag, find_model, refuse_existing
 from equipoise.cli.output import print_json, progress, screen
 
 
@@ -22,13 +22,14 @@ def generate(
     domains: Annotated[int, typer.Option(help="Kinds of prompts, each with hot experts of its own.")] = 4,
     seed: Annotated[int, typer.Option(help="Same seed, same workload.")] = 0,
     step: Annotated[int, typer.Option(help="RL step: popularity drifts with it.")] = 0,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate a workload like real rollouts."""
     from equipoise.cli.storing import write_store
     from equipoise.loads import generate_samples
 
-    refuse_existing(out)
+    refuse_existing(out, force=force)
     shape = find_model(model)
     stream = generate_samples(
         shape, samples=samples, mean_tokens=tokens, length_sigma=length_sigma, domains=domains, seed=seed, step=step

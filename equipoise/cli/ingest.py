@@ -11,6 +11,7 @@ import typer
 
 from equipoise.cli.options import (
     DumpArgument,
+    ForceFlag,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -29,12 +30,13 @@ def ingest(
     form: FormatOption = None,
     last_row: LastRowOption = "recorded",
     allow_short: ShortFlag = False,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Bring a dump of any form into the native store."""
     from equipoise.cli.storing import write_store
 
-    refuse_existing(out)
+    refuse_existing(out, force=force)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     shape, stream = reading.stream(dump)
     with progress("reading") as show:

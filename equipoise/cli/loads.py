@@ -14,6 +14,7 @@ import typer
 
 from equipoise.cli.options import (
     DEFAULT_SCHEDULE,
+    ForceFlag,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -41,6 +42,7 @@ def loads(
     form: FormatOption = None,
     last_row: LastRowOption = "recorded",
     allow_short: ShortFlag = False,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Count the loads of a step, window by window."""
@@ -48,11 +50,10 @@ def loads(
 
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
-    refuse_existing(out)
+    refuse_existing(out, force=force)
     shape, windows = load_step(dump, reading, packing)
     paths = [_window_path(out, i, window) if len(windows) > 1 else out for i, window in enumerate(windows)]
-    for path in paths:
-        refuse_existing(path)
+    refuse_existing(*paths, force=force)
     written = []
     for path, window in zip(paths, windows, strict=True):
         window.save(path)

@@ -36,6 +36,7 @@ ShortFlag = Annotated[
 ReportOption = Annotated[
     Path | None, typer.Option("--report", help="Also write the page of the result to this HTML file.")
 ]
+ForceFlag = Annotated[bool, typer.Option("--force", help="Replace what is already in a file that is written.")]
 DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or folder in any form.", show_default=False)]
 
 
@@ -87,13 +88,17 @@ def count_dump(dump: Path, reading: Reading, *, pairs: bool = False) -> "RouteCo
     return counts
 
 
-def refuse_existing(path: Path) -> None:
-    """Raise if the file to be written already has content, or cannot be written where it is to be."""
-    from equipoise.core import RoutesError
+def refuse_existing(*paths: Path | None, force: bool) -> None:
+    """Raise before any work is done if a file to be written has content that `force` does not allow to be replaced.
 
-    if path.is_file() and path.stat().st_size:
-        raise RoutesError(f"{path} already exists; remove it or choose another name")
-    refuse_unwritable(path)
+    None is a file not asked for; a file that cannot be written where it is to be is refused as well.
+    """
+    from equipoise.core import EquipoiseError
+
+    refuse_unwritable(*paths)
+    for path in paths:
+        if path is not None and not force and path.is_file() and path.stat().st_size:
+            raise EquipoiseError(f"{path} already exists; add --force to replace it, or choose another name")
 
 
 def refuse_unwritable(*paths: Path | None) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from equipoise.cli.options import ClusterOption, JsonFlag, find_model, refuse_existing
+from equipoise.cli.options import ClusterOption, ForceFlag, JsonFlag, find_model, refuse_existing
 from equipoise.cli.output import print_json, screen
 
 
@@ -38,21 +38,25 @@ def plan(
     explain: Annotated[
         str | None, typer.Option(metavar="M,L", help="Show one decision: micro-step and layer index, such as 3,17.")
     ] = None,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Plan one window."""
     from equipoise.cli.plan_view import document, show
+    from equipoise.cli.slots import check_slots
     from equipoise.core import Cluster, LoadMatrix
     from equipoise.planner import plan as plan_window
 
-    if out is not None:
-        refuse_existing(out)
+    refuse_existing(out, force=force)
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
+    hardware = Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks)
+    shape = find_model(model)
+    check_slots(slots, cluster=hardware, model=shape)
     made = plan_window(
         window,
-        cluster=Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks),
-        model=find_model(model),
+        cluster=hardware,
+        model=shape,
         slots=slots,
         policy=policy,
         objective=objective,

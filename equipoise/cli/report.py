@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import JsonFlag, refuse_unwritable
+from equipoise.cli.options import ForceFlag, JsonFlag, refuse_existing
 from equipoise.cli.output import print_json, screen, write_json
 
 if TYPE_CHECKING:
@@ -32,12 +32,13 @@ def report(
     ] = None,
     measured: Annotated[Path | None, typer.Option(help="What `python -m benchmarks.validate -o` wrote.")] = None,
     title: Annotated[str | None, typer.Option(help="What the page is called; the file's name if left out.")] = None,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a result, and write its page and its trace."""
     from equipoise.report import Beside, build_page, chrome_trace, write_page
 
-    refuse_unwritable(out, trace)
+    refuse_existing(out, trace, force=force)
     console = screen(as_json=as_json)
     page = build_page(result, title=title, beside=Beside(doctor=doctor, measured=measured))
     events = None if trace is None else chrome_trace(page.document)

@@ -14,6 +14,7 @@ import typer
 from equipoise.cli.options import (
     DEFAULT_SCHEDULE,
     ClusterOption,
+    ForceFlag,
     FormatOption,
     JsonFlag,
     LastRowOption,
@@ -22,7 +23,6 @@ from equipoise.cli.options import (
     ReportOption,
     ShortFlag,
     refuse_existing,
-    refuse_unwritable,
 )
 from equipoise.cli.output import print_json, screen
 
@@ -80,6 +80,7 @@ def simulate(
     allow_short: ShortFlag = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
     report: ReportOption = None,
+    force: ForceFlag = False,
     demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -89,9 +90,7 @@ def simulate(
     from equipoise.core import Cluster, LoadMatrix
     from equipoise.sim import StepSetting
 
-    if out is not None:
-        refuse_existing(out)
-    refuse_unwritable(report)
+    refuse_existing(out, report, force=force)
     dump, axes = split_words(words or [], sweep or [])
     packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
     reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)

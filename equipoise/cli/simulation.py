@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from equipoise.cli.output import progress
+from equipoise.cli.slots import check_slots
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.sim import Simulation, StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
@@ -29,7 +30,9 @@ class Step:
 def run(step: Step, policies: Sequence[str], *, axes: Mapping[str, tuple[int, ...]], break_even: bool) -> Simulation:
     """Simulate the step, and what was asked for beside it."""
     windows = step.windows(step.cluster.ep, None)
-    step.cluster.home_slots(step.model)
+    check_slots(step.slots, cluster=step.cluster, model=step.model)
+    for ep in axes.get("ep", (step.cluster.ep,)):
+        check_slots(axes.get("slots", ()), cluster=step.cluster.with_ep(ep), model=step.model)
     with progress("simulating (the first run compiles for a while)") as show:
         found = simulate(
             windows,

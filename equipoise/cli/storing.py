@@ -1,6 +1,7 @@
 """Write samples to a new native store as they come, and say what was written.
 
-Shared by `ingest` and `generate`. A store that could not be finished because of bad input is removed again.
+Shared by `ingest` and `generate`. It is written beside its place and moved there when it is whole, so that a file which
+is replaced is lost only to a good one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,10 +46,12 @@ def write_store(
     layer_numbers: Sequence[int],
     show: Callable[[int, int], None],
 ) -> Written:
-    """Append every sample to a new store; `show` is called with (samples done, 0) after each."""
+    """Write every sample to a new store; `show` is called with (samples done, 0) after each."""
     count = tokens = 0
+    beside = path.with_name(f"{path.name}.new")
+    beside.unlink(missing_ok=True)
     try:
-        with StoreWriter(path, model=model, layer_numbers=layer_numbers) as writer:
+        with StoreWriter(beside, model=model, layer_numbers=layer_numbers) as writer:
             for count, sample in enumerate(samples, start=1):
                 writer.append(sample)
                 tokens += sample.num_tokens
@@ -56,6 +59,7 @@ def write_store(
             if not count:
                 raise RoutesError("the dump holds no sample; is it the right file?")
     except EquipoiseError:
-        path.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
+    beside.replace(path)
     return Written(path=path, model=model, samples=count, tokens=tokens)

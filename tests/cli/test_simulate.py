@@ -106,10 +106,3 @@ def test_a_page_without_a_place_is_refused_before_anything_is_simulated(equipois
     found = equipoise("simulate", "--demo", "--report", tmp_path / "absent" / "page.html")
     assert (found.code, found.out) == (2, "")
     assert "absent; make it first" in found.err
-
-
-def test_an_existing_file_is_not_overwritten(equipoise, tmp_path):
-    (tmp_path / "old.json").write_text("{}")
-    found = equipoise("simulate", "--demo", "-o", tmp_path / "old.json")
-    assert found.code == 2
-    assert "already exists" in found.err

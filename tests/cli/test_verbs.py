@@ -71,13 +71,55 @@ def test_a_dump_that_breaks_half_way_leaves_no_half_store(equipoise, dump, tmp_p
 
 
 @pytest.mark.parametrize("verb", ["ingest", "count"])
-def test_nothing_is_overwritten(equipoise, dump, tmp_path, verb):
+def test_a_file_is_replaced_only_by_force(equipoise, dump, tmp_path, verb):
     target = tmp_path / "taken"
     target.write_text("precious")
-    outcome = equipoise(verb, dump, "--model", "olmoe", "-o", target)
-    assert outcome.code == 2
-    assert "already exists" in outcome.err
+    refused = equipoise(verb, dump, "--model", "olmoe", "-o", target)
+    assert refused.code == 2
+    assert refused.err == f"equipoise: {target} already exists; add --force to replace it, or choose another name\n"
     assert target.read_text() == "precious"
+    assert equipoise(verb, dump, "--model", "olmoe", "-o", target, "--force").code == 0
+    assert len(open_store(target) if verb == "ingest" else load_counts(target)) == 3
+
+
+def test_a_store_is_replaced_by_force_and_never_added_to(equipoise, dump, routes, tmp_path):
+    store = tmp_path / "routes.eqr"
+    assert equipoise("ingest", dump, "--model", "olmoe", "-o", store).code == 0
+    assert equipoise("ingest", store, "-o", store, "--force").code == 0
+    assert [sample.num_tokens for sample in open_store(store)] == [sample.num_tokens for sample in routes]
+
+
+def test_what_cannot_be_read_replaces_nothing_even_by_force(equipoise, dump, tmp_path):
+    store = tmp_path / "routes.eqr"
+    store.write_text("precious")
+    dump.write_text("not a record\n")
+    assert equipoise("ingest", dump, "--model", "olmoe", "--format", "vllm-http", "-o", store, "--force").code == 2
+    assert store.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollouts.jsonl", "routes.eqr"]
+
+
+OUTPUTS = [
+    ("analyze", "--demo", "--out"),
+    ("analyze", "--demo", "--report"),
+    ("simulate", "--demo", "--out"),
+    ("simulate", "--demo", "--report"),
+    ("plan", "loads.npz", "--model", "olmoe", "--out"),
+    ("loads", "counts.npz", "--out"),
+    ("generate", "--model", "olmoe", "--out"),
+    ("calibrate", "--trial", "--out"),
+    ("report", "result.json", "--out"),
+    ("report", "result.json", "--trace"),
+]
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_no_verb_overwrites_a_file_unasked(equipoise, tmp_path, arguments):
+    target = tmp_path / "taken"
+    target.write_text("precious")
+    refused = equipoise(*arguments, target)
+    assert refused.code == 2
+    assert f"{target} already exists; add --force to replace it" in refused.err
+    assert (refused.out, target.read_text()) == ("", "precious")
 
 
 def test_a_folder_that_does_not_exist_is_named(equipoise, dump, tmp_path):
