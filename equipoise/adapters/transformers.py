@@ -87,6 +87,11 @@ class _LentExperts:
         self._full = {name: module._parameters[name] for name in family.tensors}
         self._config = module.config
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in the order of `ExpertWeights`."""
+        return tuple(self._full)
+
     def cut(self, group: Any) -> ExpertWeights:
         """This rank's experts in the runtime's layout."""
         return ExpertWeights(*(self.exchanged(cut(full, group)) for full in self._full.values()))
@@ -175,6 +180,23 @@ class Installed:
             if to not in (None, dist.get_rank(self.balancer.group)):
                 return {}
             return {name: experts.get(name, tensor) for name, tensor in self.model.state_dict().items()}
+
+    def stored_state_dict(self) -> dict[str, Tensor]:
+        """The state dict of the whole model, its experts in the node's host store. Every rank must call this.
+
+        No expert travels between ranks of a node: each writes its own to memory that all of them read; those of other
+        nodes are brought there too. Outside windows only, and only where the balancer is enabled.
+
+        Returns: the canonical order; experts are on the CPU, and as they are until the next window opens
+        """
+        self._refuse_inside("read the host store")
+        store = self.balancer.complete_store()
+        experts = {
+            f"{path}.{name}": lent.exchanged(tensor)
+            for layer, (path, lent) in enumerate(self._lent.items())
+            for name, tensor in zip(lent.names, store.experts(layer).tensors(), strict=True)
+        }
+        return {name: experts.get(name, tensor) for name, tensor in self.model.state_dict().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

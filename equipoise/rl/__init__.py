@@ -12,7 +12,7 @@
     grpo.py         advantages and the loss
     learner.py      the model being trained: experts on every rank, at owners, or as planned
     stages.py       recompute and update, replay and arrival checked
-    sync.py         canonical weights to the rollout copy, proved by hash
+    sync.py         canonical weights to the rollout copy, proved by fingerprint.py
     metrics.py      one line per step; JSONL, TensorBoard, W&B
     checkpoint.py   whole or not there
     run.py          a whole run on one rank

@@ -15,7 +15,7 @@ Invariants (asserted by the tests):
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,16 @@ from equipoise.rl.layout import Layout, build_cluster, sum_over
 from equipoise.rl.model import packed_inputs
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.norm import gradient_norm
+
+
+class Part(NamedTuple):
+    """A tensor of the whole model that one rank holds: all of it, or some experts."""
+
+    name: str
+    first: int = 0
+    """The first expert."""
+    experts: int = 0
+    """How many; 0 where the tensor is not sharded."""
 
 
 class Learner:
@@ -117,18 +127,23 @@ class Learner:
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model in canonical order, on every rank. Every rank must call this."""
-        return dict(self.model.state_dict()) if self._handle is None else self._handle.state_dict()
+        """The whole model in canonical order, on every rank. Every rank must call this, outside windows.
 
-    def owned_parts(self) -> dict[tuple[str, int, int], Tensor]:
-        """What this rank holds itself, by (name, first expert, number of experts; 0 for what is not sharded)."""
+        Returns: where experts are moved they are views of the node's host store, valid until the next window
+        """
+        if self._handle is None:
+            return dict(self.model.state_dict())
+        return self._handle.stored_state_dict() if self.mode == "equipoise" else self._handle.state_dict()
+
+    def owned_parts(self) -> dict[Part, Tensor]:
+        """What this rank holds itself, in the layout of the whole model."""
         experts = {} if self._handle is None else self._handle.expert_parameters
-        parts = {(name, 0, 0): tensor for name, tensor in self.model.state_dict().items() if name not in experts}
+        parts = {Part(name): tensor for name, tensor in self.model.state_dict().items() if name not in experts}
         rank = dist.get_rank(self._layout.ep_group)
         is_transposed = family_of(self.model.config.model_type).is_transposed
         for name, shard in experts.items():
             tensor = shard.transpose(1, 2) if is_transposed and shard.ndim == 3 else shard
-            parts[name, rank * len(shard), len(shard)] = tensor
+            parts[Part(name, rank * len(shard), len(shard))] = tensor
         return parts
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

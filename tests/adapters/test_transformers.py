@@ -116,20 +116,21 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name_and_nothing_is_loaded
 
 
 @pytest.mark.dist(2)
-def test_inside_a_window_nothing_is_loaded_and_nothing_uninstalled(pool):
+def test_inside_a_window_nothing_is_loaded_stored_or_uninstalled(pool):
     for words, is_same in pool.run(work.change_inside_a_window, 2):
         assert words[0] == "cannot load a state dict: a window of the balancer is open; end it first"
         assert words[1] == "cannot uninstall: a window of the balancer is open; end it first"
+        assert words[2] == "cannot read the host store: a window of the balancer is open; end it first"
         assert is_same
 
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
-def test_trained_weights_are_the_same_by_state_dict_by_load_and_after_uninstall(pool, family):
+def test_trained_weights_are_the_same_by_state_dict_from_the_store_by_load_and_after_uninstall(pool, family):
     for changed, same in pool.run(work.train_and_load, 4, family):
         assert changed
         assert all(".experts." in name for name in changed)
-        assert same == [True, True]
+        assert same == [True, True, True]
 
 
 @pytest.mark.dist(4)

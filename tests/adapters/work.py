@@ -240,7 +240,8 @@ def change_inside_a_window(group):
         with balancer.window(routes):
             turns = [handle.micro_step(m, ids=ids) for m, ids in enumerate(routes)]
             run_micro_steps(model, group.rank(), turns, Leg())
-            for change in (lambda: handle.load_state_dict(before), lambda: adapter.uninstall(model)):
+            load = functools.partial(handle.load_state_dict, before)
+            for change in (load, functools.partial(adapter.uninstall, model), handle.stored_state_dict):
                 try:
                     change()
                 except EquipoiseError as error:
@@ -251,7 +252,7 @@ def change_inside_a_window(group):
 
 
 def train_and_load(group, family):
-    """Weights after one step, by state dict, by load into a second installed model, and by uninstall."""
+    """Weights after one step: by state dict; by uninstall, by load into a second model, from the host store."""
     model, second = build(family), build(family, seed=1)
     routes = recorded_routes(model, group.rank())
     with make_balancer(model, group) as balancer, make_balancer(second, group) as other:
@@ -263,12 +264,13 @@ def train_and_load(group, family):
             for p in handle.expert_parameters.values():
                 p -= 0.1 * p.grad
         state = handle.state_dict()
+        stored = {name: tensor.clone() for name, tensor in handle.stored_state_dict().items()}
         adapter.install(second, other, worker=kept_worker()).load_state_dict(state)
         adapter.uninstall(model)
         adapter.uninstall(second)
     trained, start = model.state_dict(), build(family).state_dict()
     changed = sorted(name for name in trained if not torch.equal(trained[name], start[name]))
-    return changed, [equal_states(x, state) for x in (trained, second.state_dict())]
+    return changed, [equal_states(x, state) for x in (trained, second.state_dict(), stored)]
 
 
 def equal_states(a, b):

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.core import EquipoiseError
 from equipoise.planning.worker import PlanWorker
-from equipoise.rl import checkpoint
+from equipoise.rl import checkpoint, sync
 from equipoise.rl.compare import run_comparison
 from equipoise.rl.config_file import build_config
 from equipoise.rl.events import ignore
@@ -137,15 +137,62 @@ def disk_full(group, config, out, how):
     return None
 
 
+def gathered(learner):
+    """The whole weights as their owners hold them, whatever weight sync reads."""
+    state = learner.model.state_dict() if learner.mode == "off" else learner.model._equipoise.state_dict()
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
 def synced(group, config):
     """The rollout copy's weights after a step and a sync, the whole weights, and their name."""
     trainer = trainer_of(group, config)
     trainer.step(0)
     version = sync_weights(trainer.learner, trainer.engine.model, trainer.layout)
     copied = {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
-    whole = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
+    whole = gathered(trainer.learner)
     trainer.close()
     return copied, whole, version
+
+
+def harmed_sync(group, config, harm):
+    """What weight sync says when an expert of the first layer is not its owner's.
+
+    Args:
+        harm: `swapped`, `stale` or `damaged` in the store that all ranks read; `copied`: in the last rank's copy alone
+    """
+    trainer = trainer_of(group, config)
+    balancer, is_last = trainer.learner.balancer, group.rank() == group.size() - 1
+    kept = balancer.complete_store().experts(0).gate_up_SFD.clone()
+    trainer.step(0)
+    complete, copy_weights = balancer.complete_store, sync.copy_weights
+
+    def completed():
+        store = complete()
+        rows = store.experts(0).gate_up_SFD
+        if group.rank() == 0 and harm == "swapped":
+            rows[[1, 6]] = rows[[6, 1]]
+        elif group.rank() == 0 and harm == "stale":
+            rows[5] = kept[5]
+        elif group.rank() == 0 and harm == "damaged":
+            rows[2].view(torch.int32)[3, 4] ^= 1
+        torch.distributed.barrier(group)
+        return store
+
+    def copied(state, target):
+        copy_weights(state, target)
+        if harm == "copied" and is_last:
+            name = next(name for name in target.state_dict() if name.endswith("gate_up_proj"))
+            target.state_dict()[name][7].zero_()
+
+    with mock.patch.object(balancer, "complete_store", completed), mock.patch.object(sync, "copy_weights", copied):
+        try:
+            sync_weights(trainer.learner, trainer.engine.model, trainer.layout)
+        except EquipoiseError as error:
+            return str(error)
+        finally:
+            torch.distributed.barrier(group)
+            trainer.close()
+    return None
 
 
 def warmed_up(group, config):
