@@ -2,7 +2,7 @@
 
 The one file that calls CUDA's virtual memory management, through `cuda.bindings.driver`. Such memory has no CUDA IPC
 handle; it is created exportable, and a peer that was handed its descriptor maps the same pages: its own device then
-reads them over NVLink, or directly where both processes share a device.
+reads them over NVLink, or directly where both processes share a device. `copies` calls the same driver.
 
 Knows the driver's calls. Does not know experts or ranks. Needs the package cuda-python.
 
@@ -31,12 +31,12 @@ class CudaPages:
     def export(self) -> int:
         """Return a descriptor for another process."""
         kind = self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return int(_call(self._driver, "cuMemExportToShareableHandle", self.handle, kind, 0))
+        return int(call_driver(self._driver, "cuMemExportToShareableHandle", self.handle, kind, 0))
 
     def release(self) -> None:
         """Let go of the handle."""
         if self.handle is not None:
-            _call(self._driver, "cuMemRelease", self.handle)
+            call_driver(self._driver, "cuMemRelease", self.handle)
         self.handle = None
 
 
@@ -59,7 +59,7 @@ class CudaPager:
         posix = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._properties.requestedHandleTypes = posix
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granule = int(_call(driver, "cuMemGetAllocationGranularity", self._properties, least))
+        self.granule = int(call_driver(driver, "cuMemGetAllocationGranularity", self._properties, least))
 
     def check(self, num_bytes: int, *, sharers: int) -> None:
         """Raise unless the device has room for this process; what sharers of the device need is theirs to check."""
@@ -76,27 +76,28 @@ class CudaPager:
 
     def make(self, num_bytes: int) -> CudaPages:
         """Allocate pages."""
-        return CudaPages(self._driver, _call(self._driver, "cuMemCreate", num_bytes, self._properties, 0), num_bytes)
+        handle = call_driver(self._driver, "cuMemCreate", num_bytes, self._properties, 0)
+        return CudaPages(self._driver, handle, num_bytes)
 
     def open(self, descriptor: int, num_bytes: int) -> CudaPages:
         """Take pages that another process exported."""
         kind = self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        handle = _call(self._driver, "cuMemImportFromShareableHandle", descriptor, kind)
+        handle = call_driver(self._driver, "cuMemImportFromShareableHandle", descriptor, kind)
         return CudaPages(self._driver, handle, num_bytes)
 
     def map(self, pages: Sequence[CudaPages]) -> Span:
         """Map pages behind one another, for this device to read and write."""
         driver, total = self._driver, sum(one.num_bytes for one in pages)
-        base = int(_call(driver, "cuMemAddressReserve", total, 0, 0, 0))
+        base = int(call_driver(driver, "cuMemAddressReserve", total, 0, 0, 0))
         addresses, at = _CudaAddresses(driver, base, total, self._device), base
         for one in pages:
-            _call(driver, "cuMemMap", at, one.num_bytes, 0, one.handle, 0)
+            call_driver(driver, "cuMemMap", at, one.num_bytes, 0, one.handle, 0)
             addresses.mapped.append((at, one.num_bytes))
             at += one.num_bytes
         access = driver.CUmemAccessDesc()
         access.location = self._properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(driver, "cuMemSetAccess", base, total, [access], 1)
+        call_driver(driver, "cuMemSetAccess", base, total, [access], 1)
         return Span(torch.as_tensor(addresses, device=self._device))
 
 
@@ -120,8 +121,8 @@ def _unmap(driver: Any, whole: tuple[int, int], mapped: list[tuple[int, int]], d
     # Work that still reads these addresses would fail, and with it the process.
     torch.cuda.synchronize(device)
     for base, num_bytes in mapped:
-        _call(driver, "cuMemUnmap", base, num_bytes)
-    _call(driver, "cuMemAddressFree", *whole)
+        call_driver(driver, "cuMemUnmap", base, num_bytes)
+    call_driver(driver, "cuMemAddressFree", *whole)
 
 
 def load_driver() -> Any:
@@ -136,9 +137,9 @@ def load_driver() -> Any:
     return driver
 
 
-def _call(driver: Any, name: str, *arguments: Any) -> Any:
+def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
     """Call the driver and return its one result, or raise by name."""
     error, *results = getattr(driver, name)(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise TransferError(f"device memory: {name} failed with {error.name}; see the CUDA driver API")
+        raise TransferError(f"device: {name} failed with {error.name}; see the CUDA driver API")
     return results[0] if results else None

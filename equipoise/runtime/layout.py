@@ -17,6 +17,7 @@ import torch
 from equipoise.core.errors import TransferError
 from equipoise.core.value import require_int
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.copies import CopyWay
 from equipoise.runtime.pages import whole
 from equipoise.runtime.watchdog import MESSAGE_BYTES, TAGS
 
@@ -51,15 +52,18 @@ class TransferOptions:
     where experts are on a CUDA device."""
     is_checked: bool = False
     """Keep a checksum of every expert in the host store, and compare it before a pull."""
+    copies: CopyWay = "auto"
+    """How a visit's replicas are copied inside a node; `auto`: side by side on a CUDA device."""
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, low=0, error=TransferError)
         require_int("depth", self.depth, low=1, error=TransferError)
         if not self.timeout_s > 0:
             raise TransferError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        for name, value, known in (("path", self.path, ForcedPath), ("buffers", self.buffers, Buffers)):
-            if value not in get_args(known):
-                raise TransferError(f"{name} is {value!r}; it must be one of {', '.join(get_args(known))}")
+        for name, known in (("path", ForcedPath), ("buffers", Buffers), ("copies", CopyWay)):
+            if getattr(self, name) not in get_args(known):
+                words = ", ".join(get_args(known))
+                raise TransferError(f"{name} is {getattr(self, name)!r}; it must be one of {words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

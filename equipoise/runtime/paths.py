@@ -1,4 +1,4 @@
-"""Paths that bring one expert's weights from its home to a replica slot of this rank.
+"""Paths that bring experts' weights from their homes to replica slots of this rank.
 
 A path is chosen by the plan for each pull (`core.itinerary.Path`), or forced (`TransferOptions.path`).
 
@@ -9,16 +9,17 @@ To add one: implement `Path`, and give it to the engine under the plan's name fo
 it says when the weights of a version are there, and who waits for them is the puller's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from equipoise.core import itinerary
 from equipoise.core.itinerary import PHASES, Phase
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.copies import make_copier
 from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.node import NodeMemory
-from equipoise.runtime.relocate import copy_expert
+from equipoise.runtime.relocate import copies_of, copy_all, copy_expert
 from equipoise.runtime.watchdog import VERSION
 
 
@@ -49,8 +50,12 @@ class Path(Protocol):
         """Whether the needed weights of this version, or of a later one, can be copied now."""
         ...
 
-    def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
-        """Copy the needed weights into a slot of a buffer, on the current stream, and return the bytes."""
+    def pull(self, needs: Mapping[int, Need], buffer: ExpertWeights) -> int:
+        """Copy needed weights into slots of a buffer, on the current stream, and return the bytes.
+
+        Args:
+            needs: by slot; all of them ready
+        """
         ...
 
 
@@ -61,6 +66,7 @@ class MappedPath:
 
     def __init__(self, node: NodeMemory) -> None:
         self._node, self.name = node, node.direct_path
+        self._copier = make_copier(node.device, node.options.copies)
 
     def reaches(self, source: int) -> bool:
         """Whether `source` is in this rank's node."""
@@ -70,9 +76,11 @@ class MappedPath:
         """Whether the home has announced the version."""
         return bool(self._node.words[need.source][VERSION] >= version)
 
-    def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
-        """Copy one expert."""
-        return copy_expert(buffer, slot, self._node.home(need.source, need.layer), need.source_slot)
+    def pull(self, needs: Mapping[int, Need], buffer: ExpertWeights) -> int:
+        """Copy all experts in one go."""
+        pairs = ((slot, need, self._node.home(need.source, need.layer)) for slot, need in needs.items())
+        copies = [copy for slot, need, home in pairs for copy in copies_of(buffer, slot, home, need.source_slot)]
+        return copy_all(copies, self._copier)
 
 
 class HostPath:
@@ -95,10 +103,13 @@ class HostPath:
         """Whether the store holds the expert's weights of the version."""
         return self._store.version(need.layer, need.expert) >= version
 
-    def pull(self, need: Need, buffer: ExpertWeights, slot: int) -> int:
-        """Copy one expert; in checked mode compare its checksum before."""
-        self._store.check(need.layer, need.expert)
-        return copy_expert(buffer, slot, self._store.experts(need.layer), need.expert)
+    def pull(self, needs: Mapping[int, Need], buffer: ExpertWeights) -> int:
+        """Copy expert by expert, which fills the link; in checked mode compare each one's checksum before."""
+        copied = 0
+        for slot, need in needs.items():
+            self._store.check(need.layer, need.expert)
+            copied += copy_expert(buffer, slot, self._store.experts(need.layer), need.expert)
+        return copied
 
 
 def needs_of(plan: Plan, micro_step: int, layer: int, *, rank: int, phase: Phase = "forward") -> tuple[Need, ...]:

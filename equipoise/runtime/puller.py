@@ -2,7 +2,8 @@
 
 Knows the walk, the buffers and the paths. Does not know windows' edges or gradients.
 
-One thread per rank, one fill at a time, one lock around the walk's state. Weights are one-sided within a version: a
+One thread per rank, one fill at a time, one lock around the walk's state. Replicas of a visit that are there go in one
+submission. Weights are one-sided within a version: a
 pull waits until its path says that the weights of that version are there, and nobody overwrites weights before all
 have paused. On a device the copies run in a lane beside the layers: they begin once the layer that used the buffer last
 is finished there, and the layer that uses it next waits for them on the device, not in the thread that feeds it.
@@ -15,6 +16,7 @@ Invariants (asserted by the tests):
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -138,7 +140,7 @@ class Puller:
         try:
             while (fill := self._take()) is not None:
                 with self._lane.work(after=self._free[fill.buffer]):
-                    is_filled = all(self._pull(fill, slot) for slot in range(len(fill.needs)))
+                    is_filled = self._pull(fill)
                 with self._changed:
                     self._filled[fill.buffer] = self._lane.mark()
                     if self._walk is not None:
@@ -158,25 +160,47 @@ class Puller:
                 self._changed.wait()
         return None
 
-    def _pull(self, fill: Fill, slot: int) -> bool:
-        """Bring one replica; False where a pause came before its weights, which then may never come."""
-        need = fill.needs[slot]
-        path, transfer = self._paths[need.path], self._transfer(need)
+    def _pull(self, fill: Fill) -> bool:
+        """Bring a visit's replicas; False where a pause came before their weights, which then may never come."""
+        slot = 0
+        while slot < len(fill.needs):
+            need = fill.needs[slot]
+            self._node.watchdog.wait(partial(self._is_over, need), self._transfer(need))
+            together = self._ready_from(fill, slot)
+            if not together:
+                return False
+            self._copy(fill.buffer, together)
+            slot += len(together)
+        return True
 
-        def is_over() -> bool:
-            return self._is_closed or self._is_paused or path.is_ready(need, self._version)
+    def _is_over(self, need: Need) -> bool:
+        return self._is_closed or self._is_paused or self._is_ready(need)
 
-        self._node.watchdog.wait(is_over, transfer)
-        if not path.is_ready(need, self._version):
-            return False
+    def _is_ready(self, need: Need) -> bool:
+        return self._paths[need.path].is_ready(need, self._version)
+
+    def _ready_from(self, fill: Fill, first: int) -> dict[int, Need]:
+        """Replicas by slot, from one on, that can be copied together now: by one path, without a gap."""
+        together: dict[int, Need] = {}
+        for slot, need in enumerate(fill.needs[first:], first):
+            if self._paths[need.path] is not self._paths[fill.needs[first].path] or not self._is_ready(need):
+                break
+            together[slot] = need
+        return together
+
+    def _copy(self, buffer: int, needs: Mapping[int, Need]) -> None:
+        first = next(iter(needs.values()))
+        path = self._paths[first.path]
         with torch.profiler.record_function("equipoise.pull"):
             try:
-                copied = path.pull(need, self._buffers.slots(fill.buffer), slot)
+                copied = path.pull(needs, self._buffers.slots(buffer))
             except TransferError as error:
-                raise self._node.watchdog.abort(f"{transfer} failed: {error}") from error
+                # Of several, the path's own words say which.
+                one = self._transfer(first)
+                whole = one if len(needs) == 1 else one._replace(expert=None, peer=None)
+                raise self._node.watchdog.abort(f"{whole} failed: {error}") from error
         self._node.counters.arrive(path.name, copied)
-        self._node.counters.pulls += 1
-        return True
+        self._node.counters.pulls += len(needs)
 
     def _transfer(self, need: Need) -> Transfer:
         return Transfer("pull", need.layer, need.expert, self._paths[need.path].name, need.source)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.copies import Copier, Copy, PlainCopies
 from equipoise.runtime.layout import allocate_experts
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.watchdog import WRITTEN, Transfer
@@ -150,11 +151,19 @@ class Relocator:
 
 def copy_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
     """Copy one expert between slots, on the current stream, and return its bytes."""
-    copied = 0
-    for into, out_of in zip(target.tensors(), source.tensors(), strict=True):
-        into[target_slot].copy_(out_of[source_slot], non_blocking=True)
-        copied += int(into[target_slot].nbytes)
-    return copied
+    return copy_all(copies_of(target, target_slot, source, source_slot), PlainCopies())
+
+
+def copies_of(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> list[Copy]:
+    """The copies that bring one expert from a slot to a slot."""
+    pairs = zip(target.tensors(), source.tensors(), strict=True)
+    return [Copy(into[target_slot], out_of[source_slot]) for into, out_of in pairs]
+
+
+def copy_all(copies: Sequence[Copy], copier: Copier) -> int:
+    """Make copies on the current stream and return their bytes."""
+    copier.copy(copies)
+    return sum(int(copy.into.nbytes) for copy in copies)
 
 
 def digest_moves(moves: Sequence[Sequence[Move]]) -> int:

@@ -33,13 +33,13 @@ class SlowPath(MappedPath):
     def attach(self, node):
         super().__init__(node)
 
-    def pull(self, need, buffer, slot):
+    def pull(self, needs, buffer):
         self.pause()
         for tensor in buffer.tensors():
             # A reader that comes too early meets this, not last visit's numbers.
-            tensor[slot].fill_(float("nan"))
+            tensor[list(needs)] = float("nan")
         self.pause()
-        copied = super().pull(need, buffer, slot)
+        copied = super().pull(needs, buffer)
         self.pause()
         return copied
 

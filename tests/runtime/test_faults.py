@@ -32,7 +32,7 @@ class StuckPath(MappedPath):
     def is_ready(self, need, version):
         return True
 
-    def pull(self, need, buffer, slot):
+    def pull(self, needs, buffer):
         while not self.is_over:
             time.sleep(0.01)
         return 0

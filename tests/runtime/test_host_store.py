@@ -250,13 +250,13 @@ def slow_store(group, plans, seed):
             time.sleep(float(rng.exponential(0.002)))
 
     class SlowPath(HostPath):
-        def pull(self, need, buffer, slot):
+        def pull(self, needs, buffer):
             pause()
             for tensor in buffer.tensors():
                 # A reader that comes too early meets this, not last visit's numbers.
-                tensor[slot].fill_(float("nan"))
+                tensor[list(needs)] = float("nan")
             pause()
-            copied = super().pull(need, buffer, slot)
+            copied = super().pull(needs, buffer)
             pause()
             return copied
 

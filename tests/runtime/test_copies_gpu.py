@@ -1,0 +1,40 @@
+"""Parallel copies on a CUDA device: bits, and their place in the order of the stream."""
+
+import pytest
+import torch
+
+from equipoise.runtime.copies import Copy, make_copier
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 9])
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["device", "pinned"])
+def test_copies_come_after_what_was_before_and_before_what_comes_after(count, is_pinned):
+    copier, stream = make_copier(DEVICE), torch.cuda.Stream(DEVICE)
+    assert copier.name == "parallel"
+    targets = [torch.full((2**20 + n,), torch.nan, device=DEVICE) for n in range(count + 1)]
+    sources = [torch.zeros(2**20 + n, device=DEVICE) for n in range(count)]
+    wanted = [torch.randn(2**20 + n, device=DEVICE) for n in range(count)]
+    sources = [source.cpu().pin_memory() for source in sources] if is_pinned else sources
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # Long enough for a copy that does not wait to read the zeros.
+        torch.cuda._sleep(100_000_000)
+        for source, values in zip(sources, wanted, strict=True):
+            source.copy_(values, non_blocking=True)
+        copier.copy([Copy(target, source) for target, source in zip(targets[:count], sources, strict=True)])
+        seen = [target.clone() for target in targets]
+    stream.synchronize()
+    assert all(torch.equal(got, values) for got, values in zip(seen[:count], wanted, strict=True))
+    assert seen[-1].isnan().all()
+
+
+def test_copies_on_the_default_stream_are_the_same():
+    targets, sources = torch.zeros(5, 2**18, device=DEVICE), torch.randn(5, 2**18, device=DEVICE)
+    make_copier(DEVICE).copy([Copy(*pair) for pair in zip(targets, sources, strict=True)])
+    assert torch.equal(targets, sources)
