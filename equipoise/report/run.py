@@ -69,7 +69,7 @@ def run_page(document: Document, *, title: str) -> Page:
         notes=(),
         figures=_figures(steps, has_after=has_skew),
         sections=tuple(charts),
-        missing=_MISSING,
+        missing=(*_MISSING, *((_NOT_TIMED,) if any(step["static_s"] for step in steps) else ())),
         document=document,
     )
 
@@ -80,6 +80,13 @@ _MISSING = (
         words="A run keeps figures per step. Record its routes and simulate them:",
         command="equipoise train --record ROUTES; equipoise simulate ROUTES --model ROUTES/model/config.json",
     ),
+)
+
+_NOT_TIMED = Missing(
+    title="Measured seconds of expert layers",
+    words="Not measured: a run times its steps, stages and waits, not its expert layers, and its predicted seconds are "
+    "those of the described cluster, which this machine is not. A rank replay on one GPU measures both:",
+    command="python -m benchmarks.rank_replay --work WORK -o REPLAY; python -m benchmarks.validate REPLAY",
 )
 
 
@@ -160,7 +167,7 @@ def _predicted(steps: Steps, objective: str | None) -> Chart:
         styles=STYLES,
         name="predicted-seconds",
         title="Predicted seconds of expert layers",
-        caption=f"Promised on the described cluster, not what this machine took: {change}, over all steps.{why}",
+        caption=f"Promised on the described cluster, not measured on this machine: {change}, over all steps.{why}",
         y="seconds, predicted",
         terms=("predicted", "before", "after", "saved"),
     )

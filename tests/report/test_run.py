@@ -47,7 +47,7 @@ def test_charts_hold_the_figures_of_every_step(run):
     peer = next(t for t in chart(page, "bytes-over-steps").traces if t["name"] == "peer")
     assert peer["y"] == pytest.approx([1.0 + step for step in range(8)])
     assert "25.0 % less than at the owners" in chart(page, "predicted-seconds").caption
-    assert "not what this machine took" in chart(page, "predicted-seconds").caption
+    assert "not measured on this machine" in chart(page, "predicted-seconds").caption
     assert "whatever it costs" not in chart(page, "predicted-seconds").caption
     assert chart(page, "bytes-over-steps").caption.endswith("by the path they took: edge, peer.")
 
@@ -64,6 +64,14 @@ def test_a_run_without_expert_parallelism_has_no_skew_after_and_moves_nothing(tm
     assert [t["name"] for t in chart(page, "skew-over-steps").traces] == ["before"]
     assert page.answer.endswith("at the owners.")
     assert [c.name for c in page.charts] == ["reward", "skew-over-steps", "time-over-steps"]
+
+
+def test_a_run_says_that_its_predicted_seconds_were_not_measured(run, tmp_path):
+    parts = {part.title: part for part in build_page(run).missing}
+    assert "Not measured: a run times its steps" in parts["Measured seconds of expert layers"].words
+    assert "not measured on this machine" in chart(build_page(run), "predicted-seconds").caption
+    unplanned = write_run(tmp_path / "off", [metrics(0, static_s=0.0, saved_s=0.0)])
+    assert "Measured seconds of expert layers" not in [part.title for part in build_page(unplanned).missing]
 
 
 def test_one_step_is_enough(tmp_path):
