@@ -12,6 +12,9 @@ Beside it, as many bytes by plain copies: `one` from one tensor to another, `sam
 of, pinned host memory to device or device to device. What bounds them: device memory (read and write: a copy of n bytes
 moves 2n), PCIe (64 GB/s a direction for Gen5 x16 by its standard), and a few microseconds to start each copy.
 
+Beside products: what a visit's pulls inside the device add to grouped-GEMM-sized products that run meanwhile, copied
+one after the other (`plain`) and side by side (`parallel`, as the engine does); both compete for the device's memory.
+
 Memory: one rank of Qwen3-30B-A3B under EP8, all 48 layers, with 2 slots at depth 1, less the same with 0 slots, as the
 driver counts free memory; once with separate buffers and once as an arena.
 
@@ -25,24 +28,29 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.layer import MODELS, REPLICAS, group_of_one
 from benchmarks.plain_layer import Shape, smoke_shape
 from benchmarks.results import Limit, publish
-from benchmarks.turns import measure_in_turn
+from benchmarks.turns import measure_in_turn, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.copies import PlainCopies
 from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.paths import HostPath, MappedPath, Need, Path
 from equipoise.runtime.refresher import Refresher
+from equipoise.runtime.streams import Lane, Mark
 
 LIMIT_RATE_PCT = 90.0
 LIMIT_MEMORY_PCT = 2.0
+PRODUCTS, PRODUCT_ROWS, PRODUCT_WIDTH, PULLS = 12, 8192, 4096, 12
+"""Products [8192, 4096] x [4096, 4096] in a row, and visits pulled beside them."""
 SOURCES = 8
 """Layers to pull from in turn, so that no source stays in the cache."""
 
@@ -72,15 +80,19 @@ def random_homes(shape: Shape, layers: int, bench: Bench) -> list[ExpertWeights]
     return [ExpertWeights(*(torch.nn.Parameter(t) for t in one.tensors())) for one in made]
 
 
-def measure_rates(shape: Shape, *, bench: Bench, group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """Every path and number of replicas of one shape."""
+Rows = list[dict[str, Any]]
+
+
+def measure_shape(shape: Shape, *, bench: Bench, group: dist.ProcessGroup) -> tuple[Rows, Rows]:
+    """Every path and number of replicas of one shape: rates, and what pulls add to products beside them."""
     rank = OneRank(random_homes(shape, SOURCES, bench), group=group, options=TransferOptions(slots=max(REPLICAS)))
-    rows = []
+    rates: Rows = []
     for name, path in rank.paths.items():
         check_pulls(rank, path)
-        rows += [measure_path(shape, rank, name, count, bench=bench) for count in REPLICAS]
+        rates += [measure_path(shape, rank, name, count, bench=bench) for count in REPLICAS]
+    beside = [measure_beside(shape, rank, count, bench=bench) for count in REPLICAS]
     rank.close()
-    return rows
+    return rates, beside
 
 
 def check_pulls(rank: OneRank, path: Path) -> None:
@@ -88,7 +100,7 @@ def check_pulls(rank: OneRank, path: Path) -> None:
     buffer = rank.node.buffers.slots(0)
     for tensor in buffer.tensors():
         tensor.fill_(torch.nan)
-    path.pull(Need(0, 1, 0, 1, "peer"), buffer, 0)
+    path.pull({0: Need(0, 1, 0, 1, "peer")}, buffer)
     rank.node.settle()
     for got, wanted in zip(buffer.tensors(), rank.node.homes[0].tensors(), strict=True):
         if not torch.equal(got[0], wanted[1]):
@@ -99,13 +111,15 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
     """Pulls of `count` replicas and plain copies of as many bytes, in turn."""
     buffer, path = rank.node.buffers.slots(0), rank.paths[name]
     sizes = [tensor[0].numel() for tensor in buffer.tensors()] * count
-    plain = PlainCopies(sizes, bench, is_pinned=name == "host")
+    plain = OneOrSame(sizes, bench, is_pinned=name == "host")
     works: dict[str, Callable[[int], object]] = {
-        "pull": lambda run: [path.pull(Need(run % SOURCES, e, 0, e, "peer"), buffer, e) for e in range(count)],
+        "pull": lambda run: path.pull({e: Need(run % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer),
         "one": plain.one,
         "same": plain.same,
     }
-    times = measure_in_turn(works, bench)
+    # As the engine does: not on the stream of the layers.
+    with Lane(bench.device).work():
+        times = measure_in_turn(works, bench)
     num_bytes = sum(sizes) * bench.dtype.itemsize
     row: dict[str, Any] = {"model": shape.name, "path": name, "replicas": count, "MB": num_bytes / 1e6}
     for word, timing in times.items():
@@ -117,7 +131,40 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
     return row
 
 
-class PlainCopies:
+def measure_beside(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> dict[str, Any]:
+    """What products take longer while pulls of `count` replicas run beside them, for both ways of copying."""
+    width = PRODUCT_WIDTH if bench.is_gpu else 32
+    x_TD, w_DD = (bench.random(rows, width) for rows in (PRODUCT_ROWS, width))
+    lane, buffer = Lane(bench.device), rank.node.buffers.slots(0)
+
+    def beside(path: Path, pulls: int = PULLS) -> Callable[[int], object]:
+        def work(run: int) -> None:
+            begin = Mark.now(bench.device)
+            for _ in range(PRODUCTS):
+                x_TD @ w_DD.T
+            with lane.work(after=begin):
+                for number in range(pulls):
+                    path.pull({e: Need((run + number) % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer)
+            # Pulls end long before the products, or they would be timed themselves.
+            lane.mark().hold_up(bench.device)
+
+        return work
+
+    ways: dict[str, Path] = {"plain": MappedPath(rank.node, PlainCopies()), "parallel": rank.paths["peer"]}
+    works = {"alone": beside(ways["plain"], 0), **{word: beside(path) for word, path in ways.items()}}
+    times = run_in_turn(works, bench)
+    row: dict[str, Any] = {
+        "model": shape.name,
+        "replicas": count,
+        "products_us": float(np.median(times["alone"])) / 1e3,
+    }
+    for word in ways:
+        low, median, high = np.percentile((times[word] - times["alone"]) / PULLS / 1e3, [25, 50, 75])
+        row |= {f"{word}_added_us": median, f"{word}_p25_us": low, f"{word}_p75_us": high}
+    return row
+
+
+class OneOrSame:
     """As many bytes as a pull brings, between plain tensors."""
 
     def __init__(self, sizes: list[int], bench: Bench, *, is_pinned: bool) -> None:
@@ -185,7 +232,7 @@ def used_bytes(bench: Bench) -> int:
 
 
 def limits_of(rates: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[Limit]:
-    """Pulls at 90 % of plain copies of the same tensors, from the host also of one copy; buffers at 2 % of experts."""
+    """Pulls at 90 % of one plain copy and of plain copies of the same tensors; buffers at 2 % of experts."""
     names = {"of_same_pct": "plain copies tensor by tensor", "of_one_pct": "one plain copy"}
     limits = [
         Limit(
@@ -195,8 +242,6 @@ def limits_of(rates: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list
         )
         for row in rates
         for key, words in names.items()
-        # Inside a device a copy takes microseconds, and to start each of an expert's two costs a third of that.
-        if key == "of_same_pct" or row["path"] == "host"
     ]
     for row in memory:
         name = f"replica buffers in % of the rank's experts, {row['buffers']}"
@@ -216,14 +261,17 @@ def main() -> int:
     # gloo: what the engine agrees on travels on the CPU.
     with group_of_one("cpu") as group:
         shapes = [smoke_shape()] if given.cpu_smoke else [Shape.of(name) for name in MODELS]
-        rates = [row for shape in shapes for row in measure_rates(shape, bench=bench, group=group)]
+        found = [measure_shape(shape, bench=bench, group=group) for shape in shapes]
+        rates, beside = ([row for parts in found for row in parts[number]] for number in (0, 1))
         layers = 2 if given.cpu_smoke else ModelShape.preset(MODELS[0]).layers
         memory = measure_memory(shapes[0], layers, bench=bench, group=group)
     if given.cpu_smoke:
         publish("transfer memory, smoke", memory, packages=("torch",))
+        publish("transfer beside products, smoke", beside, packages=("torch",))
         return publish("transfer, smoke", rates, packages=("torch",))
     note = f"{torch.cuda.get_device_name()}; bf16, medians of {given.runs} runs; GB are 10^9 bytes, a pull's bytes once"
     given_to = {"note": note, "packages": ("torch",), "commit": given.commit}
+    publish("transfer beside products", beside, **given_to)
     worst = publish("transfer memory", memory, limits=limits_of([], memory), **given_to)
     return max(worst, publish("transfer", rates, limits=limits_of(rates, []), **given_to))
 

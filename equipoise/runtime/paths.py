@@ -16,7 +16,7 @@ from equipoise.core import itinerary
 from equipoise.core.itinerary import PHASES, Phase
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.copies import make_copier
+from equipoise.runtime.copies import Copier, make_copier
 from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.relocate import copies_of, copy_all, copy_expert
@@ -64,9 +64,13 @@ class MappedPath:
 
     name = "shm"
 
-    def __init__(self, node: NodeMemory) -> None:
+    def __init__(self, node: NodeMemory, copier: Copier | None = None) -> None:
+        """
+        Args:
+            copier: how copies are made, if not as the node's options say
+        """
         self._node, self.name = node, node.direct_path
-        self._copier = make_copier(node.device, node.options.copies)
+        self._copier = copier or make_copier(node.device, node.options.copies)
 
     def reaches(self, source: int) -> bool:
         """Whether `source` is in this rank's node."""

@@ -10,7 +10,7 @@ from benchmarks.layer import limits_of, move_to_replicas, prepare_with_replicas
 from benchmarks.plain_layer import HeldBank, Inputs, fused_moe, plain_moe, smoke_shape
 from benchmarks.pulls import Case, measure_case
 from benchmarks.pulls import limits_of as pull_limits_of
-from benchmarks.transfer import measure_memory, measure_rates
+from benchmarks.transfer import measure_memory, measure_shape
 from benchmarks.turns import added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core.itinerary import Visit
@@ -105,9 +105,10 @@ def test_pulls_are_timed_beside_held_runs_and_held_to_the_limit():
 
 def test_rates_and_memory_have_a_row_for_every_case():
     with bench_layer.group_of_one("cpu") as group:
-        rates = measure_rates(SHAPE, bench=BENCH, group=group)
+        rates, beside = measure_shape(SHAPE, bench=BENCH, group=group)
         memory = measure_memory(SHAPE, 2, bench=BENCH, group=group)
     assert [(row["path"], row["replicas"]) for row in rates] == [("peer", 1), ("peer", 2), ("host", 1), ("host", 2)]
+    assert [row["replicas"] for row in beside] == [1, 2]
     assert [row["buffers"] for row in memory] == ["separate", "arena"]
     assert all(row["buffers_MB"] == row["mailboxes_MB"] for row in memory), "fp32 weights and gradients, as many boxes"
 
