@@ -65,7 +65,7 @@ class OneRank:
         self.store = HostStore(self.node.layout, experts=self.node.layout.home_slots, **given)
         self.refresher = Refresher(self.node, self.store)
         self.refresher.complete(version=1)
-        self.paths: dict[str, Path] = {"peer": MappedPath(self.node), "host": HostPath(self.store, (0,))}
+        self.paths: dict[str, Path] = {"peer": MappedPath(self.node), "host": HostPath(self.store)}
 
     def close(self) -> None:
         """Free everything."""

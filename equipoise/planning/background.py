@@ -144,9 +144,10 @@ class BackgroundPlanner:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _plan(self, rows: RankRows) -> Agreed:
-        begin = time.monotonic()
         # Step 1: what every rank will send.
         rows_R = self._group.gather(rows)
+        # Not before: a rank may announce a window long before the last one can.
+        begin = time.monotonic()
         loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
         # Step 2: this rank's share of the layers.
         mine = range(self._group.rank, loads.num_layers, self._group.size)

@@ -22,12 +22,16 @@ class BalancerOptions:
     """Most experts per layer whose home may leave the owner; None sets no limit."""
     order: Literal["plain", "recompute", "1f1b"] = "plain"
     """Execution order of the update stage, see `planner.options`."""
+    cross_node: bool = False
+    """In recompute windows, take replicas from any node; the host store of every node then holds all experts."""
     depth: int = 1
     """Visits that pulls may run ahead."""
     pipeline_stage: int = 0
     pipeline_stages: int = 1
     budget_bytes: int | None = None
     """Most bytes per rank for replica buffers, mailboxes and outbox together."""
+    store_bytes: int | None = None
+    """Most bytes of host memory per node for the host store, which holds all routed experts of the model."""
     timeout_s: float = 60.0
     """Bound on every wait of a transfer."""
     grad_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -50,11 +54,11 @@ class BalancerOptions:
     @property
     def planner_figures(self) -> Mapping[str, Any]:
         """The fields of `PlanOptions` that are set here."""
-        names = ("max_displaced", "order", "depth", "pipeline_stage", "pipeline_stages")
+        names = ("max_displaced", "cross_node", "order", "depth", "pipeline_stage", "pipeline_stages")
         return {name: getattr(self, name) for name in names}
 
     @property
     def transfer_figures(self) -> Mapping[str, Any]:
         """The fields of `TransferOptions` that are set here."""
-        names = ("slots", "depth", "budget_bytes", "timeout_s", "path", "buffers", "is_checked")
+        names = ("slots", "depth", "budget_bytes", "store_bytes", "timeout_s", "path", "buffers", "is_checked")
         return {name: getattr(self, name) for name in names}

@@ -28,6 +28,7 @@ What moves experts is behind `bank.ReplicaBank` and `still.Mover`:
     edges.py         publish to homes, collect to owners; relocate.py moves experts between slots
     puller.py        fills replica buffers ahead, along itinerary_walk.py, by paths.py; copies.py makes the copies
     host_store.py    all experts in host memory, with versions; refresher.py writes what will be pulled
+    crossing.py      brings it from other nodes, in recompute
     returns.py       replica gradients on their way home
     arena.py         replica slots apart from the homes, or in one tensor with them
     node.py          NodeMemory: what the ranks of a node share; layout.py, its sizes

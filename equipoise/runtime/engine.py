@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from equipoise.core.errors import TransferError
@@ -28,8 +29,9 @@ from equipoise.core.itinerary import PATHS, Visit
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.counters import Counters
+from equipoise.runtime.crossing import bring_far, check_far, crossings
 from equipoise.runtime.edges import GradientOf, WindowEdges
-from equipoise.runtime.host_store import HostStore
+from equipoise.runtime.host_store import HostStore, check_store_budget
 from equipoise.runtime.itinerary_walk import Walk
 from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.node import NodeMemory, Registration
@@ -96,9 +98,9 @@ class TransferEngine:
         """Publish the plan's placement and start pulling. Every rank of the group must call this."""
         self._check_running()
         walk = Walk(plan, rank=self._node.rank)
+        self._agreed(lambda: self._check_open(plan), Transfer("publish", path="p2p"))
         if self._needs_store(plan):
             self._open_store()
-        self._agreed(lambda: self._check_open(plan), Transfer("publish", path="p2p"))
         self._edges.publish(plan)
         self._plan, self._walk = plan, walk
         self._window += 1
@@ -150,7 +152,7 @@ class TransferEngine:
         if self._plan is not None:
             raise TransferError("a window is open; close it before the host store is completed")
         self._check_running()
-        self._agreed(self._node.check, Transfer("refresh", path="host"))
+        self._agreed(self._check_store, Transfer("refresh", path="host"))
         self._open_store()
         assert self._store is not None and self._refresher is not None, "opened above"
         self._version += 1
@@ -158,13 +160,13 @@ class TransferEngine:
         return self._store
 
     def suspend(self) -> None:
-        """Stop all transfers, so that parameters may be moved or freed. Every rank of the node must call this."""
+        """Stop all transfers, so that parameters may be moved or freed. Every rank of the group must call this."""
         if not self._is_suspended:
             self._retire_version()
         self._is_suspended = True
 
     def resume(self) -> None:
-        """Register the parameters where they are now, and go on. Every rank of the node must call this."""
+        """Register the parameters where they are now, and go on. Every rank of the group must call this."""
         if not self._is_suspended:
             return
         self._node.adopt(version=self._version + 1)
@@ -208,7 +210,8 @@ class TransferEngine:
         self._version += 1
         self._node.settle(Transfer("fence", path=self._node.direct_path))
         self._node.words[self._node.rank][VERSION] = self._version
-        if self._refresher is not None:
+        if self._refresher is not None and self._store is not None:
+            bring_far(self._node, self._store, crossings(self._plan), version=self._version)
             self._refresher.start(self._refreshed(self._plan), version=self._version)
         self._puller.resume(self._walk, version=self._version)
 
@@ -223,12 +226,20 @@ class TransferEngine:
             # Not before: until all have stopped, another rank may wait for an expert that this one has yet to write.
             self._refresher.pause()
 
+    @property
+    def _host_paths(self) -> tuple[str, ...]:
+        """The plan's names of paths that lead to the host store."""
+        return {"host": PATHS, "plan": ("host",), "peer": ()}[self._node.options.path]
+
+    @property
+    def _num_experts(self) -> int:
+        """Experts of a layer, of all ranks."""
+        return self._node.layout.home_slots * len(self._node.node_R)
+
     def _needs_store(self, plan: Plan) -> bool:
         """Whether any rank pulls from the host store under this plan; the same on all ranks."""
-        if self._node.options.path == "peer" or not len(plan.replica_table):
-            return False
-        is_forced = self._node.options.path == "host"
-        return is_forced or bool((plan.replica_table.path_P2 == PATHS.index("host")).any())
+        used = {PATHS[index] for index in np.unique(plan.replica_table.path_P2)}
+        return bool(used & set(self._host_paths))
 
     def _open_store(self) -> None:
         """Make the node's host store and the path from it, once. Every rank must call this."""
@@ -237,19 +248,17 @@ class TransferEngine:
         node = self._node
         # Bounded, unlike what follows: all ranks are here from now on.
         node.agree([0], Transfer("publish", path="host"))
-        experts = node.layout.home_slots * len(node.node_R)
         given = {"group": node.group, "node_R": node.node_R, "timeout_s": node.options.timeout_s}
-        self._store = HostStore(node.layout, experts=experts, is_checked=node.options.is_checked, **given)
+        self._store = HostStore(node.layout, experts=self._num_experts, is_checked=node.options.is_checked, **given)
         self._refresher = Refresher(node, self._store)
-        path = HostPath(self._store, node.peers)
+        path = HostPath(self._store)
         self._paths.setdefault("host", path)
         if node.options.path == "host":
             self._paths.update(dict.fromkeys(PATHS, path))
 
     def _refreshed(self, plan: Plan) -> list[Entry]:
         """This rank's experts that others pull from the store under this plan."""
-        names = PATHS if self._node.options.path == "host" else ("host",)
-        return first_uses(plan, rank=self._node.rank, paths=names)
+        return first_uses(plan, rank=self._node.rank, pullers=self._node.peers, paths=self._host_paths)
 
     def _count_wait(self, waited: float) -> None:
         """Count what the caller waited; on a device its stream tells, see `Counters.stop`."""
@@ -281,25 +290,23 @@ class TransferEngine:
                 f"rank {rank}: {transfer} was not begun, because rank {failed - 1} refused; see its error"
             )
 
+    def _check_store(self) -> None:
+        self._node.check()
+        check_store_budget(self._node.layout, self._num_experts, self._node.options)
+
     def _check_open(self, plan: Plan) -> None:
         self._node.check()
         self._check_reach(plan)
 
     def _check_reach(self, plan: Plan) -> None:
         """Refuse a plan whose pulls or slots this engine cannot serve."""
-        layout, table, me = self._node.layout, plan.replica_table, self._node.rank
+        layout = self._node.layout
         depth = plan.itinerary.depth if plan.itinerary is not None else 0
         if plan.slots > layout.slots or depth > layout.depth:
             raise TransferError(
                 f"the plan uses {plan.slots} slots at depth {depth}; buffers are there for {layout.slots} at depth "
                 f"{layout.depth}: open the engine with more or plan with less"
             )
-        layer_P = table.entry_P % layout.layers
-        home_P = plan.home_LE[layer_P, table.expert_P]
-        for p in (table.rank_P == me).nonzero()[0].tolist():
-            expert, layer, home = int(table.expert_P[p]), int(layer_P[p]), int(home_P[p])
-            if not all(self._paths[PATHS[i]].reaches(home) for i in table.path_P2[p]):
-                raise TransferError(
-                    f"rank {me}: the replica of expert {expert} in layer index {layer} has its home on rank {home}, in "
-                    "another node, where no path reaches; plan without cross-node replicas"
-                )
+        check_far(plan, rank=self._node.rank, host_paths=self._host_paths)
+        if self._needs_store(plan):
+            check_store_budget(layout, self._num_experts, self._node.options)

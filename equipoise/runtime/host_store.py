@@ -23,8 +23,13 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.layout import Layout, aligned
+from equipoise.runtime.layout import Layout, TransferOptions, aligned
 from equipoise.runtime.memory import exchange_outcomes, share_memory
+
+_FIX = (
+    "the host store holds all experts of the model: raise the container's memory limit, or pull inside nodes only "
+    "(path='peer', no cross-node replicas)"
+)
 
 
 class HostStore:
@@ -48,11 +53,9 @@ class HostStore:
             is_checked: keep checksums
         """
         self._layout, self._num_experts, self._is_checked = layout, experts, is_checked
-        entries = layout.layers * experts
-        self._layer_bytes = layout.bytes_of(experts, layout.dtype)
-        self._first = aligned(2 * 8 * entries)
-        num_bytes = self._first + layout.layers * self._layer_bytes
-        self._memory = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=timeout_s)
+        self._layer_bytes, self._first = layout.bytes_of(experts, layout.dtype), _words_bytes(layout, experts)
+        num_bytes = store_bytes(layout, experts)
+        self._memory = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=timeout_s, fix=_FIX)
         words = self._memory.view(0, (2, layout.layers, experts), torch.int64).numpy()
         self._version_LE, self._checksum_LE = words[0], words[1]
         self._experts = [self._layer(layer) for layer in range(layout.layers)]
@@ -135,6 +138,25 @@ class HostStore:
         for tensor in self._experts[layer].tensors():
             found = zlib.crc32(tensor[expert].reshape(-1).view(torch.uint8).numpy(), found)
         return found
+
+
+def store_bytes(layout: Layout, experts: int) -> int:
+    """Host memory of a node's store: a version and a checksum per expert, and all weights."""
+    return _words_bytes(layout, experts) + layout.layers * layout.bytes_of(experts, layout.dtype)
+
+
+def check_store_budget(layout: Layout, experts: int, options: TransferOptions) -> None:
+    """Raise if the store of a node exceeds the budget; the same on all ranks, before anything is allocated."""
+    needed, budget = store_bytes(layout, experts), options.store_bytes
+    if budget is not None and needed > budget:
+        raise TransferError(
+            f"host store: {experts} experts in {layout.layers} layers need {needed:,} bytes per node; store_bytes is "
+            f"{budget:,}: raise it, or pull inside nodes only (path='peer', no cross-node replicas)"
+        )
+
+
+def _words_bytes(layout: Layout, experts: int) -> int:
+    return aligned(2 * 8 * layout.layers * experts)
 
 
 class _Pin:

@@ -39,6 +39,8 @@ class TransferOptions:
     """Visits that pulls may run ahead; there are depth + 1 replica buffers."""
     budget_bytes: int | None = None
     """Most bytes per rank for replica buffers, mailboxes and outbox together; None: no bound but the memory itself."""
+    store_bytes: int | None = None
+    """Most bytes of host memory per node for the host store; None: no bound but the memory itself."""
     timeout_s: float = 60.0
     """Bound on every single wait."""
     grad_dtype: torch.dtype | None = None

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from equipoise.core.errors import TransferError
 from equipoise.runtime.handover import Counter, take
 
+_FIX = "raise the container's memory limit, or use fewer ranks per node, slots or depth"
 _CAP_IPC_LOCK = 14
 """Bit of the capability that lifts the locked-memory limit (linux/capability.h)."""
 
@@ -59,7 +60,13 @@ class SharedMemory:
 
 
 def share_memory(
-    num_bytes: int, *, group: Any, node_R: Sequence[int], timeout_s: float, is_locked: bool = False
+    num_bytes: int,
+    *,
+    group: Any,
+    node_R: Sequence[int],
+    timeout_s: float,
+    is_locked: bool = False,
+    fix: str = _FIX,
 ) -> SharedMemory:
     """Map one piece of memory in all ranks of each node. Every rank of `group` must call this.
 
@@ -69,10 +76,11 @@ def share_memory(
         node_R: node of each rank of the group
         timeout_s: longest wait for another rank
         is_locked: keep the pages in memory (needed where a device reads them)
+        fix: what to do where it does not fit, for the error
     """
     rank = dist.get_rank(group)
     peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
-    maker = _Maker(num_bytes, is_locked=is_locked) if rank == peers[0] else None
+    maker = _Maker(num_bytes, is_locked=is_locked, fix=fix) if rank == peers[0] else None
     with closing(maker) if maker is not None else nullcontext():
         mine = ("", "") if maker is None else (maker.counter.address, maker.failure)
         outcomes = exchange_outcomes(mine, group)
@@ -99,10 +107,10 @@ def exchange_outcomes(mine: tuple[str, str], group: Any) -> list[tuple[str, str]
 class _Maker:
     """The rank that reserves a node's memory and hands the descriptor out."""
 
-    def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
+    def __init__(self, num_bytes: int, *, is_locked: bool, fix: str) -> None:
         self.failure, self.descriptor, self.counter = "", -1, Counter()
         try:
-            self.descriptor = reserve(num_bytes, is_locked=is_locked)
+            self.descriptor = reserve(num_bytes, is_locked=is_locked, fix=fix)
         except TransferError as error:
             self.failure = str(error)
 
@@ -127,9 +135,9 @@ def _fetch(address: str, num_bytes: int, *, source: int, timeout_s: float, is_lo
     return found[0]
 
 
-def reserve(num_bytes: int, *, is_locked: bool = False) -> int:
+def reserve(num_bytes: int, *, is_locked: bool = False, fix: str = _FIX) -> int:
     """Reserve anonymous memory and return its descriptor, or raise if it does not fit."""
-    check_room(num_bytes, available=available_bytes(), is_locked=is_locked)
+    check_room(num_bytes, available=available_bytes(), is_locked=is_locked, fix=fix)
     descriptor = os.memfd_create("equipoise", os.MFD_CLOEXEC)
     try:
         # Reserved now: a page that cannot be had later would end the process with SIGBUS.
@@ -137,18 +145,16 @@ def reserve(num_bytes: int, *, is_locked: bool = False) -> int:
     except OSError as error:
         os.close(descriptor)
         raise TransferError(
-            f"shared memory: {num_bytes:,} bytes could not be reserved ({error.strerror}); "
-            "raise the container's memory or lower slots and depth"
+            f"shared memory: {num_bytes:,} bytes could not be reserved ({error.strerror}); {fix}"
         ) from error
     return descriptor
 
 
-def check_room(num_bytes: int, *, available: int, is_locked: bool = False) -> None:
+def check_room(num_bytes: int, *, available: int, is_locked: bool = False, fix: str = _FIX) -> None:
     """Raise if a node's memory cannot hold `num_bytes`, or its process may not lock them."""
     if num_bytes > available:
         raise TransferError(
-            f"shared memory: {num_bytes:,} bytes are needed on this node, {available:,} are available; "
-            "raise the container's memory limit, or use fewer ranks per node, slots or depth"
+            f"shared memory: {num_bytes:,} bytes are needed on this node, {available:,} are available; {fix}"
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if is_locked and limit != resource.RLIM_INFINITY and num_bytes > limit and not _may_lock_anything():

@@ -9,7 +9,7 @@ To add one: implement `Path`, and give it to the engine under the plan's name fo
 it says when the weights of a version are there, and who waits for them is the puller's business.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from equipoise.core import itinerary
@@ -42,10 +42,6 @@ class Path(Protocol):
         """What counters and errors call it."""
         ...
 
-    def reaches(self, source: int) -> bool:
-        """Whether this rank can pull from `source`."""
-        ...
-
     def is_ready(self, need: Need, version: int) -> bool:
         """Whether the needed weights of this version, or of a later one, can be copied now."""
         ...
@@ -72,10 +68,6 @@ class MappedPath:
         self._node, self.name = node, node.direct_path
         self._copier = copier or make_copier(node.device, node.options.copies)
 
-    def reaches(self, source: int) -> bool:
-        """Whether `source` is in this rank's node."""
-        return source in self._node.peers
-
     def is_ready(self, need: Need, version: int) -> bool:
         """Whether the home has announced the version."""
         return bool(self._node.words[need.source][VERSION] >= version)
@@ -92,16 +84,8 @@ class HostPath:
 
     name = "host"
 
-    def __init__(self, store: HostStore, peers: Sequence[int]) -> None:
-        """
-        Args:
-            peers: ranks of this node, whose homes refresh the store
-        """
-        self._store, self._peers = store, frozenset(peers)
-
-    def reaches(self, source: int) -> bool:
-        """Whether `source` is in this rank's node."""
-        return source in self._peers
+    def __init__(self, store: HostStore) -> None:
+        self._store = store
 
     def is_ready(self, need: Need, version: int) -> bool:
         """Whether the store holds the expert's weights of the version."""

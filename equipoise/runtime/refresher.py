@@ -37,8 +37,8 @@ class Entry(NamedTuple):
     slot: int
 
 
-def first_uses(plan: Plan, *, rank: int, paths: Collection[str]) -> list[Entry]:
-    """Experts of `rank` that the plan pulls by one of `paths`, in the order in which it first does."""
+def first_uses(plan: Plan, *, rank: int, pullers: Collection[int], paths: Collection[str]) -> list[Entry]:
+    """Experts of `rank` that `pullers` pull by one of `paths`, in the order in which the plan first does."""
     table, layers = plan.replica_table, plan.home_LE.shape[0]
     itinerary = plan.itinerary
     assert itinerary is not None, "an executed plan has an itinerary"
@@ -47,7 +47,7 @@ def first_uses(plan: Plan, *, rank: int, paths: Collection[str]) -> list[Entry]:
     for p in range(len(table)):
         micro_step, layer = divmod(int(table.entry_P[p]), layers)
         expert = int(table.expert_P[p])
-        if plan.home_LE[layer, expert] != rank:
+        if plan.home_LE[layer, expert] != rank or int(table.rank_P[p]) not in pullers:
             continue
         for phase, path in zip(PHASES, table.path_P2[p], strict=True):
             # A visit that the itinerary does not expect may come all the same: last of all.

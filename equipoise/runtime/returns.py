@@ -20,6 +20,7 @@ Invariants (asserted by the tests):
 4. At the end of a window no box is occupied, or the window fails by name.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
@@ -65,6 +66,7 @@ class Mailboxes:
                 f"micro-step {micro_step}, layer index {layer}: gradients handed in twice in one window"
             )
         self._handed_in.add((micro_step, layer))
+        self._check_near([need.source for need in needs], micro_step, layer)
         waited = 0.0
         boxes, tags = self._node.mailboxes(self._node.rank), self._tags(self._node.rank)
         for slot, need in enumerate(needs):
@@ -80,6 +82,7 @@ class Mailboxes:
         """Add what replicas of this rank's home experts returned, in place; return the seconds waited."""
         homes = plan.home_LE[layer]
         mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == self._node.rank)
+        self._check_near([replica.rank for replica in mine], micro_step, layer)
         waited = 0.0
         for expert, rank in mine:
             tags, name = self._tags(rank), self._name(micro_step, layer, expert)
@@ -115,6 +118,15 @@ class Mailboxes:
             raise self._node.watchdog.abort(
                 f"the returned gradient of expert {expert}, layer index {layer}, micro-step {micro_step} was never "
                 "collected by its home; every backward pass of the window must run on all ranks"
+            )
+
+    def _check_near(self, ranks: Iterable[int], micro_step: int, layer: int) -> None:
+        """Refuse returns across nodes: a recompute window may have replicas there, and must not run backward."""
+        far = sorted(set(ranks) - set(self._node.peers))
+        if far:
+            raise self._node.watchdog.abort(
+                f"micro-step {micro_step}, layer index {layer}: gradients of replicas cannot return between this rank "
+                f"and rank {far[0]}, in another node; run backward in update windows only"
             )
 
     def _announce(self, tags: np.ndarray, box: int, name: int) -> None:

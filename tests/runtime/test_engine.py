@@ -243,16 +243,6 @@ def refused(group, plan, options):
 
 
 @pytest.mark.dist(2)
-def test_a_pull_across_the_border_is_refused(pool):
-    from dataclasses import replace
-
-    inside = random_plan((0, 0), seed=1, slots=1, fewest=1)
-    across = replace(inside, cluster=replace(inside.cluster, node_R=(0, 1), nodes=2), cross_node=True)
-    for words in pool.run(refused, 2, across, TransferOptions(slots=1)):
-        assert "in another node, where no path reaches" in words
-
-
-@pytest.mark.dist(2)
 def test_more_slots_or_depth_than_buffers_are_refused(pool):
     plan = random_plan((0, 1), seed=1, slots=2, depth=2)
     for words in pool.run(refused, 2, plan, TransferOptions(slots=1, depth=1)):

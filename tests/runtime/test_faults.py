@@ -26,9 +26,6 @@ class StuckPath(MappedPath):
     def __init__(self):
         self.is_over = False
 
-    def reaches(self, source):
-        return True
-
     def is_ready(self, need, version):
         return True
 

@@ -29,7 +29,7 @@ def pulled_by_host(plan):
 @pytest.mark.parametrize("stage", ["update", "recompute"])
 def test_each_home_refreshes_what_is_pulled_from_it_in_order_of_first_use(stage):
     plan = random_plan((0, 0, 0, 0), seed=11, slots=2, fewest=1, micro_steps=3, stage=stage)
-    found = [first_uses(plan, rank=rank, paths=["host"]) for rank in range(4)]
+    found = [first_uses(plan, rank=rank, pullers=range(4), paths=["host"]) for rank in range(4)]
     assert {(e.layer, e.expert) for entries in found for e in entries} == pulled_by_host(plan)
     visits = [plan.itinerary.visit(i) for i in range(len(plan.itinerary))]
     for rank, entries in enumerate(found):

@@ -3,10 +3,13 @@
 Cheap to import, because workers do; the planner is imported only where a plan is made, in the test process.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core.itinerary import PATHS
 from equipoise.core.plan import Bytes, Plan, ReplicaTable, Seconds
 from equipoise.runtime.bank import ExpertWeights
 
@@ -25,9 +28,20 @@ LAYOUTS = {
 
 
 def random_plan(
-    node_R, *, seed, layers=3, micro_steps=2, home_slots=2, slots=0, fewest=0, stage="update", depth=1, order="plain"
+    node_R,
+    *,
+    seed,
+    layers=3,
+    micro_steps=2,
+    home_slots=2,
+    slots=0,
+    fewest=0,
+    stage="update",
+    depth=1,
+    order="plain",
+    cross_node=False,
 ):
-    """A plan with random homes and, inside nodes, `fewest` to `slots` random replicas on each rank."""
+    """A plan with random homes and `fewest` to `slots` random replicas on each rank, inside nodes or from any."""
     from equipoise.planner.itinerary import build_itinerary
     from equipoise.planner.options import PlanOptions
 
@@ -36,7 +50,10 @@ def random_plan(
     place_LE = np.stack([rng.permutation(experts) for _ in range(layers)])
     home_LE = place_LE // home_slots
     load = rng.integers(10, 50, size=(micro_steps, layers, ranks, experts))
-    table = random_replicas(rng, home_LE, node_R, micro_steps=micro_steps, counts=range(fewest, slots + 1))
+    reach_R = (0,) * ranks if cross_node else node_R
+    table = random_replicas(rng, home_LE, reach_R, micro_steps=micro_steps, counts=range(fewest, slots + 1))
+    if cross_node:
+        table = by_host_where_far(table, home_LE, node_R)
     needs_ML = (np.diff(table.start_ML) > 0).reshape(micro_steps, layers)
     options = PlanOptions(depth=depth, order=order, pipeline_stages=2 if order == "1f1b" else 1)
     zeros_ML = np.zeros((micro_steps, layers), dtype=np.int64)
@@ -49,6 +66,7 @@ def random_plan(
         policy="random",
         objective="skew",
         slots=slots,
+        cross_node=cross_node,
         home_LE=home_LE,
         home_slot_LE=place_LE % home_slots,
         replica_table=table,
@@ -80,6 +98,14 @@ def random_replicas(rng, home_LE, node_R, *, micro_steps, counts):
         rows_P=np.ones(len(experts), dtype=np.int64),
         path_P2=rng.integers(0, 2, size=(len(experts), 2)),
     )
+
+
+def by_host_where_far(table, home_LE, node_R):
+    """The same replicas, those of other nodes by the host path."""
+    node_R = np.array(node_R)
+    home_P = home_LE[table.entry_P % len(home_LE), table.expert_P]
+    far_P = node_R[home_P] != node_R[table.rank_P]
+    return replace(table, path_P2=np.where(far_P[:, None], PATHS.index("host"), table.path_P2))
 
 
 def all_experts(experts, layers, seed, *, has_bias=False):

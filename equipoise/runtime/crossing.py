@@ -1,0 +1,124 @@
+"""Experts of other nodes on their way to this node's host store, where a recompute window pulls them.
+
+In recompute no gradient returns, so a replica may stand in another node than its expert's home (`Plan.cross_node`). It
+is pulled from the host store of its own node. Homes of that node cannot write it there, so when a version begins, each
+needed expert is sent once per node, from its home to the node's first rank, which writes it to the store.
+
+Knows plans, nodes and the store. Does not know pulls: they wait for the expert's version like any other.
+
+Invariants (asserted by the tests):
+1. Exactly the experts that a node's ranks pull from another node are brought to it, each once per version.
+2. A replica of another node is refused by name in an update window, and where it is not pulled by the host path.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from equipoise.core.errors import TransferError
+from equipoise.core.itinerary import PATHS
+from equipoise.core.plan import Plan
+from equipoise.runtime.host_store import HostStore
+from equipoise.runtime.node import NodeMemory
+from equipoise.runtime.watchdog import Transfer
+
+
+class Crossing(NamedTuple):
+    """An expert that a node needs from another."""
+
+    layer: int
+    expert: int
+    source: int
+    """Home rank."""
+    source_slot: int
+    target: int
+    """First rank of the node that needs it."""
+
+
+def crossings(plan: Plan) -> list[Crossing]:
+    """What every node needs from others under this plan, in layer order; the same on all ranks."""
+    layer_P, expert_P, far_P = _far(plan)
+    node_R, rank_P = plan.cluster.node_R, plan.replica_table.rank_P
+    needed = sorted({(int(layer_P[p]), int(expert_P[p]), node_R[rank_P[p]]) for p in np.flatnonzero(far_P)})
+    return [
+        Crossing(
+            layer,
+            expert,
+            int(plan.home_LE[layer, expert]),
+            int(plan.home_slot_LE[layer, expert]),
+            node_R.index(node),
+        )
+        for layer, expert, node in needed
+    ]
+
+
+def bring_far(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
+    """Bring experts of other nodes to the store, as weights of `version`. Every rank of the group must call this."""
+    begin = time.monotonic()
+    for _, layer_ways in groupby(ways, key=lambda way: way.layer):
+        _bring_layer(node, store, list(layer_ways), version=version)
+    if ways:
+        node.counters.wait("p2p", time.monotonic() - begin)
+
+
+def check_far(plan: Plan, *, rank: int, host_paths: Collection[str]) -> None:
+    """Refuse replicas of this rank that come from another node where they cannot.
+
+    Args:
+        host_paths: the plan's names of paths that lead to the host store
+    """
+    layer_P, expert_P, far_P = _far(plan)
+    for p in np.flatnonzero(far_P & (plan.replica_table.rank_P == rank)).tolist():
+        expert, layer = int(expert_P[p]), int(layer_P[p])
+        words = (
+            f"rank {rank}: the replica of expert {expert} in layer index {layer} has its home on rank "
+            f"{int(plan.home_LE[layer, expert])}, in another node"
+        )
+        if plan.loads.stage != "recompute":
+            raise TransferError(
+                f"{words}, where an {plan.loads.stage} window's gradient cannot return; only recompute windows may "
+                "cross nodes: plan this one without cross-node replicas"
+            )
+        path = PATHS[int(plan.replica_table.path_P2[p, 0])]
+        if path not in host_paths:
+            raise TransferError(
+                f"{words}, where path {path!r} does not reach; only the host store does: plan the pull by 'host', and "
+                "do not force path='peer'"
+            )
+
+
+def _far(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[P] layer and expert of every replica, and whether it stands in another node than its home."""
+    table, node_R = plan.replica_table, np.array(plan.cluster.node_R)
+    layer_P = table.entry_P % plan.home_LE.shape[0]
+    home_P = plan.home_LE[layer_P, table.expert_P]
+    return layer_P, table.expert_P, node_R[home_P] != node_R[table.rank_P]
+
+
+def _bring_layer(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
+    operations: list[Any] = []
+    transfers: list[Transfer] = []
+    coming = [way for way in ways if way.target == node.rank]
+    for way in coming:
+        store.withdraw(way.layer, way.expert)
+    # Both sides go through the ways in the same order.
+    for way in ways:
+        if node.rank not in (way.source, way.target):
+            continue
+        is_leaving = way.source == node.rank
+        peer, act = (way.target, dist.isend) if is_leaving else (way.source, dist.irecv)
+        experts = node.home(node.rank, way.layer) if is_leaving else store.experts(way.layer)
+        for tensor in experts.tensors():
+            row = tensor.detach()[way.source_slot if is_leaving else way.expert]
+            row = row.contiguous().cpu() if is_leaving else row
+            operations.append(dist.P2POp(act, row, group=node.group, group_peer=peer))
+            transfers.append(Transfer("refresh", way.layer, way.expert, "p2p", peer))
+            node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
+    if operations:
+        node.finish(operations, transfers)
+    for way in coming:
+        store.announce(way.layer, way.expert, version)
