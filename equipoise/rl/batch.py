@@ -1,17 +1,23 @@
-"""`MicroBatch`: samples packed into one sequence without padding, and the windows of micro-batches of one step.
+"""`MicroBatch`: samples packed into one sequence without padding; `Intake`: samples as they end become windows.
 
 A sample of T tokens forwards its first T - 1: the last has no target and no route. So every forwarded row has a route,
 and coverage is complete where the recording is.
+
+A micro-batch holds samples that stand side by side, and is packed when the last of them ends. Recompute takes
+micro-batches in the order in which they were packed, so that its first windows are known, and planned, while long
+samples are still being made. The update takes them in the order of their samples: what is trained together does not
+depend on lengths.
 
 Knows tokens, positions and ids. Does not know models, losses or plans.
 
 Invariants (asserted by the tests):
 1. Every forwarded token of every sample stands in exactly one micro-batch of a window, with its own routes.
 2. Positions begin at 0 with every sample, so that packed samples do not see each other.
-3. The windows of the update are the recompute's micro-batches, in order: routes are counted once.
+3. The windows of recompute and those of the update hold the same micro-batches, in orders of their own.
+4. A window of recompute is given out with the sample that completes it, whatever is still to come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -52,7 +58,7 @@ class MicroBatch:
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "count_LE"})
 
 
-def pack(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
+def pack(samples: Mapping[int, Sample], indices: Sequence[int]) -> MicroBatch:
     """Pack the samples with these indices, in order."""
     chosen = [samples[i] for i in indices]
     lengths = [len(sample.tokens_T) - 1 for sample in chosen]
@@ -69,14 +75,40 @@ def pack(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
     )
 
 
-def split_windows(samples: Sequence[Sample], *, mini_batches: int, micro_batch: int) -> list[list[MicroBatch]]:
-    """The update's windows: samples in order, `mini_batches` equal parts of micro-batches each."""
-    size = len(samples) // mini_batches
-    starts = range(0, size * mini_batches, size)
-    return [
-        [pack(samples, range(at, at + micro_batch)) for at in range(start, start + size, micro_batch)]
-        for start in starts
-    ]
+class Intake:
+    """One rank's samples of one step, on their way into windows."""
+
+    def __init__(self, *, micro_batch: int, window: int) -> None:
+        """Take samples from now on.
+
+        Args:
+            micro_batch: samples of a micro-batch
+            window: micro-batches of a window
+        """
+        self._micro_batch, self._window = micro_batch, window
+        self._samples: dict[int, Sample] = {}
+        self._packed: dict[int, MicroBatch] = {}
+
+    def take(self, place: int, sample: Sample) -> list[MicroBatch]:
+        """Take the sample with this place, and return the window of recompute that it completes, if it does."""
+        self._samples[place] = sample
+        number = place // self._micro_batch
+        members = range(number * self._micro_batch, (number + 1) * self._micro_batch)
+        if any(member not in self._samples for member in members):
+            return []
+        self._packed[number] = pack(self._samples, members)
+        is_full = len(self._packed) % self._window == 0
+        return list(self._packed.values())[-self._window :] if is_full else []
+
+    @property
+    def recompute(self) -> list[list[int]]:
+        """Numbers of the micro-batches of each window of recompute so far."""
+        return _parts(list(self._packed), self._window)
+
+    @property
+    def update(self) -> list[list[MicroBatch]]:
+        """The windows of the update, once all samples are there."""
+        return [[self._packed[number] for number in part] for part in _parts(sorted(self._packed), self._window)]
 
 
 def window_rows(window: Sequence[MicroBatch], *, stage: Stage) -> RankRows:
@@ -93,6 +125,10 @@ def with_ids(batch: MicroBatch, ids_LTK: Tensor) -> MicroBatch:
     """The same tokens with other routes, such as those that recompute recorded."""
     count_LE = count_ids(ids_LTK.transpose(0, 1).cpu().numpy(), batch.count_LE.shape[1])
     return replace(batch, ids_LTK=ids_LTK, count_LE=count_LE)
+
+
+def _parts(numbers: list[int], size: int) -> list[list[int]]:
+    return [numbers[at : at + size] for at in range(0, len(numbers) - size + 1, size)]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> Tensor:

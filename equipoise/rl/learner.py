@@ -213,6 +213,8 @@ def balancer_options(config: TrainConfig) -> BalancerOptions:
         objective=config.balance.objective,
         order="plain" if config.update.activation_checkpointing == "none" else "recompute",
         timeout_s=config.timeout_s,
+        # Ranks announce windows while they sample, some earlier than others.
+        planning_timeout_s=max(BalancerOptions().planning_timeout_s, config.timeout_s),
     )
 
 

@@ -31,7 +31,7 @@ from equipoise.rl.config import TrackConfig
 from equipoise.rl.stages import StepTally
 
 _LOG = logging.getLogger(__name__)
-TIMES = ("seconds", "rollout_s", "tokens_per_s", "planning_s", "waited_s", "exposed_s")
+TIMES = ("planning_s", "hidden_s", "waited_s", "exposed_s", "rollout_s", "stage_s", "seconds", "tokens_per_s")
 """Figures that depend on the machine's mood; all others are the same in every run of one seed."""
 
 
@@ -46,8 +46,8 @@ class RankFigures:
     rows: int
     tokens: int
     rollout_kl: float
-    seconds: float
-    rollout_s: float
+    stage_s: Mapping[str, float]
+    """By stage, in order."""
 
 
 def step_metrics(
@@ -62,7 +62,8 @@ def step_metrics(
     """
     tallies = [figures.tally for figures in figures_R]
     rewards = np.concatenate([np.asarray(figures.rewards) for figures in figures_R])
-    first, seconds = tallies[0], max(figures.seconds for figures in figures_R)
+    first, seconds = tallies[0], max(sum(figures.stage_s.values()) for figures in figures_R)
+    stage_s = {name: max(f.stage_s[name] for f in figures_R) for name in figures_R[0].stage_s}
     trained = max(first.sums["trained"], 1.0)
     known, rows = (sum(getattr(f, name) for f in figures_R) for name in ("known_rows", "rows"))
     given = sum(t.given_rows for t in tallies)
@@ -86,12 +87,22 @@ def step_metrics(
         "checked_windows": sum(t.checked_windows for t in tallies),
         "lost_s": sum(lost_seconds(tallies[:ep], stage, cost) for stage, cost in costs.items()),
         **_transfers(tallies),
-        "planning_s": max((r.planning_s for t in tallies for r in t.reports), default=0.0),
-        "waited_s": max(sum(r.waited_s for r in t.reports) for t in tallies),
+        **_planning(tallies),
         "exposed_s": max(sum(sum(r.exposed_s.values()) for r in t.reports) for t in tallies),
-        "rollout_s": max(figures.rollout_s for figures in figures_R),
+        "rollout_s": stage_s.get("rollout", 0.0),
+        "stage_s": stage_s,
         "seconds": seconds,
         "tokens_per_s": sum(figures.tokens for figures in figures_R) / max(seconds, 1e-9),
+    }
+
+
+def _planning(tallies: Sequence[StepTally]) -> dict[str, float]:
+    """What was planned, how much of it while something else ran, and what was waited for, where most was."""
+    windows = max((t.reports for t in tallies), key=lambda reports: sum(r.waited_s for r in reports))
+    return {
+        "planning_s": sum(r.planning_s for r in windows),
+        "hidden_s": sum(max(0.0, r.planning_s - r.waited_s) for r in windows),
+        "waited_s": sum(r.waited_s for r in windows),
     }
 
 
@@ -265,9 +276,10 @@ class Sinks:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics as flat numbers: `bytes` becomes one per path, what is None is left out."""
+    """The metrics as flat numbers: `bytes` becomes one per path, `stage_s` one per stage; what is None is left out."""
     flat = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
-    return flat | {f"bytes.{path}": count for path, count in metrics.get("bytes", {}).items()}
+    tables = {name: value for name, value in metrics.items() if isinstance(value, Mapping)}
+    return flat | {f"{name}.{key}": number for name, table in tables.items() for key, number in table.items()}
 
 
 def _lines(path: Path) -> list[str]:

@@ -112,7 +112,8 @@ class RecordedRollouts:
         samples = self._outside.read(records)
         first, count = request.first, self._outside.config.samples
         share = samples[first * count : (first + len(request.questions)) * count]
-        yield from self._outside.place(share, request)
+        # Short ones first, as they end in an engine that samples side by side.
+        yield from sorted(self._outside.place(share, request), key=lambda found: (len(found[1].response_T), found[0]))
 
     def _file(self, step: int) -> Path:
         named = [path for path in self._files if path.name.startswith(f"step-{step:06d}")]
@@ -135,10 +136,13 @@ class Engine:
         prompts = [self._outside.tokenizer.encode(question.prompt) for question in request.questions]
         seeds = [request.seed + number for number in range(len(prompts))]
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            answers = list(threads.map(ask, prompts, seeds))
-        records = [(f"{self._url}, question {request.first + n}", r) for n, found in enumerate(answers) for r in found]
-        samples = self._outside.read(records, form="vllm-http" if is_vllm else "sglang")
-        yield from self._outside.place(samples, request)
+            # Question after question, so that a first window can be planned while the last ones are answered.
+            for number, answers in enumerate(threads.map(ask, prompts, seeds)):
+                records = [(f"{self._url}, question {request.first + number}", answer) for answer in answers]
+                samples = self._outside.read(records, form="vllm-http" if is_vllm else "sglang")
+                asked = replace(request, first=request.first + number, questions=request.questions[number : number + 1])
+                for place, sample in self._outside.place(samples, asked):
+                    yield number * self._outside.config.samples + place, sample
 
     def _ask_vllm(self, prompt: list[int], seed: int) -> list[Any]:
         config = self._outside.config

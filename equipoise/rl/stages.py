@@ -1,10 +1,12 @@
 """The two training stages of a step: recompute (old log-probabilities, forward only) and update (GRPO).
 
-Each window is announced while the one before it runs, so that its plan is ready when it begins:
-1. recompute and the first update window are announced at once;
-2. recompute runs over all micro-batches;
-3. each update window begins, the next one having been announced.
+Each window is announced as early as its routes are known, so that its plan is ready when it begins:
+1. `take`: each window of recompute is announced with the sample that completes it, while others are still being made;
+2. `announce`: the first update window, when all samples are there;
+3. `recompute` runs over all micro-batches;
+4. `update`: each window begins, the next one having been announced.
 Where recompute itself records what the update replays (R2), the update's windows can be announced only after it.
+Ranks announce the same windows in the same order, each when it can: planning waits for the last one, in the background.
 
 Knows windows, replay and the loss. Does not know how samples were made, nor metrics' names.
 
@@ -13,6 +15,7 @@ Invariants (asserted by the tests):
 2. Where all routes are known and replayed, the rows that arrive are those the plan announced, on every rank,
    micro-step and layer.
 3. Log-probabilities of recompute are those of the update's first window before its optimizer step.
+4. A window of recompute can be planned before the rollout has ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +29,12 @@ from torch import Tensor
 
 from equipoise.core import RoutesError, Stage
 from equipoise.planning.report import WindowReport
-from equipoise.rl.batch import MicroBatch, window_rows, with_ids
+from equipoise.rl.batch import Intake, MicroBatch, window_rows, with_ids
 from equipoise.rl.config import TrainConfig
 from equipoise.rl.grpo import Terms, grpo_terms, token_log_probs
 from equipoise.rl.layout import Layout, sum_over
 from equipoise.rl.learner import Learner
+from equipoise.rl.sample import Sample
 
 Window = list[MicroBatch]
 
@@ -72,34 +76,45 @@ class Stages:
         self._learner, self._config, self._layout, self._reference = learner, config, layout, reference
         self._replay = config.update.replay
         self._is_complete = True
+        self.open_step()
+
+    def open_step(self) -> None:
+        """Begin a step: samples may come."""
+        config = self._config.update
+        window = self._config.rank_samples // config.mini_batches // config.micro_batch
+        self._intake = Intake(micro_batch=config.micro_batch, window=window)
         self.tally = StepTally()
 
-    def announce(self, windows: Sequence[Window]) -> None:
-        """Have recompute planned, and the first update window too where its routes are known. Every rank must call."""
-        self.tally = StepTally()
+    def take(self, place: int, sample: Sample) -> None:
+        """Take the sample with this place, and have a window of recompute planned that is known with it."""
+        if window := self._intake.take(place, sample):
+            self._submit(window, "recompute", is_replayed=self._replay == "R3")
+
+    def announce(self) -> list[Window]:
+        """Have the first update window planned where its routes are known; return all of them. Every rank must call."""
+        windows = self._intake.update
         self._is_complete = self._count(windows, lambda batch: int((batch.ids_LTK < 0).sum())) == 0
-        batches = [batch for window in windows for batch in window]
-        self._submit(batches, "recompute", is_replayed=self._replay == "R3")
         if self._replay != "R2":
             self._submit(windows[0], "update", is_replayed=self._replay == "R3")
+        return [[batch.to(self._config.model.device) for batch in window] for window in windows]
 
     def recompute(self, windows: Sequence[Window]) -> tuple[list[list[Tensor]], list[Window]]:
         """Return old log-probabilities by window and micro-batch, and the windows as they shall be updated."""
-        batches = [batch for window in windows for batch in window]
+        used = {number: batch for number, batch in enumerate(batch for window in windows for batch in window)}
         is_recorded = self._replay == "R2"
-        old, used = [], []
-        with self._learner.window(), torch.no_grad():
-            for m, batch in enumerate(batches):
-                log_prob_T, ids_LTK = self._forward(m, batch, replay=self._replay == "R3", record=is_recorded)
-                old.append(log_prob_T)
-                used.append(with_ids(batch, ids_LTK) if is_recorded else batch)
-        self._close("recompute", is_replayed=self._replay == "R3")
-        cuts = np.cumsum([0, *map(len, windows)])
-        spans = list(pairwise(cuts))
-        updates = [used[a:b] for a, b in spans]
+        old: dict[int, Tensor] = {}
+        for numbers in self._intake.recompute:
+            with self._learner.window(), torch.no_grad():
+                for m, number in enumerate(numbers):
+                    batch = used[number]
+                    old[number], ids_LTK = self._forward(m, batch, replay=self._replay == "R3", record=is_recorded)
+                    used[number] = with_ids(batch, ids_LTK) if is_recorded else batch
+            self._close("recompute", is_replayed=self._replay == "R3")
+        spans = list(pairwise(np.cumsum([0, *map(len, windows)]).tolist()))
+        updates = [[used[number] for number in range(a, b)] for a, b in spans]
         if is_recorded:
             self._submit(updates[0], "update", is_replayed=True)
-        return [old[a:b] for a, b in spans], updates
+        return [[old[number] for number in range(a, b)] for a, b in spans], updates
 
     def update(self, windows: Sequence[Window], old: Sequence[Sequence[Tensor]], advantage_B: np.ndarray) -> None:
         """One optimizer step per window."""

@@ -1,9 +1,10 @@
 """RL post-training of a Mixture-of-Experts model, balanced by foresight: the loop.
 
 One step, in this order, the same on every rank:
-1. sync: canonical weights go to the rollout copy, proved by hash.
-2. rollout: the copy answers this rank's questions and records its routes; histograms are counted as samples end.
-3. announce: recompute and the first update window are planned in the background from here on,
+1. sync: canonical weights go to the rollout copy, proved by fingerprints.
+2. rollout: the copy answers this rank's questions and records its routes. Histograms are counted as samples end, and
+   windows of recompute planned in the background as soon as they are known, while long answers are still being made.
+3. announce: the first update window is planned too,
 4. reward: while answers are judged and advantages made.
 5. recompute: old log-probabilities, forward only, replaying the routes.
 6. update: GRPO, one optimizer step per window; the next window is planned meanwhile.
@@ -16,7 +17,6 @@ Invariants (asserted by the tests):
 2. Losses and weights do not depend on the mode, within the limits of `compare`.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,8 @@ from equipoise.adapters.transformers import inspect
 from equipoise.core import Stage
 from equipoise.cost import CostModel
 from equipoise.planning.worker import PlanWorker
-from equipoise.rl.batch import split_windows
 from equipoise.rl.checkpoint import State
+from equipoise.rl.clock import StageClock
 from equipoise.rl.config import Mode, TrainConfig
 from equipoise.rl.events import Event, Show, ignore
 from equipoise.rl.grpo import group_advantages
@@ -53,7 +53,8 @@ class Experience:
     questions: list[Question]
     samples: list[Sample]
     """A question's samples side by side."""
-    seconds: float
+    ended: list[int]
+    """Places of the samples in the order in which they ended."""
 
 
 class Trainer:
@@ -87,6 +88,7 @@ class Trainer:
         stages: tuple[Stage, ...] = ("recompute", "update")
         self._costs = {stage: CostModel.of(cluster, self.learner.shape, stage=stage) for stage in stages}
         self.stages = Stages(self.learner, config, layout, reference=self.reference)
+        self._clock = StageClock()
         self.experience: Experience | None = None
         """The last step's rollout."""
 
@@ -96,13 +98,11 @@ class Trainer:
         Args:
             given: a rollout to train on instead of an own one, in a comparison
         """
-        begin = time.monotonic()
-        experience = given or self._roll_out(step)
-        self.experience = experience
-        samples, config = experience.samples, self.config.update
-        windows = split_windows(samples, mini_batches=config.mini_batches, micro_batch=config.micro_batch)
-        windows = [[batch.to(self.config.model.device) for batch in window] for window in windows]
-        self.stages.announce(windows)
+        self.stages.open_step()
+        self._clock = StageClock()
+        experience = self.experience = self._roll_out(step) if given is None else self._replayed(given)
+        samples = experience.samples
+        windows = self.stages.announce()
         rewards = self._judge(step, experience)
         advantage_B = group_advantages(rewards, samples=self.config.rollout.samples)
         self._tell(step, "recompute")
@@ -117,8 +117,7 @@ class Trainer:
             rows=sum(sample.ids_TLK.shape[0] * sample.ids_TLK.shape[1] for sample in samples),
             tokens=sum(len(sample.tokens_T) for sample in samples),
             rollout_kl=_rollout_kl(samples, windows, old),
-            seconds=time.monotonic() - begin,
-            rollout_s=experience.seconds,
+            stage_s=self._clock.stop(),
         )
         gathered = gather_objects(figures, self.layout)
         return step_metrics(step, gathered, ep=self.config.group_ranks, costs=self._costs)
@@ -140,7 +139,7 @@ class Trainer:
             self._tell(step, "sync")
             version = sync_weights(self.learner, self.engine.model, self.layout)
         self._tell(step, "rollout")
-        begin, share = time.monotonic(), self.config.rollout.prompts // self.layout.ranks
+        share = self.config.rollout.prompts // self.layout.ranks
         questions = self.task.questions(self.config.rollout.prompts, seed=self.config.seed, step=step)
         first = self.layout.rank * share
         request = Request(
@@ -150,9 +149,17 @@ class Trainer:
             seed=seed_of(self.config.seed, step, self.layout.rank),
             weight_version=version[:12],
         )
-        found = dict(self.engine.generate(request))
+        found: dict[int, Sample] = {}
+        for place, sample in self.engine.generate(request):
+            found[place] = sample
+            self.stages.take(place, sample)
         samples = [found[place] for place in range(len(found))]
-        return Experience(questions=list(request.questions), samples=samples, seconds=time.monotonic() - begin)
+        return Experience(questions=list(request.questions), samples=samples, ended=list(found))
+
+    def _replayed(self, given: Experience) -> Experience:
+        for place in given.ended:
+            self.stages.take(place, given.samples[place])
+        return given
 
     def _judge(self, step: int, experience: Experience) -> list[float]:
         self._tell(step, "reward")
@@ -170,6 +177,7 @@ class Trainer:
         return [(experience.questions[place // count], sample) for place, sample in enumerate(experience.samples)]
 
     def _tell(self, step: int, name: str) -> None:
+        self._clock.begin(name)
         self._show(Event("stage", {"step": step, "name": name, "rank": self.layout.rank}))
 
 

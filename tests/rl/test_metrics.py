@@ -3,12 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from equipoise.core import RoutesError, TrainingError
 from equipoise.cost import CostModel
+from equipoise.rl.clock import StageClock
 from equipoise.rl.config import TrackConfig
 from equipoise.rl.forecast import shape_of
 from equipoise.rl.layout import build_cluster
@@ -37,8 +39,9 @@ def tally(*, rows, arrived, **values):
 
 
 def figures(made, **values):
-    given = dict(rewards=[1.0, 0.0], num_right=1, known_rows=8, rows=10, tokens=50, rollout_kl=0.0, rollout_s=0.5)
-    return RankFigures(tally=made, seconds=2.0, **{**given, **values})
+    given = dict(rewards=[1.0, 0.0], num_right=1, known_rows=8, rows=10, tokens=50, rollout_kl=0.0)
+    given["stage_s"] = {"rollout": 0.5, "update": 1.5}
+    return RankFigures(tally=made, **{**given, **values})
 
 
 def two_ranks():
@@ -50,12 +53,30 @@ def two_ranks():
 
 def test_figures_of_ranks_are_put_together():
     first, second = two_ranks()
-    found = step_metrics(3, [figures(first), figures(second, rewards=[1.0, 1.0], num_right=2)], ep=2, costs={})
+    other = figures(second, rewards=[1.0, 1.0], num_right=2, stage_s={"rollout": 0.75, "update": 1.0})
+    found = step_metrics(3, [figures(first), other], ep=2, costs={})
     assert found["step"] == 3 and found["reward"] == 0.75 and found["right_share"] == 0.75
     assert (found["loss"], found["grad_norm"]) == (2.0, 1.5)
     assert (found["ratio"], found["kl"]) == (1.0, 0.05)
     assert found["coverage"] == 0.8 and found["replayed_rows"] == 16 and found["differing_share"] == 0.25
-    assert found["tokens_per_s"] == 50.0
+    assert found["stage_s"] == {"rollout": 0.75, "update": 1.5} and found["rollout_s"] == 0.75
+    assert found["seconds"] == 2.0 and found["tokens_per_s"] == 50.0
+
+
+def report(*, planning_s, waited_s):
+    """What is said of a window's plan."""
+    return SimpleNamespace(planning_s=planning_s, waited_s=waited_s, exposed_s={}, bytes={}, **NOTHING)
+
+
+NOTHING = dict(static_s=0.0, predicted_s=0.0, displaced=0, replicas=0)
+
+
+def test_planning_is_told_of_the_rank_that_waited_longest_and_hidden_where_nobody_waited():
+    first, second = two_ranks()
+    first.reports = [report(planning_s=3.0, waited_s=0.5), report(planning_s=1.0, waited_s=2.0)]
+    second.reports = [report(planning_s=9.0, waited_s=0.0)] * 2
+    found = step_metrics(0, [figures(first), figures(second)], ep=2, costs={})
+    assert (found["planning_s"], found["hidden_s"], found["waited_s"]) == (4.0, 2.5, 2.5)
 
 
 def test_skew_before_is_at_the_owners_and_after_is_what_arrived():
@@ -130,7 +151,16 @@ def test_a_sink_that_fails_later_does_not_stop_training(tmp_path, caplog):
 
 
 def test_numbers_are_flat_and_without_what_is_unknown():
-    assert numbers({"step": 1, "a": 2, "b": None, "bytes": {"p2p": 3}}) == {"a": 2, "bytes.p2p": 3}
+    given = {"step": 1, "a": 2, "b": None, "bytes": {"p2p": 3}, "stage_s": {"sync": 0.5}}
+    assert numbers(given) == {"a": 2, "bytes.p2p": 3, "stage_s.sync": 0.5}
+
+
+def test_a_stage_lasts_until_the_next_begins():
+    times = iter([0.0, 1.0, 3.0, 7.0, 8.0])
+    clock = StageClock(lambda: next(times))
+    for stage in ("sync", "rollout", "sync"):
+        clock.begin(stage)
+    assert clock.stop() == {"sync": 3.0, "rollout": 4.0}
 
 
 def test_rows_that_are_not_the_planned_ones_are_told_with_their_place():

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from equipoise.adapters.transformers import inspect, record
 from equipoise.core import RoutesError
-from equipoise.rl.batch import pack, split_windows, window_rows, with_ids
+from equipoise.rl.batch import Intake, pack, window_rows, with_ids
 from equipoise.rl.config import RolloutConfig
 from equipoise.rl.model import build_model, copy_model, packed_inputs
 from equipoise.rl.rollout import Request, Sampler
@@ -16,6 +18,10 @@ from equipoise.rl.tokens import CharTokenizer
 from tests.rl.test_model import FAMILIES, tiny
 
 CONFIG = RolloutConfig(samples=3, max_new_tokens=6)
+SAMPLES = [
+    Sample(name=str(place), tokens_T=np.arange(3), num_prompt=1, ids_TLK=np.zeros((2, 1, 1), dtype=int), experts=4)
+    for place in range(12)
+]
 
 
 def rolled(family="qwen3-moe", *, seed=7, config=CONFIG, layers=2):
@@ -95,9 +101,34 @@ def test_rows_that_do_not_fit_the_tokens_are_refused():
         Sample(name="x", tokens_T=np.arange(3), num_prompt=3, ids_TLK=np.zeros((2, 1, 1), dtype=int), experts=4)
 
 
+def taken(samples, order):
+    """An intake of two windows of three micro-batches, and after how many samples each recompute window was known."""
+    intake, known = Intake(micro_batch=2, window=3), {}
+    for count, place in enumerate(order, start=1):
+        if window := intake.take(place, samples[place]):
+            known[count] = window
+    return intake, known
+
+
+@settings(max_examples=30, deadline=None)
+@given(order=st.permutations(range(12)))
+def test_recompute_takes_micro_batches_as_they_end_and_the_update_in_their_own_order(order):
+    intake, known = taken(SAMPLES, order)
+    ends = [max(order.index(2 * number), order.index(2 * number + 1)) for number in range(6)]
+    wanted = sorted(range(6), key=lambda number: ends[number])
+    assert intake.recompute == [wanted[:3], wanted[3:]]
+    # Known with the sample that completes it: not one later.
+    assert list(known) == [ends[wanted[2]] + 1, 12]
+    in_order = [batch for window in intake.update for batch in window]
+    for window, numbers in zip(known.values(), intake.recompute, strict=True):
+        assert all(batch is in_order[number] for batch, number in zip(window, numbers, strict=True))
+    assert [int(batch.sample_T[0]) for batch in in_order] == [0, 2, 4, 6, 8, 10]
+
+
 def test_every_forwarded_token_stands_once_in_a_window_with_its_own_routes():
     _, _, samples = rolled()
-    windows = split_windows(samples, mini_batches=2, micro_batch=2)
+    intake, _ = taken(samples, range(len(samples)))
+    windows = intake.update
     assert [len(window) for window in windows] == [3, 3]
     batches = [batch for window in windows for batch in window]
     for index, sample in enumerate(samples):
@@ -112,7 +143,7 @@ def test_every_forwarded_token_stands_once_in_a_window_with_its_own_routes():
 
 def test_rows_are_counted_per_expert_and_unknown_ones_lower_coverage():
     _, _, samples = rolled()
-    batch = pack(samples, range(4))
+    batch = pack(dict(enumerate(samples)), range(4))
     rows = window_rows([batch], stage="update")
     wanted = [[int((ids == e).sum()) for e in range(8)] for ids in batch.ids_LTK]
     assert rows.load_MLE[0].tolist() == wanted and rows.coverage_ML is None

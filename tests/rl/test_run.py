@@ -49,11 +49,20 @@ def test_replay_is_exact_arrival_is_planned_and_skew_is_gone(pool):
     for line in metrics:
         assert line["coverage"] == 1.0
         assert line["replayed_rows"] > 0
-        assert line["checked_windows"] == 2 * 3, "two ranks, recompute and two update windows"
+        assert line["checked_windows"] == 2 * 4, "two ranks, two windows of recompute and two of the update"
         assert line["skew_before"] > line["skew_after"] >= 1.0
         assert line["ratio"] == pytest.approx(1.0, abs=0.1)
         assert line["grad_norm"] > 0, "a step without a gradient shows nothing"
     assert work.same_weights(weights, other), "every rank gives out the same whole model"
+
+
+@pytest.mark.dist(2)
+def test_a_window_is_planned_before_the_rollout_has_ended(pool):
+    for events, metrics in pool.run(work.planned_in_the_tail, 2, work.small()):
+        first, last, *rest = events
+        assert (first, last) == ("planned recompute", "the last sample ends")
+        assert rest == ["planned recompute", "planned update", "planned update"]
+        assert metrics["planning_s"] > 0 and metrics["hidden_s"] <= metrics["planning_s"]
 
 
 @pytest.mark.dist(2)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import threading
 from functools import lru_cache
 from unittest import mock
 
@@ -97,6 +98,31 @@ def metrics_of(group, config, steps):
     weights = {name: tensor.clone() for name, tensor in trainer.learner.state_dict().items()}
     trainer.close()
     return metrics, weights
+
+
+def planned_in_the_tail(group, config):
+    """What happened in a step whose rollout does not end before a plan was made: events in order, and its metrics."""
+    trainer, events, is_planned = trainer_of(group, config), [], threading.Event()
+    planner, generate = trainer.learner.balancer._parts.planner, trainer.engine.generate
+    whole = planner._whole
+
+    def planned(loads, shares):
+        made = whole(loads, shares)
+        events.append(f"planned {loads.stage}")
+        is_planned.set()
+        return made
+
+    def waiting(request):
+        *first, last = generate(request)
+        yield from first
+        is_planned.wait(60)
+        events.append("the last sample ends")
+        yield last
+
+    planner._whole, trainer.engine.generate = planned, waiting
+    metrics = trainer.step(0)
+    trainer.close()
+    return events, metrics
 
 
 def same_weights(first, second):
