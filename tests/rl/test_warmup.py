@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,10 +22,17 @@ from tests.rl import work
 @pytest.mark.dist(2)
 def test_warm_up_lowers_the_loss_and_leaves_the_same_weights_on_every_rank(pool):
     config = work.small(warmup={"steps": 12})
-    first, second = pool.run(work.warmed_up, 2, config)
-    assert work.same_weights(first[0], second[0])
-    assert first[1] == second[1], "the loss is that of all ranks"
-    assert first[1][-1] < first[1][0]
+    found = {}
+    for sharing in (1, 2):
+        # Ranks that share a device leave warm-up to the first of them.
+        first, second = pool.run(work.warmed_up, 2, change(config, model={"ranks_per_device": sharing}))
+        assert work.same_weights(first[0], second[0])
+        assert first[1] == second[1], "the loss is that of all ranks"
+        assert first[1][-1] < first[1][0]
+        found[sharing] = first
+    np.testing.assert_allclose(found[1][1], found[2][1], rtol=1e-4)
+    for name, tensor in found[1][0].items():
+        torch.testing.assert_close(tensor, found[2][0][name], rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.dist(2)
