@@ -29,7 +29,7 @@ from typing import Any
 
 from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, Stage
 from equipoise.core.itinerary import Visit
-from equipoise.planning.layers import check_matched, find_layers, in_plan_order
+from equipoise.planning.layers import check_matched, check_unattached, find_layers, in_plan_order
 from equipoise.planning.options import BalancerOptions
 from equipoise.planning.parts import idle_parts, working_parts
 from equipoise.planning.report import Tally, WindowReport
@@ -79,10 +79,11 @@ class Balancer(AbstractContextManager["Balancer"]):
             self.attach(layers, worker=worker)
 
     def attach(self, layers: Mapping[str, BalancedExperts], *, worker: PlanWorker | None = None) -> None:
-        """Connect the ranks, share memory inside nodes, start planning processes. Every rank must call this."""
-        self.layers = in_plan_order(layers, self.model)
+        """Connect the ranks, share memory inside nodes, start planning processes; once. Every rank must call this."""
+        check_unattached(self.layers)
+        found = in_plan_order(layers, self.model)
         make_parts = partial(self._working_parts, worker=worker) if self.enabled else idle_parts
-        self._parts = make_parts(list(self.layers.values()), cluster=self.cluster, model=self.model)
+        self._parts, self.layers = make_parts(list(found.values()), cluster=self.cluster, model=self.model), found
 
     @property
     def is_open(self) -> bool:

@@ -41,6 +41,15 @@ def in_plan_order(layers: Mapping[str, BalancedExperts], model: ModelShape) -> d
     return {paths[index]: layers[paths[index]] for index in sorted(paths)}
 
 
+def check_unattached(layers: Mapping[str, BalancedExperts]) -> None:
+    """Raise if a balancer has layers: their memory and processes would be left behind by a second attachment."""
+    if layers:
+        raise TopologyError(
+            f"this balancer has {len(layers)} layers already, the first is `{next(iter(layers))}`; give every model a "
+            "balancer of its own, and close this one when its model is done"
+        )
+
+
 def check_matched(layers: Iterable[BalancedExperts], group: Any) -> None:
     """Raise on every rank if a row of any rank did not follow its prepared dispatch. Every rank must call this."""
     layers = list(layers)

@@ -11,12 +11,15 @@ An error of this package comes back as itself, any other as an InfeasiblePlanErr
 Invariants (asserted by the tests):
 1. The worker ends with its parent, also with a killed one, because its standard input ends.
 2. A worker that died is an error that says so, never a hang.
+3. A worker plans for one balancer at a time, because plans start from the homes of the one before: a second one that
+   comes before the first has closed is refused.
 """
 
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -38,14 +41,33 @@ class PlanWorker:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, package_parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        self._turn = threading.Lock()
+        self._is_lent = False
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
 
+    def lend(self) -> None:
+        """Let a balancer have the worker until it is taken back, or raise if another has it."""
+        if self._is_lent:
+            raise InfeasiblePlanError(
+                f"the planning process {self.pid} plans for another balancer; close that one first, or give each a "
+                "worker of its own"
+            )
+        self._is_lent = True
+
+    def take_back(self) -> None:
+        """Note that the balancer which had the worker has closed."""
+        self._is_lent = False
+
     def call(self, method: str, *args: Any) -> Any:
-        """Have the worker's desk do something, and wait for it."""
+        """Have the worker's desk do something, and wait for it; callers in several threads take turns."""
+        with self._turn:
+            return self._call(method, *args)
+
+    def _call(self, method: str, *args: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None, "pipes are asked for above"
         try:
             pickle.dump((method, args), self._process.stdin)

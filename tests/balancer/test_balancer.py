@@ -181,6 +181,36 @@ def test_a_suspension_that_raises_is_over_all_the_same(pool):
     assert pool.run(work.suspended_in_vain, 2, SMALL) == [("the off-load failed", True)] * 2
 
 
+@pytest.mark.dist(2)
+def test_layers_are_attached_once_and_a_second_attachment_leaves_nothing_behind(pool):
+    for (kind, words), is_clean, is_as_planned in pool.run(work.attach_twice, 2, SMALL):
+        assert kind == "TopologyError" and "has 2 layers already, the first is `blocks.0.experts`" in words
+        assert is_clean and is_as_planned
+
+
+@pytest.mark.dist(2)
+def test_a_worker_plans_for_one_balancer_at_a_time(pool):
+    for (kind, words), is_as_planned in pool.run(work.one_worker_for_two, 2, SMALL):
+        assert kind == "InfeasiblePlanError" and "plans for another balancer; close that one first" in words
+        assert is_as_planned, "once the first has closed"
+
+
+@pytest.mark.dist(4)
+def test_recompute_may_take_replicas_from_other_nodes_with_the_same_bits(pool):
+    case = ParityCase(ranks=4, nodes=2, slots=2, layers=2, tokens=40)
+    results = pool.run(work.cross_nodes, 4, case)
+    skews = []
+    for across, inside, static in results:
+        for outputs in (across[0], inside[0]):
+            assert all(map(torch.equal, outputs, static[0]))
+        assert "p2p" not in inside[1], "homes stay, and pulls end at the border"
+    assert sum(across[1].get("p2p", 0) for across, *_ in results) > 0
+    for which in range(2):
+        load_RML = torch.stack([torch.from_numpy(found[which][2]) for found in results]).double()
+        skews.append(float((load_RML.amax(0) / load_RML.mean(0)).mean()))
+    assert skews[0] < skews[1], "without the node's border ranks are more level"
+
+
 @pytest.mark.dist(1)
 def test_calls_out_of_order_are_told(pool):
     (said,) = pool.run(work.misuse, 1, ParityCase(ranks=1, layers=1, tokens=4))

@@ -19,6 +19,7 @@ from equipoise.planning.owners import owners_plan
 from equipoise.planning.worker import PlanWorker
 from equipoise.runtime.bank import NoReplicas
 from equipoise.runtime.window import Window
+from tests.runtime.test_memory import held
 
 
 @functools.cache
@@ -112,7 +113,17 @@ def run_micro_steps(net, window):
         net(inputs, micro_step).sum().backward()
 
 
-class Crooked:
+class Lendable:
+    """A worker that stands before the kept one, which the balancer has meanwhile."""
+
+    def lend(self):
+        kept_worker().lend()
+
+    def take_back(self):
+        kept_worker().take_back()
+
+
+class Crooked(Lendable):
     """A worker whose plan differs on one rank: two experts of layer 0 change places."""
 
     def __init__(self, rank):
@@ -130,7 +141,7 @@ class Crooked:
         return dataclasses.replace(made, replica_table=table, itinerary=None, **changed)
 
 
-class Slow:
+class Slow(Lendable):
     """A worker that plans when it is let go."""
 
     def __init__(self):
@@ -222,6 +233,45 @@ def misuse(group, case):
     balancer.submit(routes_of(window_inputs(case, 0, 0)))
     balancer.begin()
     return [*said, words_of(balancer.begin)]
+
+
+def attach_twice(group, case):
+    """Words of a second attachment, whether it left threads or descriptors, and whether the first works on."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    with balancer_of(net, case, group) as balancer:
+        before = threading.active_count(), held()
+        said = words_of(lambda: balancer.attach(find_layers(net)))
+        after = threading.active_count(), held()
+        with balancer.window(routes_of(window)):
+            run_micro_steps(net, window)
+        return said, before == after, balancer.report.is_as_planned
+
+
+def one_worker_for_two(group, case):
+    """Words of a second balancer that wants the first one's worker; after the first has closed it may have it."""
+    nets = [SmallStack(case, group) for _ in range(2)]
+    window = window_inputs(case, 0, group.rank())
+    with balancer_of(nets[0], case, group):
+        said = words_of(lambda: balancer_of(nets[1], case, group))
+    with balancer_of(nets[1], case, group) as balancer:
+        with balancer.window(routes_of(window)):
+            run_micro_steps(nets[1], window)
+        return said, balancer.report.is_as_planned
+
+
+def cross_nodes(group, case):
+    """A recompute window with replicas of any node, one with those of its own, and static: outputs, and what moved."""
+    window, found = window_inputs(case, 0, group.rank()), []
+    for figures in ({"cross_node": True}, {}, {"enabled": False}):
+        net = SmallStack(case, group)
+        with balancer_of(net, case, group, max_displaced=0, **figures) as balancer:
+            with balancer.window(routes_of(window), stage="recompute"), torch.no_grad():
+                outputs = [net(inputs, micro_step) for micro_step, inputs in enumerate(window)]
+            report = balancer.report
+            with balancer.window(routes_of(window)):
+                run_micro_steps(net, window)
+        found.append((outputs, dict(report.bytes), report.arrived_ML))
+    return found
 
 
 def open_and_closed(group, case):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ def test_a_worker_plans_and_tells_what_is_wrong(worker):
     with pytest.raises(InfeasiblePlanError, match="planning failed:\nTraceback"):
         worker.call("no such method")
     assert worker.call("whole", routing.loads(), [share]).home_LE.shape == plan.home_LE.shape
+
+
+def test_a_worker_is_lent_to_one_balancer_at_a_time(worker):
+    worker.lend()
+    with pytest.raises(InfeasiblePlanError, match=f"process {worker.pid} plans for another balancer; close that one"):
+        worker.lend()
+    worker.take_back()
+    worker.lend()
+
+
+def test_callers_in_several_threads_get_their_own_answers(worker):
+    routings = [random_routing(seed, ranks=2) for seed in range(3)]
+    worker.call("open", cluster_of(2), model_of(routings[0]), BalancerOptions(objective="skew"))
+    with ThreadPoolExecutor(3) as threads:
+        plans = list(threads.map(lambda routing: worker.call("whole", routing.loads(), []), routings * 3))
+    assert [plan.loads for plan in plans] == [routing.loads() for routing in routings * 3]
 
 
 def test_a_killed_worker_is_told_and_closes(worker):

@@ -118,7 +118,8 @@ def test_a_far_pull_planned_by_peer_is_refused_by_name():
     plan = random_plan((0, 0, 1, 1), seed=4, **ACROSS)
     table = replace(plan.replica_table, path_P2=np.full_like(plan.replica_table.path_P2, PATHS.index("peer")))
     _, expert, rank = next(far_replicas(plan))
-    with pytest.raises(TransferError, match=f"rank {rank}: the replica of expert {expert} .* path 'peer' does not reach"):
+    words = f"rank {rank}: the replica of expert {expert} .* path 'peer' does not reach"
+    with pytest.raises(TransferError, match=words):
         check_far(replace(plan, replica_table=table), rank=rank, host_paths=("host",))
 
 
