@@ -18,7 +18,7 @@ def assert_same(ours, theirs):
 
 
 @given(problems.layers())
-@settings(max_examples=150, deadline=None)
+@few
 def test_plan_of_a_layer(one):
     assert_same(fast.plan_layer(*one), reference.plan_layer(*one))
 
@@ -57,7 +57,7 @@ def test_the_busiest_rank_of_the_skew_objective_is_that_of_the_quotas(one):
 @few
 def test_homes_stay_within_the_budget_and_every_rank_keeps_its_number(one):
     load_MRE, _, _, problem, _ = one
-    home_E = reference.plan_layer(*one).home_E
+    home_E = fast.plan_layer(*one).home_E
     ranks = load_MRE.shape[1]
     assert (home_E != layer.owners(len(home_E), ranks)).sum() <= problem.budget
     assert np.bincount(home_E, minlength=ranks).tolist() == [len(home_E) // ranks] * ranks
@@ -68,21 +68,28 @@ def test_homes_stay_within_the_budget_and_every_rank_keeps_its_number(one):
 def test_what_is_minimised_is_never_above_homes_at_their_owners(one):
     load_MRE, _, pair_EE, problem, tables = one
     owner_E = layer.owners(load_MRE.shape[2], load_MRE.shape[1])
-    chosen = layer.value_of(reference.plan_layer(*one), load_MRE, owner_E, problem)
-    stayed = reference.evaluate(load_MRE, owner_E, pair_EE, problem, tables)
+    chosen = layer.value_of(fast.plan_layer(*one), load_MRE, owner_E, problem)
+    stayed = fast.evaluate(load_MRE, owner_E, pair_EE, problem, tables)
     assert chosen <= layer.value_of(stayed, load_MRE, owner_E, problem)
 
 
-@pytest.mark.parametrize("objective", ["seconds", "skew"])
-@pytest.mark.parametrize("stage", ["recompute", "update"])
-@pytest.mark.parametrize("layout", ["two nodes", "uneven", "strided"])
-def test_whole_windows_planned_with_the_reference_are_equal(objective, stage, layout):
+# Levelling rows takes the reference five times as long as pricing seconds, so each layout is levelled in one stage.
+WHOLE_WINDOWS = [
+    *((layout, stage, "seconds") for layout in ("two nodes", "uneven", "strided") for stage in ("recompute", "update")),
+    ("two nodes", "update", "skew"),
+    ("uneven", "recompute", "skew"),
+    ("strided", "update", "skew"),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage", "objective"), WHOLE_WINDOWS)
+def test_whole_windows_planned_with_the_reference_are_equal(layout, stage, objective):
     node_R = problems.LAYOUTS[layout]
     rng = np.random.default_rng(len(layout))
-    load = rng.integers(0, 300, size=(5, 2, 4, 12)) * rng.integers(1, 9, size=(1, 2, 1, 12))
+    load = rng.integers(0, 300, size=(3, 2, 4, 8)) * rng.integers(1, 9, size=(1, 2, 1, 8))
     window = {
         "cluster": eq.Cluster.preset("h200", node_R=node_R),
-        "model": eq.ModelShape.preset("qwen3-30b-a3b", experts=12, layers=2, top_k=2),
+        "model": eq.ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2),
         "slots": 1,
         "objective": objective,
         "options": eq.PlanOptions(cross_node=stage == "recompute"),
