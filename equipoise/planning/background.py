@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,15 +94,9 @@ class BackgroundPlanner:
             worker: a process to plan in, left running on close; an own one by default
         """
         self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
-        with ExitStack() as lent:
-            if worker is not None:
-                worker.lend()
-                lent.callback(worker.take_back)
-            self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
-            # Not before the ranks are connected: what fails there leaves no process behind.
-            self._own_worker = PlanWorker() if worker is None else None
-            # From here on `close` takes it back.
-            self._lent = lent.pop_all()
+        self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
+        # Not before the ranks are connected: what fails there leaves no process behind.
+        self._own_worker = PlanWorker() if worker is None else None
         self._worker = worker or self._own_worker
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="equipoise-planning")
         self._is_open = False
@@ -149,7 +142,8 @@ class BackgroundPlanner:
         if self._own_worker is not None:
             self._own_worker.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._lent.close()
+        if self._worker is not None:
+            self._worker.take_back(self)
 
     def _plan(self, rows: RankRows) -> Agreed:
         # Step 1: what every rank will send.
@@ -173,6 +167,8 @@ class BackgroundPlanner:
 
     def _share(self, loads: LoadMatrix, layers: range) -> Any:
         if not self._is_open:
+            assert self._worker is not None, "a worker is given or started above"
+            self._worker.lend(self)
             self._call("open", *self._task)
         self._is_open = True
         return self._call("share", loads, layers)

@@ -2,9 +2,6 @@
 
 Knows torch.distributed. Does not know what it carries: objects travel pickled, between processes of one training job.
 
-The group is not registered with torch: `new_group` would need a call of ranks outside it, or the same number of
-groups on all ranks of it. The ranks meet in the store of the group they have.
-
 Invariants (asserted by the tests):
 1. `close` ends an exchange that other ranks do not join, at once.
 2. `swap` is the all-to-all of the training's own group, zero rows included.
@@ -12,16 +9,15 @@ Invariants (asserted by the tests):
 
 import pickle
 import threading
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
+from equipoise.runtime.connection import connect, leave
 
 _POLL_S = 0.002
 
@@ -37,11 +33,8 @@ class OwnGroup:
             timeout_s: bound on connecting and on every exchange
         """
         self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
-        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-        dist.broadcast(name, group=group, group_src=0)
-        store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
         self._is_closing = threading.Event()
-        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+        self._gloo = connect(group, timeout_s=timeout_s)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Every rank of the group must call this."""
@@ -81,18 +74,11 @@ class OwnGroup:
     def _finish(self, work: Any) -> None:
         while not work.is_completed():
             if self._is_closing.wait(_POLL_S):
-                # Gloo cannot be interrupted, and its destructor waits: what other ranks never join is left behind.
-                threading.Thread(target=_let_go, args=(self._gloo, work), daemon=True).start()
+                # What other ranks never join is left behind.
+                leave(self._gloo, [work])
                 raise TransferError(f"rank {self.rank}: closed while it waited for other ranks to announce a window")
         work.wait()
 
     def close(self) -> None:
         """End an exchange that waits for other ranks, and take part in none any more."""
         self._is_closing.set()
-
-
-def _let_go(gloo: Any, work: Any) -> None:
-    """Hold the connections until their last exchange has ended or timed out."""
-    with suppress(RuntimeError):
-        work.wait()
-    del gloo

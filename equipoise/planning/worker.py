@@ -11,8 +11,8 @@ An error of this package comes back as itself, any other as an InfeasiblePlanErr
 Invariants (asserted by the tests):
 1. The worker ends with its parent, also with a killed one, because its standard input ends.
 2. A worker that died is an error that says so, never a hang.
-3. A worker plans for one balancer at a time, because plans start from the homes of the one before: a second one that
-   comes before the first has closed is refused.
+3. A worker plans for one balancer at a time, because plans start from the homes of the one before: a second one whose
+   first window comes before the other has closed is refused.
 """
 
 import os
@@ -42,25 +42,26 @@ class PlanWorker:
             [sys.executable, "-c", _SERVE, package_parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._turn = threading.Lock()
-        self._is_lent = False
+        self._lent_to: object = None
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
 
-    def lend(self) -> None:
-        """Let a balancer have the worker until it is taken back, or raise if another has it."""
-        if self._is_lent:
+    def lend(self, planner: object) -> None:
+        """Let one balancer's planner have the worker until it is taken back, or raise if another has it."""
+        if self._lent_to not in (None, planner):
             raise InfeasiblePlanError(
                 f"the planning process {self.pid} plans for another balancer; close that one first, or give each a "
                 "worker of its own"
             )
-        self._is_lent = True
+        self._lent_to = planner
 
-    def take_back(self) -> None:
-        """Note that the balancer which had the worker has closed."""
-        self._is_lent = False
+    def take_back(self, planner: object) -> None:
+        """Note that a planner has closed, whether it had the worker or not."""
+        if self._lent_to is planner:
+            self._lent_to = None
 
     def call(self, method: str, *args: Any) -> Any:
         """Have the worker's desk do something, and wait for it; callers in several threads take turns."""

@@ -34,6 +34,7 @@ What moves experts is behind `bank.ReplicaBank` and `still.Mover`:
     node.py          NodeMemory: what the ranks of a node share; layout.py, its sizes
     pages.py         memory that processes map; cuda_pages.py on CUDA devices
     node_pages.py    shares it in a node, as memory.py does plain memory; handover.py passes descriptors
+    connection.py    what ranks agree on and what crosses nodes, apart from the training's group
     streams.py       points in a device's work; watchdog.py bounds every wait; counters.py counts
 
 May import torch and core; never planner, routes or any framework: planner and runtime share only `core.Plan`.

@@ -14,14 +14,14 @@ Invariants (asserted by the tests):
 import time
 from collections.abc import Collection, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
 from equipoise.core.itinerary import PATHS
 from equipoise.core.plan import Plan
+from equipoise.runtime.connection import Message
 from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.watchdog import Transfer
@@ -100,7 +100,7 @@ def _far(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _bring_layer(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
-    operations: list[Any] = []
+    messages: list[Message] = []
     transfers: list[Transfer] = []
     coming = [way for way in ways if way.target == node.rank]
     for way in coming:
@@ -110,15 +110,15 @@ def _bring_layer(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *
         if node.rank not in (way.source, way.target):
             continue
         is_leaving = way.source == node.rank
-        peer, act = (way.target, dist.isend) if is_leaving else (way.source, dist.irecv)
+        peer = way.target if is_leaving else way.source
         experts = node.home(node.rank, way.layer) if is_leaving else store.experts(way.layer)
         for tensor in experts.tensors():
             row = tensor.detach()[way.source_slot if is_leaving else way.expert]
             row = row.contiguous().cpu() if is_leaving else row
-            operations.append(dist.P2POp(act, row, group=node.group, group_peer=peer))
+            messages.append(Message(row, peer, is_leaving))
             transfers.append(Transfer("refresh", way.layer, way.expert, "p2p", peer))
             node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
-    if operations:
-        node.finish(operations, transfers)
+    if messages:
+        node.finish(messages, transfers)
     for way in coming:
         store.announce(way.layer, way.expert, version)

@@ -14,7 +14,8 @@ Invariants (asserted by the tests):
 1. Parameters stay the same objects with the same values when they move in and when they move out again.
 2. What a rank writes to its homes, the ranks of its node read, and no other rank.
 3. A parameter that was moved behind the node's back is noticed by `check`, by name.
-4. `agree` gives every rank of the group the same answer, or all of them an error within the bound.
+4. `agree` gives every rank of the group the same answer, or all of them an error within the bound; either way the
+   group itself stays usable.
 """
 
 import time
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from equipoise.core.errors import TransferError
 from equipoise.runtime.arena import ReplicaBuffers, make_buffers
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.connection import Connection, Message
 from equipoise.runtime.counters import Counters
 from equipoise.runtime.cuda_pages import CudaPager
 from equipoise.runtime.layout import Layout, TransferOptions, aligned, check_budget, check_tensor
@@ -93,6 +95,8 @@ class NodeMemory:
         self.watchdog = Watchdog(
             self.words, {rank: self._message(rank) for rank in self.peers}, rank=self.rank, timeout_s=options.timeout_s
         )
+        # Twice the bound on waits: what a rank leaves alone is for the watchdog to name, not for gloo.
+        self._connection = Connection(group, timeout_s=2 * options.timeout_s)
         self._registrations: tuple[Registration, ...] = ()
         self.adopt(version=0)
         self.agree([0], Transfer("fence", path="p2p"))
@@ -176,11 +180,12 @@ class NodeMemory:
         """
         self.watchdog.check(transfer)
         largest = torch.tensor(values, dtype=torch.int64)
+        work = self._connection.start_largest(largest)
         try:
-            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             self.watchdog.wait(work.is_completed, transfer)
             work.wait()
         except TransferError:
+            self._connection.abandon([work])
             raise
         except RuntimeError as error:
             raise self.watchdog.lost(transfer, error) from error
@@ -195,15 +200,17 @@ class NodeMemory:
                 reason = f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan"
                 raise self.watchdog.abort(reason)
 
-    def finish(self, operations: Sequence[Any], transfers: Sequence[Transfer]) -> None:
-        """Run point-to-point operations to their end, bounded; `transfers` name them in errors."""
+    def finish(self, messages: Sequence[Message], transfers: Sequence[Transfer]) -> None:
+        """Send and receive messages to their end, bounded; `transfers` name them in errors."""
         end, transfer = time.monotonic() + self.options.timeout_s, transfers[0]
         self.watchdog.check(transfer)
+        works: list[Any] = []
         try:
-            works = dist.batch_isend_irecv(list(operations))
+            works = self._connection.start(messages)
             for work, transfer in zip(works, transfers, strict=True):  # noqa: B007  # named by the error below
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
         except RuntimeError as error:
+            self._connection.abandon(works)
             raise self.watchdog.lost(transfer, error) from error
 
     def close(self) -> None:
@@ -216,6 +223,7 @@ class NodeMemory:
         self.words = {}
         self._homes, self._mailboxes, self._rest = {}, {}, {}
         self.buffers.close()
+        self._connection.close()
         self.watchdog.close()
         self._control.close()
 

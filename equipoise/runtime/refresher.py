@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from equipoise.core.itinerary import PATHS, PHASES, Visit
 from equipoise.core.plan import Plan
+from equipoise.runtime.connection import Message
 from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.relocate import copy_expert
@@ -118,11 +117,11 @@ class Refresher:
         first = {name: node.node_R.index(name) for name in dict.fromkeys(node.node_R)}
         is_first = first[node.node_R[node.rank]] == node.rank
         away = [rank for rank in range(len(node.node_R)) if rank not in node.peers]
-        pairs = [(dist.isend, node.rank, first[name]) for name in first if first[name] not in node.peers]
-        pairs += [(dist.irecv, rank, rank) for rank in away] if is_first else []
-        operations = [
-            dist.P2POp(act, tensor[self._owned(owner)], group=node.group, group_peer=peer)
-            for act, owner, peer in pairs
+        pairs = [(True, node.rank, first[name]) for name in first if first[name] not in node.peers]
+        pairs += [(False, rank, rank) for rank in away] if is_first else []
+        messages = [
+            Message(tensor[self._owned(owner)], peer, is_leaving)
+            for is_leaving, owner, peer in pairs
             for tensor in rows.tensors()
         ]
         coming = (
@@ -130,7 +129,8 @@ class Refresher:
         )
         for expert in coming:
             self._store.withdraw(layer, expert)
-        node.finish(operations, [Transfer("refresh", layer, path="p2p")] * len(operations))
+        if messages:
+            node.finish(messages, [Transfer("refresh", layer, path="p2p")] * len(messages))
         for expert in coming:
             self._store.announce(layer, expert, version)
 

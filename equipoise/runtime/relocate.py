@@ -21,14 +21,14 @@ Invariants (asserted by the tests):
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
+from equipoise.runtime.connection import Message
 from equipoise.runtime.copies import Copier, Copy, PlainCopies
 from equipoise.runtime.layout import allocate_experts
 from equipoise.runtime.node import NodeMemory
@@ -93,7 +93,7 @@ class Relocator:
 
     def _receive(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Send to and receive from other nodes, bounded; both sides go through the moves in the same order."""
-        operations: list[Any] = []
+        messages: list[Message] = []
         transfers: list[Transfer] = []
         buffer = self._buffer(tensors.gate_up_SFD.dtype)
         for move in moves:
@@ -101,15 +101,15 @@ class Relocator:
             if not self._crosses(move) or not (is_leaving or is_coming):
                 continue
             peer = move.target if is_leaving else move.source
-            act, held = (dist.isend, tensors) if is_leaving else (dist.irecv, buffer)
+            held = tensors if is_leaving else buffer
             slot = move.source_slot if is_leaving else move.target_slot
             for tensor in held.tensors():
                 row = tensor.detach()[slot]
                 row = row.contiguous().cpu() if is_leaving else row
-                operations.append(dist.P2POp(act, row, group=self._node.group, group_peer=peer))
+                messages.append(Message(row, peer, is_leaving))
                 transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
-        if operations:
-            self._node.finish(operations, transfers)
+        if messages:
+            self._node.finish(messages, transfers)
 
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""

@@ -26,10 +26,10 @@ class GivenPlans:
     def __init__(self, plans):
         self._plans = iter(plans)
 
-    def lend(self):
+    def lend(self, planner):
         """Every trainer has its own."""
 
-    def take_back(self):
+    def take_back(self, planner):
         """Nothing to note."""
 
     def call(self, method, *args):

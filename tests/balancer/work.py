@@ -116,11 +116,11 @@ def run_micro_steps(net, window):
 class Lendable:
     """A worker that stands before the kept one, which the balancer has meanwhile."""
 
-    def lend(self):
-        kept_worker().lend()
+    def lend(self, planner):
+        kept_worker().lend(planner)
 
-    def take_back(self):
-        kept_worker().take_back()
+    def take_back(self, planner):
+        kept_worker().take_back(planner)
 
 
 class Crooked(Lendable):
@@ -248,15 +248,19 @@ def attach_twice(group, case):
 
 
 def one_worker_for_two(group, case):
-    """Words of a second balancer that wants the first one's worker; after the first has closed it may have it."""
+    """Words of a second balancer that plans with the first one's worker; after the first has closed it may."""
     nets = [SmallStack(case, group) for _ in range(2)]
     window = window_inputs(case, 0, group.rank())
-    with balancer_of(nets[0], case, group):
-        said = words_of(lambda: balancer_of(nets[1], case, group))
-    with balancer_of(nets[1], case, group) as balancer:
-        with balancer.window(routes_of(window)):
+    with balancer_of(nets[1], case, group) as second:
+        with balancer_of(nets[0], case, group) as first:
+            for _ in range(2):
+                with first.window(routes_of(window)):
+                    run_micro_steps(nets[0], window)
+            second.submit(routes_of(window))
+            said = words_of(second.begin)
+        with second.window(routes_of(window)):
             run_micro_steps(nets[1], window)
-        return said, balancer.report.is_as_planned
+        return said, second.report.is_as_planned
 
 
 def cross_nodes(group, case):

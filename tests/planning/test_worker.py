@@ -37,11 +37,16 @@ def test_a_worker_plans_and_tells_what_is_wrong(worker):
 
 
 def test_a_worker_is_lent_to_one_balancer_at_a_time(worker):
-    worker.lend()
+    first, second = object(), object()
+    worker.lend(first)
+    worker.lend(first)
     with pytest.raises(InfeasiblePlanError, match=f"process {worker.pid} plans for another balancer; close that one"):
-        worker.lend()
-    worker.take_back()
-    worker.lend()
+        worker.lend(second)
+    worker.take_back(second)
+    with pytest.raises(InfeasiblePlanError, match="plans for another balancer"):
+        worker.lend(second)
+    worker.take_back(first)
+    worker.lend(second)
 
 
 def test_callers_in_several_threads_get_their_own_answers(worker):
