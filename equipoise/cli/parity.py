@@ -2,11 +2,13 @@
 
 equipoise parity
 equipoise parity --ranks 4 --nodes 2 --slots 2 --steps 50 --dispatch two_level --json
-equipoise parity --matrix
+equipoise parity --matrix --ranks 4
+equipoise parity --device cuda
 
-The last one goes through 1, 2, 4 and 8 ranks, 0 to 2 slots, and one and two nodes, a line each (some minutes).
-Starts the ranks itself, on CPU, and needs torch. Exit code 0: every measure is within its limit, 1: one is not, or
-nothing moved. What is measured and the limits: `equipoise/parity/verdict.py`.
+The matrix goes through 1, 2, 4 and 8 ranks, up to `--ranks`, 0 to 2 slots, and one and two nodes, a line each (some
+minutes). Starts the ranks itself and needs torch: on the CPU in fp32, or sharing one CUDA device in bf16. Exit code 0:
+every measure is within its limit, 1: one is not, or nothing moved. What is measured and the limits:
+`equipoise/parity/verdict.py`.
 """
 
 from enum import StrEnum
@@ -15,11 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.options import JsonFlag
-from equipoise.cli.output import print_json, screen
+from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from equipoise.parity.case import ParityCase
     from equipoise.parity.verdict import Measure, Verdict
 
 
@@ -30,30 +33,46 @@ class Dispatch(StrEnum):
     two_level = "two_level"
 
 
+class Device(StrEnum):
+    """Where the stack trains."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 def parity(
-    ranks: Annotated[int, typer.Option(min=1, max=8, help="Local ranks of the EP group.")] = 4,
-    nodes: Annotated[int, typer.Option(min=1, help="Declared nodes; replicas stay inside each.")] = 1,
-    slots: Annotated[int, typer.Option(min=0, max=4, help="Replica slots per rank; 0 for placement alone.")] = 1,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=8, help="Local ranks of the EP group, 4 by default; the most of a matrix.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Declared nodes, 1 by default; replicas stay inside each.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=0, max=4, help="Replica slots per rank, 1 by default; 0 for placement alone.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Windows, each ended by an AdamW step.")] = 9,
     dispatch: Annotated[Dispatch, typer.Option(help="One copy per expert, or one per node.")] = Dispatch.direct,
+    device: Annotated[Device, typer.Option(help="CPU in fp32, or one CUDA device in bf16.")] = Device.cpu,
     matrix: Annotated[
-        bool, typer.Option("--matrix", help="Instead: 1 to 8 ranks, 1 and 2 nodes, 0 to 2 slots.")
+        bool, typer.Option("--matrix", help="Instead: 1 rank to --ranks (8), 1 and 2 nodes, 0 to 2 slots.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small stack static and balanced, and compare."""
-    from equipoise.core import TopologyError
-
-    _require_torch()
-    if ranks % nodes:
-        raise TopologyError(f"--ranks {ranks} do not divide into --nodes {nodes}; give every node as many ranks")
+    _require_torch(device.value)
     from equipoise.parity import verdict as verdicts
     from equipoise.parity.case import ParityCase, all_sizes
 
-    case = ParityCase(ranks=ranks, nodes=nodes, slots=slots, steps=steps, dispatch=dispatch.value)
+    given: dict[str, Any] = {"steps": steps, "dispatch": dispatch.value, "device": device.value}
+    if matrix:
+        _check_matrix(nodes=nodes, slots=slots)
+        cases = all_sizes(ParityCase(**given), most=ranks or 8)
+    else:
+        cases = [ParityCase(**given, **_sizes(ranks=ranks, nodes=nodes, slots=slots))]
     console, found = screen(as_json=as_json), []
-    for one in all_sizes(case) if matrix else [case]:
-        found.append(verdicts.check_parity(one))
+    for number, case in enumerate(cases):
+        with progress(f"windows, {_words(case)} ({number + 1} of {len(cases)})") as tell:
+            found.append(verdicts.check_parity(case, progress=tell))
         (show_line if matrix else show)(found[-1], console)
     if as_json:
         documents = [document(verdict) for verdict in found]
@@ -61,12 +80,35 @@ def parity(
     raise typer.Exit(0 if all(verdict.is_good for verdict in found) else 1)
 
 
+def _sizes(*, ranks: int | None, nodes: int | None, slots: int | None) -> dict[str, Any]:
+    """The sizes of one case, those left out by default."""
+    from equipoise.core import TopologyError
+
+    ranks, nodes = 4 if ranks is None else ranks, nodes or 1
+    if ranks % nodes:
+        raise TopologyError(f"--ranks {ranks} do not divide into --nodes {nodes}; give every node as many ranks")
+    return {"ranks": ranks, "nodes": nodes, "slots": 1 if slots is None else slots}
+
+
+def _check_matrix(**given: int | None) -> None:
+    """Refuse sizes that a matrix goes through by itself."""
+    from equipoise.core import TopologyError
+
+    for name, value in given.items():
+        if value is not None:
+            raise TopologyError(f"--matrix goes through {name} by itself; leave out --{name} {value}, or --matrix")
+
+
+def _words(case: "ParityCase") -> str:
+    return f"ranks {case.ranks}, nodes {case.nodes}, slots {case.slots}"
+
+
 def show_line(verdict: "Verdict", console: "Console") -> None:
     """Print one case of a matrix: its sizes, and what does not hold."""
     case = verdict.case
     bad = [measure.name for measure in verdict.measures if not measure.is_good]
     word = "good" if verdict.is_good else f"FINDING: {', '.join(bad) or 'nothing moved'}"
-    sizes = f"ranks {case.ranks}, nodes {case.nodes}, slots {case.slots}, steps {case.steps}, {case.dispatch}"
+    sizes = f"{_words(case)}, steps {case.steps}, {case.dispatch}"
     console.print(f"{sizes}: {word} ({verdict.displaced} displaced, {verdict.pulls} pulls)", soft_wrap=True)
 
 
@@ -76,7 +118,7 @@ def show(verdict: "Verdict", console: "Console") -> None:
     from rich.table import Table
 
     case = verdict.case
-    title = f"ranks {case.ranks}, nodes {case.nodes}, slots {case.slots}, layers {case.layers}, steps {case.steps}"
+    title = f"{_words(case)}, layers {case.layers}, steps {case.steps}, {case.device}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     for column in ("measure", "static", "balanced", "difference", "limit", "verdict"):
         table.add_column(column, justify="left" if column in ("measure", "verdict") else "right", no_wrap=True)
@@ -101,6 +143,7 @@ def document(verdict: "Verdict") -> dict[str, Any]:
         "slots": case.slots,
         "steps": case.steps,
         "dispatch": case.dispatch,
+        "device": case.device,
         "displaced": verdict.displaced,
         "replicas": verdict.replicas,
         "pulls": verdict.pulls,
@@ -132,13 +175,16 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-def _require_torch() -> None:
+def _require_torch(device: str) -> None:
     from equipoise.core import AdapterError
 
     try:
-        import torch  # noqa: F401  # asked for here, so that the words are ours
+        # Asked for here, so that the words are ours.
+        import torch
     except ModuleNotFoundError as error:
         raise AdapterError(
             "equipoise parity trains a small stack and needs torch, which is not installed; "
             "run: pip install 'equipoise[torch]'"
         ) from error
+    if device == "cuda" and not torch.cuda.is_available():
+        raise AdapterError("--device cuda: torch finds no CUDA device here; leave it out to train on the CPU")

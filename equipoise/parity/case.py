@@ -38,6 +38,8 @@ class ParityCase:
     width: int = 24
     dispatch: Literal["direct", "two_level"] = "direct"
     """How tokens get to their experts, see `runtime.experts.LayerOptions`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the stack trains: on the CPU in fp32, or on one CUDA device that all ranks share, in bf16."""
     seed: int = 0
 
     @property
@@ -79,7 +81,8 @@ class ParityCase:
         return np.array(rows, dtype=np.int64).reshape(tokens, self.top_k)
 
 
-def all_sizes(case: ParityCase) -> list[ParityCase]:
-    """The same case on 1, 2, 4 and 8 ranks, from 4 on also as two nodes, with 0, 1 and 2 slots."""
+def all_sizes(case: ParityCase, *, most: int = 8) -> list[ParityCase]:
+    """The same case on 1, 2, 4 and 8 ranks, up to `most`, from 4 on also as two nodes, with 0, 1 and 2 slots."""
     places = [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2)]
-    return [replace(case, ranks=ranks, nodes=nodes, slots=slots) for ranks, nodes in places for slots in (0, 1, 2)]
+    cases = [replace(case, ranks=ranks, nodes=nodes, slots=slots) for ranks, nodes in places for slots in (0, 1, 2)]
+    return [one for one in cases if one.ranks <= most]

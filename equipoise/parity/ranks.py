@@ -5,6 +5,7 @@ Knows processes. Does not know what they compute.
 Invariants (asserted by the tests):
 1. Results come in rank order; a rank that raises, dies or is late is an error with its words.
 2. No process outlives the call.
+3. What rank 0 tells on the way comes in order, before the results.
 """
 
 import multiprocessing
@@ -21,12 +22,19 @@ from typing import Any
 from equipoise.core.errors import TransferError
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout_s: float = 300.0,
+    progress: Callable[..., None] | None = None,
+) -> list[Any]:
     """Call `function(group, *args)` on every rank and return the results.
 
     Args:
         function: a module-level function; arguments and results travel pickled
         timeout_s: bound on the whole call
+        progress: where given, the function has a keyword `tell`, and what rank 0 tells with it comes here
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="equipoise-ranks-") as folder:
@@ -34,20 +42,21 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout_s: f
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = (rank, ranks, str(Path(folder) / "store"), timeout_s)
-            process = context.Process(target=_serve, args=(theirs, place, function, args), daemon=True)
+            given = (theirs, place, function, args, progress is not None)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _answers(pipes, timeout_s=timeout_s)
+            return _answers(pipes, timeout_s=timeout_s, progress=progress)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _answers(pipes: list[Connection], *, timeout_s: float) -> list[Any]:
+def _answers(pipes: list[Connection], *, timeout_s: float, progress: Callable[..., None] | None) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     waiting, end = set(pipes), time.monotonic() + timeout_s
     while waiting:
@@ -58,17 +67,23 @@ def _answers(pipes: list[Connection], *, timeout_s: float) -> list[Any]:
         for pipe in ready:
             assert isinstance(pipe, Connection), "only pipes are waited for"
             rank = pipes.index(pipe)
-            waiting.discard(pipe)
             try:
-                is_good, results[rank] = pickle.loads(pipe.recv_bytes())
+                kind, value = pickle.loads(pipe.recv_bytes())
             except EOFError as error:
                 raise TransferError(f"rank {rank} died") from error
-            if not is_good:
-                raise TransferError(f"rank {rank} failed:\n{results[rank]}")
+            if kind == "failed":
+                raise TransferError(f"rank {rank} failed:\n{value}")
+            if kind == "told" and progress is not None:
+                progress(*value)
+            if kind == "done":
+                waiting.discard(pipe)
+                results[rank] = value
     return results
 
 
-def _serve(pipe: Connection, place: tuple[int, int, str, float], function: Callable[..., Any], args: Any) -> None:
+def _serve(
+    pipe: Connection, place: tuple[int, int, str, float], function: Callable[..., Any], args: Any, is_told: bool
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -77,10 +92,15 @@ def _serve(pipe: Connection, place: tuple[int, int, str, float], function: Calla
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+
+    def tell(*value: Any) -> None:
+        if rank == 0:
+            pipe.send_bytes(pickle.dumps(("told", value)))
+
     try:
         # Pickled here: a pipe's own way would leave tensors in memory that ends with this process.
-        answer = pickle.dumps((True, function(dist.group.WORLD, *args)))
+        answer = pickle.dumps(("done", function(dist.group.WORLD, *args, **({"tell": tell} if is_told else {}))))
     except Exception:  # noqa: BLE001  # the caller shows it, whatever it is
-        answer = pickle.dumps((False, traceback.format_exc()))
+        answer = pickle.dumps(("failed", traceback.format_exc()))
     pipe.send_bytes(answer)
     dist.destroy_process_group()

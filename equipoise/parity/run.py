@@ -3,7 +3,7 @@
 Knows the balancer and an optimizer. Does not judge: see `verdict`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,38 @@ class Training:
     reports: list[WindowReport]
 
 
-def train_both(group: Any, case: ParityCase) -> tuple[Training, Training]:
+Tell = Callable[[int, int], None]
+"""Called with windows done and windows in all."""
+
+
+def train_both(group: Any, case: ParityCase, *, tell: Tell) -> tuple[Training, Training]:
     """Train at the owners and balanced. Every rank of `group` must call this."""
     # Started first, so that it is ready when the static run is over.
     worker = PlanWorker()
+
+    def tell_of(run: int) -> Callable[[int], None]:
+        return lambda done: tell(run * case.steps + done, 2 * case.steps)
+
     try:
-        return train(group, case, enabled=False), train(group, case, worker=worker)
+        static = train(group, case, enabled=False, tell=tell_of(0))
+        return static, train(group, case, worker=worker, tell=tell_of(1))
     finally:
         worker.close()
 
 
-def train(group: Any, case: ParityCase, *, enabled: bool = True, worker: PlanWorker | None = None) -> Training:
-    """Train one stack. Every rank of `group` must call this."""
+def train(
+    group: Any,
+    case: ParityCase,
+    *,
+    enabled: bool = True,
+    worker: PlanWorker | None = None,
+    tell: Callable[[int], None] = lambda done: None,
+) -> Training:
+    """Train one stack. Every rank of `group` must call this.
+
+    Args:
+        tell: called with the number of windows done
+    """
     net = SmallStack(case, group)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     options = BalancerOptions(slots=case.slots, objective="skew")
@@ -60,20 +80,21 @@ def train(group: Any, case: ParityCase, *, enabled: bool = True, worker: PlanWor
             if step + 1 < case.steps:
                 # Planned while this window trains.
                 balancer.submit(routes_of(windows[(step + 1) % len(windows)]))
-            loss, outputs = run_window(net, balancer, windows[step % len(windows)])
+            loss, outputs = run_window(net, balancer, [x.to(case.device) for x in windows[step % len(windows)]])
             first = first or (outputs, *_gradients(net, group))
             losses.append(loss)
             assert balancer.report is not None, "a window that ended has a report"
             reports.append(balancer.report)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            tell(step + 1)
     assert first is not None, "a case has at least one step"
     return Training(
         losses=losses,
         outputs=first[0],
         gradients=first[1],
         norm=first[2],
-        weights=[p.detach().clone() for experts in find_layers(net).values() for p in experts.parameters()],
+        weights=[p.detach().cpu().clone() for experts in find_layers(net).values() for p in experts.parameters()],
         reports=reports,
     )
 
@@ -91,15 +112,18 @@ def run_window(net: SmallStack, balancer: Balancer, window: Sequence[Inputs]) ->
             out_TD = net(inputs, micro_step)
             part = loss_of(out_TD, inputs.target_TD)
             part.backward()
-            loss += part.detach().double()
-            outputs.append(out_TD.detach())
+            loss += part.detach().double().cpu()
+            outputs.append(out_TD.detach().cpu())
     dist.all_reduce(loss, group=group)
     for block in net.blocks:
-        dist.all_reduce(block.attention.grad, group=group)
+        # On the CPU and in fp32, where gloo adds.
+        total_DD = block.attention.grad.float().cpu()
+        dist.all_reduce(total_DD, group=group)
+        block.attention.grad.copy_(total_DD)
     return float(loss), outputs
 
 
 def _gradients(net: SmallStack, group: Any) -> tuple[list[torch.Tensor], float]:
     """The owned experts' gradients, and the norm of all."""
     layers = [ExpertWeights(*(None if t is None else t.grad for t in x.home)) for x in find_layers(net).values()]
-    return [tensor.clone() for layer in layers for tensor in layer.tensors()], gradient_norm(layers, group=group)
+    return [tensor.cpu().clone() for layer in layers for tensor in layer.tensors()], gradient_norm(layers, group=group)

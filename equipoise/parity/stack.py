@@ -30,19 +30,29 @@ class Inputs(NamedTuple):
     ids: list[Tensor]
     """By layer, [T, K]."""
 
+    def to(self, device: str) -> "Inputs":
+        """The same on a device."""
+        gates, ids = ([tensor.to(device) for tensor in tensors] for tensors in (self.gates, self.ids))
+        return Inputs(self.hidden_TD.to(device), gates, self.target_TD.to(device), ids)
+
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
 
 def all_weights(case: ParityCase, layer: int) -> tuple[Tensor, ExpertWeights]:
-    """The attention stand-in [D, D] and all experts of a layer, logical order."""
+    """The attention stand-in [D, D] and all experts of a layer, logical order; on the CPU."""
     make = torch.Generator().manual_seed(1000 * case.seed + layer)
-    attention_DD = torch.randn(case.hidden, case.hidden, generator=make) * 0.1
-    gate_up = torch.randn(case.experts, 2 * case.width, case.hidden, generator=make) * 0.15
-    return attention_DD, ExpertWeights(
-        gate_up, torch.randn(case.experts, case.hidden, case.width, generator=make) * 0.15
-    )
+
+    def numbers(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(*shape, generator=make) * scale).to(DTYPES[case.device])
+
+    attention_DD = numbers(case.hidden, case.hidden, scale=0.1)
+    gate_up = numbers(case.experts, 2 * case.width, case.hidden, scale=0.15)
+    return attention_DD, ExpertWeights(gate_up, numbers(case.experts, case.hidden, case.width, scale=0.15))
 
 
 def window_inputs(case: ParityCase, window: int, rank: int) -> list[Inputs]:
-    """What a rank forwards in one window, by micro-step."""
+    """What a rank forwards in one window, by micro-step; on the CPU."""
     return [_inputs(case, (window, micro_step, rank), ids) for micro_step, ids in enumerate(case.routes(window, rank))]
 
 
@@ -50,7 +60,8 @@ def _inputs(case: ParityCase, place: tuple[int, int, int], ids: list[np.ndarray]
     rng = np.random.default_rng([case.seed, *place, 1])
 
     def numbers(width: int) -> Tensor:
-        return torch.from_numpy(rng.standard_normal((len(ids[0]), width), dtype=np.float32))
+        drawn = rng.standard_normal((len(ids[0]), width), dtype=np.float32)
+        return torch.from_numpy(drawn).to(DTYPES[case.device])
 
     return Inputs(
         hidden_TD=numbers(case.hidden),
@@ -67,8 +78,8 @@ class Block(nn.Module):
         super().__init__()
         attention_DD, weights = all_weights(case, layer)
         cut = slice(group.rank() * case.home_slots, (group.rank() + 1) * case.home_slots)
-        owned = ExpertWeights(weights.gate_up_SFD[cut].clone(), weights.down_SDF[cut].clone())
-        self.attention = nn.Parameter(attention_DD)
+        owned = ExpertWeights(*(tensor[cut].clone().to(case.device) for tensor in weights.tensors()))
+        self.attention = nn.Parameter(attention_DD.to(case.device))
         options = LayerOptions(is_deterministic=True, dispatch=case.dispatch)
         self.experts = BalancedExperts(owned, layer=layer, group=group, options=options)
 

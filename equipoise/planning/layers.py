@@ -53,7 +53,8 @@ def check_unattached(layers: Mapping[str, BalancedExperts]) -> None:
 def check_matched(layers: Iterable[BalancedExperts], group: Any) -> None:
     """Raise on every rank if a row of any rank did not follow its prepared dispatch. Every rank must call this."""
     layers = list(layers)
-    total_L = torch.stack([experts.mismatches for experts in layers])
+    # On the CPU, which every EP group must be able to reduce on.
+    total_L = torch.stack([experts.mismatches for experts in layers]).cpu()
     dist.all_reduce(total_L, group=group)
     for experts in layers:
         experts.check_matched()

@@ -2,16 +2,19 @@
 
 import dataclasses
 import sys
+from contextlib import contextmanager
 
 import pytest
+import torch
 
+from equipoise.cli import parity
 from equipoise.parity import verdict as verdicts
 from equipoise.parity.verdict import Measure, Verdict
 
 GOOD = Measure(name="loss, window 1", static=2.0, balanced=2.0, difference=0.0, limit=0.0)
 
 
-def decided(case, **changed):
+def decided(case, progress=None, **changed):
     return Verdict(case=case, displaced=3, replicas=2, pulls=4, measures=(dataclasses.replace(GOOD, **changed),))
 
 
@@ -25,7 +28,7 @@ def test_two_ranks_hold_parity(equipoise):
 
 
 def test_a_finding_is_exit_code_1_and_shown(equipoise, monkeypatch):
-    monkeypatch.setattr(verdicts, "check_parity", lambda case: decided(case, difference=0.25, balanced=2.5))
+    monkeypatch.setattr(verdicts, "check_parity", lambda case, progress: decided(case, difference=0.25, balanced=2.5))
     outcome = equipoise("parity", "--ranks", 4, "--nodes", 2, "--slots", 2)
     assert outcome.code == 1
     assert "ranks 4, nodes 2, slots 2" in outcome.out
@@ -43,7 +46,7 @@ def test_the_table_says_when_parity_holds(equipoise, monkeypatch):
 def test_the_matrix_goes_through_all_sizes_and_shows_what_does_not_hold(equipoise, monkeypatch):
     seen = []
 
-    def check(case):
+    def check(case, progress):
         seen.append((case.ranks, case.nodes, case.slots, case.dispatch))
         return decided(case, difference=1.0 if case.ranks == 8 and case.slots == 2 else 0.0)
 
@@ -53,13 +56,17 @@ def test_the_matrix_goes_through_all_sizes_and_shows_what_does_not_hold(equipois
     assert len(seen) == len(set(seen)) == 18
     assert {(1, 1, 0, "two_level"), (4, 2, 1, "two_level"), (8, 2, 2, "two_level")} <= set(seen)
     assert [case["is_good"] for case in outcome.document["cases"]].count(False) == 2
+    seen.clear()
+    shown = equipoise("parity", "--matrix", "--ranks", 4).out
+    assert {ranks for ranks, *_ in seen} == {1, 2, 4}
+    assert "ranks 4, nodes 2, slots 2" in shown and "ranks 8" not in shown
     shown = equipoise("parity", "--matrix").out
     assert "ranks 8, nodes 2, slots 2, steps 9, direct: FINDING: loss, window 1" in shown
     assert "ranks 1, nodes 1, slots 0, steps 9, direct: good" in shown
 
 
 def test_a_run_that_diverged_is_null_in_json(equipoise, monkeypatch):
-    monkeypatch.setattr(verdicts, "check_parity", lambda case: decided(case, difference=float("nan")))
+    monkeypatch.setattr(verdicts, "check_parity", lambda case, progress: decided(case, difference=float("nan")))
     outcome = equipoise("parity", "--json")
     assert outcome.code == 1
     assert outcome.document["measures"][0]["difference"] is None
@@ -72,6 +79,38 @@ def test_without_torch_the_words_name_the_extra(equipoise, monkeypatch):
     assert "needs torch" in outcome.err and "pip install 'equipoise[torch]'" in outcome.err
 
 
-@pytest.mark.parametrize("arguments", [("--ranks", 4, "--nodes", 3), ("--ranks", 0)], ids=["nodes", "no rank"])
-def test_sizes_that_make_no_sense_are_exit_code_2(equipoise, arguments):
-    assert equipoise("parity", *arguments).code == 2
+REFUSED = {
+    "nodes": (("--ranks", 4, "--nodes", 3), "--ranks 4 do not divide into --nodes 3"),
+    "no rank": (("--ranks", 0), "Invalid value for '--ranks'"),
+    "nodes of a matrix": (("--matrix", "--nodes", 2), "--matrix goes through nodes by itself; leave out --nodes 2"),
+    "slots of a matrix": (("--matrix", "--slots", 0), "--matrix goes through slots by itself; leave out --slots 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sizes_that_make_no_sense_are_refused_by_name(equipoise, case):
+    arguments, words = REFUSED[case]
+    outcome = equipoise("parity", *arguments)
+    assert outcome.code == 2
+    assert words in outcome.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_by_name(equipoise):
+    outcome = equipoise("parity", "--device", "cuda")
+    assert outcome.code == 2
+    assert "--device cuda: torch finds no CUDA device here" in outcome.err
+
+
+def test_windows_are_told_while_they_train(equipoise, monkeypatch):
+    told, words = [], []
+
+    @contextmanager
+    def noted(description):
+        words.append(description)
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(parity, "progress", noted)
+    assert equipoise("parity", "--ranks", 1, "--slots", 0, "--steps", 2).code == 0
+    assert words == ["windows, ranks 1, nodes 1, slots 0 (1 of 1)"]
+    assert told == [(done, 4) for done in (1, 2, 3, 4)]

@@ -93,6 +93,26 @@ def rank_squared(group, fail_at):
     return group.rank() ** 2
 
 
+def count_up(group, most, *, tell):
+    for number in range(most):
+        tell(number, most)
+    return group.rank()
+
+
+def test_what_rank_0_tells_comes_in_order_before_the_results():
+    told = []
+    assert run_ranks(count_up, 2, 3, timeout_s=60, progress=lambda *value: told.append(value)) == [0, 1]
+    assert told == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_in_bf16_limits_are_those_of_its_rounding():
+    case = dataclasses.replace(CASE, device="cuda")
+    balanced = [dataclasses.replace(training, weights=[torch.ones(2, 2) + 2.0**-8]) for training in trainings()]
+    assert judge(case, trainings(), balanced).is_good
+    off = [dataclasses.replace(training, weights=[torch.ones(2, 2) + 2.0**-7]) for training in trainings()]
+    assert [m.name for m in judge(case, trainings(), off).measures if not m.is_good] == ["weight difference, 1 steps"]
+
+
 def test_ranks_answer_in_order_and_tell_what_failed():
     assert run_ranks(rank_squared, 2, None, timeout_s=60) == [0, 1]
     with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: no square today"):
