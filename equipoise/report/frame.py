@@ -68,13 +68,13 @@ def window_marks(windows: Sequence[tuple[str, int]]) -> dict[str, Any]:
     return {"shapes": lines, "annotations": words, "margin": {"t": 24}}
 
 
-def limit_line(value: float, words: str) -> dict[str, Any]:
-    """Shapes and annotations: a dashed line across the chart at a limit, with its name."""
+def limit_line(value: float, words: str, *, at: Literal["left", "right"] = "left") -> dict[str, Any]:
+    """Shapes and annotations: a dashed line across the chart at a limit, with its name at the end that is free."""
     across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
     return {
         "shapes": [{**across, "line": {"width": 1.25, "dash": "dash"}}],
         "annotations": [
-            {"xref": "paper", "x": 0, "y": value, "text": words, "xanchor": "left", "yanchor": "bottom"}
+            {"xref": "paper", "x": int(at == "right"), "y": value, "text": words, "xanchor": at, "yanchor": "bottom"}
             | {"showarrow": False}
         ],
     }

@@ -169,6 +169,7 @@ def _predicted(steps: Steps, objective: str | None) -> Chart:
         title="Predicted seconds of expert layers",
         caption=f"Promised on the described cluster, not measured on this machine: {change}, over all steps.{why}",
         y="seconds, predicted",
+        from_zero=True,
         terms=("predicted", "before", "after", "saved"),
     )
 
@@ -210,13 +211,24 @@ def _bytes(steps: Steps) -> Chart:
     )
 
 
-def _lines(steps: Steps, names: dict[str, str], *, styles: dict[str, tuple[str, str]], y: str, **words: Any) -> Chart:
+def _lines(
+    steps: Steps,
+    names: dict[str, str],
+    *,
+    styles: dict[str, tuple[str, str]],
+    y: str,
+    from_zero: bool = False,
+    **words: Any,
+) -> Chart:
     """Lines over steps; `names` says which metric a line shows."""
+    layout = _step_frame(len(steps), y=y)
+    if from_zero:
+        layout["yaxis"]["rangemode"] = "tozero"
     at = [step["step"] for step in steps]
     rows: list[tuple[Cell, ...]] = [(s["step"], *(s[metric] for metric in names.values())) for s in steps]
     return Chart(
         traces=tuple(line(n, at, [s[metric] for s in steps], style=styles[n]) for n, metric in names.items()),
-        layout=_step_frame(len(steps), y=y),
+        layout=layout,
         data=Table(columns=("step", *names), rows=tuple(rows)),
         wide=False,
         **words,

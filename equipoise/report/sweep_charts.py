@@ -80,7 +80,7 @@ def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: st
         title="From when on a plan pays",
         caption=caption,
         traces=traces,
-        layout=layout | limit_line(worth * 100, f"break-even: {percent(worth)}"),
+        layout=layout | limit_line(worth * 100, f"break-even: {percent(worth)}", at="right"),
         data=Table(columns=("skew", "tokens", "saved_share"), rows=rows),
         terms=("break-even", "skew", "saved"),
         wide=False,
