@@ -112,7 +112,7 @@ FLAGS = {
         "--json",
     },
     "report": {"-o", "--out", "--trace", "--doctor", "--measured", "--title", "--force", "--json"},
-    "parity": {"--ranks", "--nodes", "--slots", "--steps", "--dispatch", "--matrix", "--json"},
+    "parity": {"--ranks", "--nodes", "--slots", "--steps", "--dispatch", "--device", "--matrix", "--json"},
     "calibrate": {
         "-o",
         "--out",
