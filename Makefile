@@ -5,6 +5,9 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
+# Tests start hundreds of processes; each would compile the package's sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test lint types contracts clean
 
 demo: $(STAMP)
@@ -13,7 +16,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(MAKE) --jobs 2 $(KERNELS) lint types contracts
-	$(PYTHON) -m pytest --minimum-tests -n 3 --dist loadgroup
+	$(PYTHON) -m pytest --minimum-tests -n 3 --dist loadgroup --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -26,10 +29,11 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(VENV)/bin/lint-imports
 
-# One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew.
+# One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew. Compiling all that is
+# installed takes longer than compiling what is imported, which the first import does.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # numba keeps a compiled caller when only a callee in another file changed, so any change drops all compiled kernels.

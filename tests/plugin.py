@@ -4,7 +4,8 @@
 error, a lost file or a marker typo cannot turn into a green run.
 
 Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, the
-runtime's and the rest, so that there are two pools; of the others a file stays together.
+runtime's and the rest, so that there are two pools; of the others a file stays together. With `--no-loadscope-reorder`
+they begin with the longest, so that none is left for one process at the end.
 """
 
 from collections import defaultdict
@@ -12,6 +13,17 @@ from pathlib import Path
 
 import pytest
 
+LONGEST = (
+    "pool, runtime",
+    "pool",
+    "tests/rl",
+    "tests/planner",
+    "tests/runtime",
+    "tests/balancer",
+    "tests/report/test_browser.py",
+    "tests/cli",
+)
+"""How the names begin by which tests that take long stay together, longest first."""
 MINIMUM_FILE = Path(__file__).parent / "minimum_tests.txt"
 
 
@@ -51,13 +63,17 @@ class RoomTimes:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests stay together where two processes share them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say which tests stay together where processes share them, and put those that take long first."""
+    place = {}
     for item in items:
         together = item.nodeid.split("::")[0]
         if "pool" in getattr(item, "fixturenames", ()):
             together = "pool, runtime" if together.startswith(("tests/runtime", "tests/balancer")) else "pool"
         item.add_marker(pytest.mark.xdist_group(together))
+        place[item] = next((n for n, name in enumerate(LONGEST) if together.startswith(name)), len(LONGEST))
+    if hasattr(config, "workerinput"):
+        items.sort(key=place.__getitem__)
 
 
 def pytest_configure(config: pytest.Config) -> None:
