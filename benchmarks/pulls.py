@@ -45,6 +45,8 @@ from benchmarks.results import Limit, publish
 from benchmarks.transfer import OneRank
 from benchmarks.turns import WARM, added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
+from equipoise.core import Cluster
+from equipoise.core.itinerary import Path as PathName
 from equipoise.core.itinerary import Visit
 from equipoise.planner.itinerary import build_itinerary
 from equipoise.planner.options import PlanOptions
@@ -65,7 +67,8 @@ class EveryVisit(Walk):
     def __init__(self, micro_steps: int, *, replicas: int, path: str, has_backward: bool) -> None:
         stage = "update" if has_backward else "recompute"
         itinerary = build_itinerary(stage, np.ones((micro_steps, LAYERS), dtype=bool), PlanOptions(depth=1))
-        super().__init__(SimpleNamespace(itinerary=itinerary, policy="every visit"), rank=0)
+        cluster = Cluster.preset("h200")
+        super().__init__(SimpleNamespace(itinerary=itinerary, policy="every visit", cluster=cluster), rank=0)
         self._replicas, self._path = replicas, path
 
     def _needs_at(self, visit: Visit) -> tuple[Need, ...]:
@@ -111,11 +114,12 @@ class PulledByEngine:
 class Case:
     """One stack and the memory of its engine."""
 
-    def __init__(self, shape: Shape, tokens: int, replicas: int, *, bench: Bench, path: str) -> None:
+    def __init__(self, shape: Shape, tokens: int, replicas: int, *, bench: Bench, path: PathName) -> None:
         """Build the stack and move its experts in."""
         self.replicas, self.bench, self.path = replicas, bench, path
         self.stack: Stack = build_stack(shape, tokens, replicas=replicas, group=dist.group.WORLD, bench=bench)
-        options = TransferOptions(slots=replicas, depth=1, buffers="separate")
+        # Forced, so that nothing is shifted to the other path.
+        options = TransferOptions(slots=replicas, depth=1, buffers="separate", path=path)
         homes = [experts.home for experts in self.stack.experts]
         # What the engine agrees on travels on the CPU.
         self.rank = OneRank(homes, group=dist.new_group(backend="gloo"), options=options)

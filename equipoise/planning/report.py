@@ -18,7 +18,7 @@ from equipoise.planning.background import Planned
 from equipoise.runtime.counters import Counters
 from equipoise.runtime.window import Window
 
-_COUNTS = ("pulls", "returns", "publishes", "collects", "on_demand")
+_COUNTS = ("pulls", "returns", "publishes", "collects", "on_demand", "shifted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class WindowReport:
     waited_s: float
     """What training waited for the plan."""
     counts: Mapping[str, int]
-    """Pulls, returns, publishes, collects and on-demand visits of this rank."""
+    """Pulls, returns, publishes, collects, on-demand visits and pulls shifted to another path, of this rank."""
     bytes: Mapping[str, int]
     """Bytes that reached this rank, by path."""
     exposed_s: Mapping[str, float]

@@ -29,6 +29,8 @@ class Counters:
     """Experts whose gradients reached this rank as their owner."""
     refreshes: int = 0
     """Experts this rank wrote to the host store."""
+    shifted: int = 0
+    """Replicas brought by another path than planned, because that one fell behind."""
     on_demand: int = 0
     """Visits that found no replica waiting for them and had it brought at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

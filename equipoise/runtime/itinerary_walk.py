@@ -15,6 +15,7 @@ Invariants (asserted by the tests):
 
 from typing import NamedTuple
 
+from equipoise.core.cluster import Cluster
 from equipoise.core.errors import TransferError
 from equipoise.core.itinerary import Itinerary, Visit
 from equipoise.core.plan import Plan
@@ -50,6 +51,11 @@ class Walk:
         self._leased: int | None = None
         self._urgent: Fill | None = None
         self.filling: Fill | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the plan was made for."""
+        return self._plan.cluster
 
     def announce(self, visit: Visit) -> tuple[Fill, bool]:
         """Make `visit` the position.

@@ -15,7 +15,8 @@ Invariants (asserted by the tests):
 """
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.itinerary_walk import Fill, Walk
 from equipoise.runtime.node import NodeMemory
 from equipoise.runtime.paths import Need, Path
+from equipoise.runtime.shift import PathShift
 from equipoise.runtime.streams import REACHED, Lane, Mark, Standstill
 from equipoise.runtime.watchdog import Transfer
 
@@ -45,6 +47,7 @@ class Puller:
         self._node, self._paths = node, paths
         self._buffers, count = node.buffers, node.layout.depth + 1
         self._lane = Lane(node.device)
+        self._shift = PathShift(paths, near=node.peers, is_on=node.options.path == "plan")
         self._filled, self._free = [REACHED] * count, [REACHED] * count
         self._lent: int | None = None
         self._changed = threading.Condition()
@@ -58,6 +61,7 @@ class Puller:
     def resume(self, walk: Walk, *, version: int) -> None:
         """Fill along `walk` from now on, with weights of `version`."""
         with self._changed:
+            self._shift.open_window(walk.cluster)
             self._walk, self._version, self._is_paused = walk, version, False
             self._changed.notify_all()
 
@@ -162,16 +166,21 @@ class Puller:
 
     def _pull(self, fill: Fill) -> bool:
         """Bring a visit's replicas; False where a pause came before their weights, which then may never come."""
-        slot = 0
-        while slot < len(fill.needs):
-            need = fill.needs[slot]
-            self._node.watchdog.wait(partial(self._is_over, need), self._transfer(need))
-            together = self._ready_from(fill, slot)
+        needs, slot = self._chosen(fill), 0
+        while slot < len(needs):
+            waited_s = self._node.watchdog.wait(partial(self._is_over, needs[slot]), self._transfer(needs[slot]))
+            together = self._ready_from(needs, slot)
             if not together:
                 return False
-            self._copy(fill.buffer, together)
+            self._copy(fill.buffer, together, waited_s=waited_s)
             slot += len(together)
         return True
+
+    def _chosen(self, fill: Fill) -> list[Need]:
+        """The needs by the paths they really take."""
+        chosen = [self._shift.choose(need, version=self._version) for need in fill.needs]
+        self._node.counters.shifted += sum(a is not b for a, b in zip(chosen, fill.needs, strict=True))
+        return chosen
 
     def _is_over(self, need: Need) -> bool:
         return self._is_closed or self._is_paused or self._is_ready(need)
@@ -179,18 +188,18 @@ class Puller:
     def _is_ready(self, need: Need) -> bool:
         return self._paths[need.path].is_ready(need, self._version)
 
-    def _ready_from(self, fill: Fill, first: int) -> dict[int, Need]:
+    def _ready_from(self, needs: Sequence[Need], first: int) -> dict[int, Need]:
         """Replicas by slot, from one on, that can be copied together now: by one path, without a gap."""
         together: dict[int, Need] = {}
-        for slot, need in enumerate(fill.needs[first:], first):
-            if self._paths[need.path] is not self._paths[fill.needs[first].path] or not self._is_ready(need):
+        for slot, need in enumerate(needs[first:], first):
+            if self._paths[need.path] is not self._paths[needs[first].path] or not self._is_ready(need):
                 break
             together[slot] = need
         return together
 
-    def _copy(self, buffer: int, needs: Mapping[int, Need]) -> None:
+    def _copy(self, buffer: int, needs: Mapping[int, Need], *, waited_s: float) -> None:
         first = next(iter(needs.values()))
-        path = self._paths[first.path]
+        path, begin, copying = self._paths[first.path], time.monotonic(), Standstill(self._node.device)
         with torch.profiler.record_function("equipoise.pull"):
             try:
                 copied = path.pull(needs, self._buffers.slots(buffer))
@@ -199,6 +208,10 @@ class Puller:
                 one = self._transfer(first)
                 whole = one if len(needs) == 1 else one._replace(expert=None, peer=None)
                 raise self._node.watchdog.abort(f"{whole} failed: {error}") from error
+        copying.end()
+        if self._node.device.type == "cpu":
+            waited_s += time.monotonic() - begin
+        self._shift.note(first.path, copied, waited_s=waited_s, copying=copying)
         self._node.counters.arrive(path.name, copied)
         self._node.counters.pulls += len(needs)
 

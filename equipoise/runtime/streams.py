@@ -83,15 +83,19 @@ class Lane:
 
 
 class Standstill:
-    """How long layers stood still between two points of the current stream; on the CPU the caller's clock says that."""
+    """How long the current stream takes from one point to another; on the CPU the caller's clock says that."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._begin = device, self._point(device)
         self._end: torch.cuda.Event | None = None
 
     def end(self) -> None:
-        """Say that from here on layers go on."""
+        """Say that this is the second point."""
         self._end = self._point(self._device)
+
+    def is_over(self) -> bool:
+        """Whether the second point is reached; at once on the CPU."""
+        return self._begin is None or (self._end is not None and self._end.query())
 
     def seconds(self) -> float:
         """Seconds between the two points; waits for the second."""

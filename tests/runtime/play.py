@@ -127,7 +127,7 @@ def play_windows(group, plans, options):
                 rank.check_owned_gradients(plan)
             rank.update()
     counters = rank.engine.counters
-    moved = {name: getattr(counters, name) for name in ("pulls", "returns", "refreshes", "on_demand")}
+    moved = {name: getattr(counters, name) for name in ("pulls", "returns", "refreshes", "on_demand", "shifted")}
     seconds = dict(counters.exposed_s)
     return {**moved, "bytes": dict(counters.bytes), "exposed_s": seconds, "is_clean": held() == before}
 
