@@ -67,7 +67,7 @@ def analyze(
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show seconds lost, what a plan would give back, skew and memory of a step."""
+    """Show what uneven experts cost a step, and what a plan gives back."""
     from equipoise.cli.slots import check_slots
     from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster

@@ -1,7 +1,10 @@
 """The list of verbs. To add one: write `cli/VERB.py` with a function of that name, and add it to `VERBS`.
 
-Knows which verbs exist and nothing of what they do.
+Knows which verbs exist and nothing of what they do. A verb's help ends with the examples of its module's docstring.
 """
+
+import sys
+from collections.abc import Callable
 
 import typer
 
@@ -49,5 +52,13 @@ def build_app() -> typer.Typer:
     # A callback keeps the verb in the command even if only one verb is listed.
     app.callback()(lambda: None)
     for verb in VERBS:
-        app.command(name=verb.__name__)(verb)
+        app.command(name=verb.__name__, epilog=_examples(verb))(verb)
     return app
+
+
+def _examples(verb: Callable[..., None]) -> str | None:
+    """The command lines of a verb's module docstring, one a line; None where its own help has them."""
+    if "equipoise " in (verb.__doc__ or ""):
+        return None
+    lines = (sys.modules[verb.__module__].__doc__ or "").splitlines()
+    return "\b\nExamples:\n" + "\n".join(line.strip() for line in lines if line.strip().startswith("equipoise "))

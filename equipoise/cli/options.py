@@ -36,7 +36,7 @@ ShortFlag = Annotated[
 ReportOption = Annotated[
     Path | None, typer.Option("--report", help="Also write the page of the result to this HTML file.")
 ]
-ForceFlag = Annotated[bool, typer.Option("--force", help="Replace what is already in a file that is written.")]
+ForceFlag = Annotated[bool, typer.Option("--force", help="Replace files that already exist.")]
 DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or folder in any form.", show_default=False)]
 
 

@@ -40,7 +40,7 @@ def simulate(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DUMP] [AXIS=VALUES]...",
+            metavar="DUMP AXIS=V,V",
             help="Rollouts in any form, or a counts or loads .npz file; further axes of --sweep.",
             show_default=False,
         ),
@@ -72,7 +72,8 @@ def simulate(
         float, typer.Option(help="Seconds of planning a window; it hides behind what runs before.")
     ] = 0.0,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="Axis to sweep: ep, slots, micro (samples) or tokens =V,V,...")
+        list[str] | None,
+        typer.Option(metavar="AXIS=V,V", help="Axis to sweep: ep, slots, micro (samples) or tokens; also several."),
     ] = None,
     break_even: Annotated[bool, typer.Option(help="Whether to look for the tokens from which on a plan pays.")] = True,
     form: FormatOption = None,

@@ -162,6 +162,7 @@ def test_every_verb_has_help_and_two_examples(equipoise, verb):
     examples = [line for line in lines if line.strip().startswith("equipoise ")]
     assert len(examples) >= 2
     assert all(line.split()[1] == verb.__name__ for line in examples)
+    assert all(line.strip() in shown.out for line in examples[:2])
 
 
 def test_help_teaches_where_to_start(equipoise):
