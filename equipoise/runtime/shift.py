@@ -1,9 +1,10 @@
 """`PathShift`: later pulls of a window leave a path that falls behind, if the other one does not.
 
-The plan chose each pull's path by the rates of its cluster (`nvlink_bytes_per_s`, `host_bytes_per_s`). What pulls really
-reach, waits for their weights included, is measured visit by visit. A path is *behind* where the last `RECENT` visits
-together reached less than half of the plan's rate. A pull planned by such a path goes by the other one, if that is not
-behind and has the weights now: the store has those of experts that some pull of the plan takes from there.
+The plan chose each pull's path by the rates of its cluster (`nvlink_bytes_per_s`, `host_bytes_per_s`). What pulls
+really reach, waits for their weights included, is measured visit by visit. A path is *behind* where the last `RECENT`
+visits together reached less than half of the plan's rate; one that was not measured is not. A pull planned by a path
+that is behind goes by the other one, if that is not behind and has the weights now: the store has those of experts that
+some pull of the plan takes from there.
 
 Both paths bring the same bits, so this changes seconds alone. Off under a forced path. Every window begins anew.
 

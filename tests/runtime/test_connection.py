@@ -1,6 +1,7 @@
 """The transfers' own connection: a rank that gives up alone leaves the training's group as it was."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,32 @@ def test_messages_come_in_order_and_the_largest_is_that_of_all(pool):
     for rank, (came, largest) in enumerate(pool.run(messages_both_ways, 4)):
         assert came == [[10 * peer + rank, n] for peer in range(4) if peer != rank for n in range(2)]
         assert largest == [3, 0]
+
+
+def sockets():
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum("socket:" in link for link in links)
+
+
+def connect_again_and_again(group):
+    """Sockets after one connection was closed, and after ten more were."""
+    counts = []
+    for times in (1, 10):
+        for _ in range(times):
+            connection = Connection(group, timeout_s=20.0)
+            connection.start_largest(torch.tensor([1])).wait()
+            connection.close()
+        # Gloo closes in a thread of its own, once the other side has too.
+        dist.barrier(group)
+        time.sleep(0.5)
+        counts.append(sockets())
+    return counts
+
+
+@pytest.mark.dist(2)
+def test_closed_connections_leave_no_socket(pool):
+    for once, often in pool.run(connect_again_and_again, 2):
+        assert often <= once
 
 
 def give_up_alone(group, plan, how):
