@@ -8,6 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from equipoise.adapters.transformers import Installed
+from equipoise.balancer import Balancer
+from equipoise.core import ModelShape
+from equipoise.cost.model import replica_bytes
+from equipoise.planner import PlanOptions
+
 ROOT = Path(__file__).parent.parent
 LINES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 
@@ -44,6 +50,19 @@ def test_the_python_block_runs_and_explains_a_decision(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Micro-step 0, layer index 0" in done.stdout
     assert (tmp_path / "plan.npz").exists()
+
+
+def test_the_memory_of_one_slot_is_what_it_says():
+    shape, buffers = ModelShape.preset("qwen3-30b-a3b"), PlanOptions().depth + 1
+    taken = buffers * replica_bytes(shape, "update") / 2**20
+    assert f"takes {taken:.0f} MiB per GPU in updates of Qwen3-30B-A3B" in " ".join(LINES)
+
+
+def test_the_loop_calls_what_there_is():
+    (loop,) = [block for block in blocks("text") if "balancer.window" in block]
+    handle, balancer = (set(re.findall(rf"\b{name}\.(\w+)\(", loop)) for name in ("handle", "balancer"))
+    assert handle == {"micro_step"} <= set(dir(Installed))
+    assert balancer == {"window"} <= set(dir(Balancer))
 
 
 def test_the_tree_names_every_room_and_nothing_else():
