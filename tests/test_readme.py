@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from equipoise.adapters.transformers import Installed
-from equipoise.balancer import Balancer
 from equipoise.core import ModelShape
 from equipoise.cost.model import replica_bytes
 from equipoise.planner import PlanOptions
@@ -59,6 +57,9 @@ def test_the_memory_of_one_slot_is_what_it_says():
 
 
 def test_the_loop_calls_what_there_is():
+    from equipoise.adapters.transformers import Installed
+    from equipoise.balancer import Balancer
+
     (loop,) = [block for block in blocks("text") if "balancer.window" in block]
     handle, balancer = (set(re.findall(rf"\b{name}\.(\w+)\(", loop)) for name in ("handle", "balancer"))
     assert handle == {"micro_step"} <= set(dir(Installed))
