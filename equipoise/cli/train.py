@@ -13,6 +13,7 @@ Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file,
 Exit code 0: trained, or all modes agree; 1: modes differ; 2: something is wrong with what was given; 130: interrupted.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,7 @@ INTERRUPTED = 130
 
 
 def train(
-    preset: Annotated[str, typer.Option("--preset", help="A preset, or a TOML file of settings.")] = "tiny",
+    preset: Annotated[str | None, typer.Option(help="A preset, or a TOML file of settings.  [default: tiny]")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: a.b=value.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks to start; short for --set ranks=N.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder of a HF checkpoint; short for --set model.path.")] = None,
@@ -40,9 +41,10 @@ def train(
     compare: Annotated[str | None, typer.Option(help="Train several modes and compare: off,static,equipoise.")] = None,
     record: Annotated[Path | None, typer.Option(help="Folder to write the routes of every step to.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.")] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for results; replaced if it holds a run.")] = Path(
-        "out/train"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Folder for results; a run in it is replaced.  [default: out/train]"),
+    ] = None,
     report: ReportOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -61,24 +63,24 @@ def train(
     Settings and presets: docs/training.md. Metrics: docs/metrics.md.
     """
     from equipoise.cli.train_view import open_view
-    from equipoise.core import TrainingError
     from equipoise.rl.config_file import read_config
 
-    for flag, value in (("--report", report), ("--record", record), ("--resume", resume)):
-        if compare and value is not None:
-            raise TrainingError(f"{flag} {value} is of one run, --compare makes several; leave one of them out")
+    several = {"--report": report, "--record": record, "--resume": resume, "--out": out}
+    _refuse_together("--compare", compare, several, why="is of one run, --compare trains several and keeps none")
+    _refuse_together("--resume", resume, {"--out": out, "--preset": preset}, why="is the resumed run's own")
     given = {"ranks": ranks, "model.path": model, "task.reward": reward}
     changes = [*(settings or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
-    config = read_config(preset if resume is None else resume / "config.toml", settings=changes)
     _require_torch()
+    config = read_config((preset or "tiny") if resume is None else _find_run(resume), settings=changes)
     refuse_unwritable(report)
     with open_view(as_json=as_json) as view:
         _refuse_too_few(config, view)
         if compare:
             raise typer.Exit(_compare(config, compare, view))
         places = {"record": record, "report": report}
-        raise typer.Exit(_train(config, resume or out, view, is_resumed=resume is not None, **places))
+        folder = resume or out or Path("out/train")
+        raise typer.Exit(_train(config, folder, view, is_resumed=resume is not None, **places))
 
 
 def _train(
@@ -86,11 +88,14 @@ def _train(
 ) -> int:
     from equipoise.rl.environment import find_torchrun
     from equipoise.rl.launch import launch
+    from equipoise.rl.preflight import check_places, check_settings
     from equipoise.rl.run import Places, run
 
-    torchrun = find_torchrun()
-    if not is_resumed and (torchrun is None or torchrun.rank == 0):
-        _clear(out)
+    check_settings(config)
+    if (torchrun := find_torchrun()) is None or torchrun.rank == 0:
+        check_places(out=out, record=record, is_resumed=is_resumed)
+        if not is_resumed:
+            _clear(out)
     places = Places(out=out, record=record, is_resumed=is_resumed)
     try:
         summary = launch(run, config, places, show=view.show)
@@ -112,8 +117,11 @@ def _train(
 def _compare(config: "TrainConfig", words: str, view: "View") -> int:
     from equipoise.rl.compare import parse_modes, run_comparison
     from equipoise.rl.launch import launch
+    from equipoise.rl.preflight import check_settings
 
-    comparison = launch(run_comparison, config, parse_modes(words), show=view.show)
+    modes = parse_modes(words)
+    check_settings(config)
+    comparison = launch(run_comparison, config, modes, show=view.show)
     if comparison is None:
         # Another rank than the first, started by torchrun: the first one tells.
         return 0
@@ -123,19 +131,31 @@ def _compare(config: "TrainConfig", words: str, view: "View") -> int:
     return 0 if comparison.is_good else 1
 
 
+def _refuse_together(flag: str, value: object, others: Mapping[str, object], *, why: str) -> None:
+    from equipoise.core import TrainingError
+
+    for name, other in others.items():
+        if value is not None and other is not None:
+            raise TrainingError(f"{name} {other} {why}; leave out {name} or {flag}")
+
+
+def _find_run(folder: Path) -> Path:
+    from equipoise.rl.preflight import find_run
+
+    return find_run(folder)
+
+
 def _clear(out: Path) -> None:
-    """Make room for a new run; a folder that holds something else is left alone."""
+    """Make room for a new run, in a folder that is new, empty or holds an old run."""
     import shutil
 
     from equipoise.core import TrainingError
 
-    if out.exists() and any(out.iterdir()) and not (out / "config.toml").exists():
-        raise TrainingError(f"{out} holds something that is no training run; give another folder with --out")
     shutil.rmtree(out, ignore_errors=True)
     try:
         out.mkdir(parents=True)
     except OSError as error:
-        raise TrainingError(f"{out} cannot be made ({error.strerror}); give another folder with --out") from error
+        raise TrainingError(f"--out {out} cannot be made ({error.strerror}); give another folder") from error
 
 
 def _refuse_too_few(config: "TrainConfig", view: "View") -> None:

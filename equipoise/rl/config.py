@@ -10,6 +10,7 @@ Invariants (asserted by the tests):
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 from equipoise.core.errors import TrainingError
@@ -165,6 +166,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_ranges(self)
+        _check_model(self.model)
+        _check_backend(self)
         _check_shares(self)
 
     @property
@@ -207,10 +210,12 @@ _LOWEST: dict[str, float] = {
     "update.mini_batches": 1,
     "update.micro_batch": 1,
     "update.kl": 0,
+    "update.weight_decay": 0,
     "balance.slots": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }
+_HIGHEST: dict[str, float] = {"seed": 2**63 - 1, "timeout_s": 1e6}
 _POSITIVE = (
     "warmup.learning_rate",
     "rollout.temperature",
@@ -239,9 +244,42 @@ def _check_ranges(config: TrainConfig) -> None:
     for name, low in _LOWEST.items():
         if not _setting(config, name) >= low:
             raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be at least {low:g}")
+    for name, high in _HIGHEST.items():
+        if not _setting(config, name) <= high:
+            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be at most {high:g}")
     for name in _POSITIVE:
-        if not _setting(config, name) > 0:
-            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be above 0")
+        if not 0 < _setting(config, name) < inf:
+            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be above 0, and a number")
+
+
+def _check_model(config: ModelConfig) -> None:
+    """A random model's sizes fit together; a checkpoint has its own."""
+    if config.path:
+        return
+    most = config.experts // 2 if config.family == "deepseek-v3" else config.experts
+    if config.top_k > most:
+        raise TrainingError(
+            f"setting model.top_k is {config.top_k}; {config.family} of {config.experts} experts can use at most {most}"
+        )
+    if config.family == "deepseek-v3" and config.experts % 2:
+        raise TrainingError(
+            f"setting model.experts is {config.experts}; deepseek-v3 has two groups of them: make it even"
+        )
+    if config.hidden % (2 * config.heads):
+        raise TrainingError(
+            f"setting model.hidden is {config.hidden}; it must divide by twice model.heads ({config.heads}), because "
+            "positions turn the numbers of a head in pairs"
+        )
+
+
+def _check_backend(config: TrainConfig) -> None:
+    if config.backend == "nccl" and config.model.device != "cuda":
+        raise TrainingError("setting backend is nccl, which moves CUDA tensors alone; use it with model.device=cuda")
+    if config.backend == "nccl" and config.model.ranks_per_device > 1:
+        raise TrainingError(
+            f"setting backend is nccl, which refuses {config.model.ranks_per_device} ranks on one GPU "
+            "(model.ranks_per_device); use --set backend=gloo"
+        )
 
 
 def _check_shares(config: TrainConfig) -> None:

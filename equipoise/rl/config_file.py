@@ -66,7 +66,10 @@ def _text_of(source: str | Path) -> str:
     path = Path(source)
     if not path.is_file():
         raise TrainingError(f"no preset and no file {str(source)!r}; presets: {', '.join(preset_names())}")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(f"{path} cannot be read as a TOML file: {error}") from error
 
 
 def _parse(text: str, *, place: str) -> dict[str, Any]:

@@ -39,13 +39,21 @@ def load_model(path: str | Path) -> nn.Module:
     """Load a HF checkpoint from a folder; nothing is fetched from anywhere."""
     from transformers import AutoModelForCausalLM
 
-    if not (Path(path) / "config.json").is_file():
-        raise TrainingError(f"no HF checkpoint at {path}: it has no config.json; give the folder of one")
+    check_checkpoint(path)
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
     except (OSError, ValueError) as error:
         raise TrainingError(f"{path} cannot be loaded: {error}") from error
     return model
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Raise if a folder holds no HF checkpoint."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise TrainingError(f"no HF checkpoint at {path}: it has no config.json; give the folder of one")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise TrainingError(f"{path} has no weights (*.safetensors or *.bin); give the folder of a whole checkpoint")
 
 
 def open_tokenizer(config: ModelConfig) -> Tokenizer:

@@ -93,17 +93,28 @@ class Outside:
             return found
 
 
+def find_rollouts(folder: str, *, steps: int) -> list[Path]:
+    """The files of a folder of rollouts, which must be enough for so many steps."""
+    if not Path(folder).is_dir():
+        raise TrainingError(
+            f"setting rollout.source is {folder!r}, which is no folder; give a folder of rollouts, or an http URL"
+        )
+    files = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in SUFFIXES)
+    if len(files) < steps:
+        raise TrainingError(
+            f"setting rollout.source: {folder} holds rollouts of {len(files)} steps (files ending in "
+            f"{', '.join(sorted(SUFFIXES))}), {steps} are asked for; record more, or train fewer with --set steps="
+        )
+    return files
+
+
 class RecordedRollouts:
     """A folder of recorded rollouts."""
 
     def __init__(self, folder: str, outside: Outside) -> None:
         """Look what there is; files are read step by step."""
         self._folder, self._outside = Path(folder), outside
-        if not self._folder.is_dir():
-            raise TrainingError(
-                f"setting rollout.source: no folder {folder}; give a folder of rollouts, or an http URL"
-            )
-        self._files = sorted(path for path in self._folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        self._files = find_rollouts(folder, steps=1)
 
     def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
         """Yield (place, sample) of this rank's questions."""

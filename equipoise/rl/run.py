@@ -74,6 +74,8 @@ def run(
     opened = _open(config, layout, show, checkpoints=checkpoints, newest=newest, worker=worker)
     trainer, planner, first = opened.trainer, opened.planner, opened.first
     _begin(config, layout, show, places, trainer=trainer, first=first)
+    if places.is_resumed:
+        show(Event("note", {"words": _words_of_resume(config, newest, first=first)}))
     sinks = _open_sinks(config, layout, places, first=first)
     history: list[dict[str, Any]] = []
     for step in range(first, config.steps):
@@ -126,8 +128,15 @@ def _open(
     if state is None:
         return _Opened(trainer, planner, 0)
     trainer.restore(state)
-    show(Event("note", {"words": f"resumed from {newest}, next is step {state.step}"}))
     return _Opened(trainer, planner, state.step)
+
+
+def _words_of_resume(config: TrainConfig, newest: Path | None, *, first: int) -> str:
+    if newest is None:
+        return "there is no checkpoint yet: training begins anew"
+    if first >= config.steps:
+        return f"{newest} is the end of the run: all of its {config.steps} steps are trained; more: --set steps=N"
+    return f"resumed from {newest}, next is step {first}"
 
 
 def warm_up_told(model: nn.Module, config: TrainConfig, layout: Layout, show: Show) -> None:

@@ -16,7 +16,9 @@ Invariants (asserted by the tests):
 """
 
 import importlib
+import inspect
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +78,16 @@ class Dataset:
         """Read a JSONL file of prompts and answers."""
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise TrainingError(f"setting task.data: {path} cannot be read: {error}") from error
+        except OSError as error:
+            raise TrainingError(
+                f"setting task.data is {str(path)!r}, which cannot be read ({error.strerror}); give a JSONL file of "
+                '{"prompt": text, "answer": text}'
+            ) from error
+        except UnicodeDecodeError as error:
+            raise TrainingError(f"setting task.data is {str(path)!r}, which is no text in UTF-8: {error}") from error
         found = tuple(_question(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip())
         if not found:
-            raise TrainingError(f"setting task.data: {path} holds no question")
+            raise TrainingError(f"setting task.data is {str(path)!r}, which holds no question; every line is one")
         return cls(found)
 
     def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
@@ -97,20 +104,38 @@ def open_task(config: TaskConfig) -> Task:
 
 
 def find_reward(name: str) -> Reward:
-    """Import `module:function`, or return `exact_reward` for an empty name."""
+    """Import `module:function`, from the current folder too, or return `exact_reward` for an empty name."""
     if not name:
         return exact_reward
     module, _, function = name.partition(":")
+    if not module or not function:
+        raise TrainingError(f"reward {name!r} is not of the form module:function, such as judges:exact for judges.py")
+    if str(Path.cwd()) not in sys.path:
+        # A command's own folder is searched, not the one where it is called.
+        sys.path.append(str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise TrainingError(f"reward {name!r} cannot be imported as module:function: {error}") from error
-    if not callable(found):
-        raise TrainingError(
-            f"reward {name!r} is a {type(found).__name__}; give a function of (prompt, response, answer)"
-        )
+    except Exception as error:  # the module is the user's: whatever it raises is told
+        words = f"{type(error).__name__}: {error}"
+        raise TrainingError(f"reward {name!r} cannot be imported as module:function ({words})") from error
+    _check_reward(name, found)
     checked: Reward = found
     return checked
+
+
+def _check_reward(name: str, found: Any) -> None:
+    takes = "give a function of (prompt, response, answer)"
+    if not callable(found):
+        raise TrainingError(f"reward {name!r} is a {type(found).__name__}; {takes}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:
+        # Some functions written in C have none that can be read; they show when they are called.
+        return
+    try:
+        signature.bind("prompt", "response", "answer")
+    except TypeError as error:
+        raise TrainingError(f"reward {name!r} takes {signature} ({error}); {takes}") from error
 
 
 def exact_reward(prompt: str, response: str, answer: str) -> float:

@@ -55,13 +55,22 @@ def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch
         (["--set", "stepz=2"], "unknown setting stepz; did you mean steps?"),
         (["--preset", "huge"], "no preset and no file 'huge'; presets: qwen3-30b-a3b-64gpu, small-gpu, tiny"),
         (["--compare", "off,magic"], "--compare 'off,magic': give two or three different ones"),
-        (["--compare", "off,static", "--record", "r"], "--record r is of one run, --compare makes several"),
-        (["--resume", "absent"], "no preset and no file 'absent/config.toml'"),
+        (["--compare", "off,static", "--record", "r"], "--record r is of one run, --compare trains several"),
+        (["--compare", "off,static", "--reward", "absent:f"], "reward 'absent:f' cannot be imported"),
+        (["--resume", "absent"], "--resume absent: there is no such folder; give the folder that the run wrote to"),
+        (["--resume", "absent", "-o", "other"], "--out other is the resumed run's own; leave out --out or --resume"),
+        (["--resume", "absent", "--preset", "tiny"], "--preset tiny is the resumed run's own"),
+        (["--reward", "absent:f", "-o", "new"], "reward 'absent:f' cannot be imported as module:function"),
+        (["--set", "task.data=absent.jsonl", "-o", "new"], "setting task.data is 'absent.jsonl', which cannot be read"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(equipoise, arguments, words):
+def test_what_is_wrong_is_one_line_and_exit_code_2_and_nothing_is_made(
+    equipoise, arguments, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     shown = equipoise("train", *arguments)
     assert shown.code == 2 and words in shown.err and shown.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(equipoise, tmp_path):

@@ -44,6 +44,14 @@ def test_any_value_survives_toml(tmp_path_factory, seed, rate, path, is_free):
         ("steps=many", "setting steps is 'many'; it must be a whole number"),
         ("steps=true", "setting steps is True; it must be a whole number"),
         ("update.learning_rate=0", "setting update.learning_rate is 0.0; it must be above 0"),
+        ("update.learning_rate=inf", "setting update.learning_rate is inf; it must be above 0, and a number"),
+        ("update.learning_rate=nan", "setting update.learning_rate is nan; it must be above 0, and a number"),
+        ("update.weight_decay=-1", "setting update.weight_decay is -1.0; it must be at least 0"),
+        ("seed=99999999999999999999", "setting seed is 99999999999999999999; it must be at most"),
+        ("timeout_s=1e30", "setting timeout_s is 1e+30; it must be at most 1e+06"),
+        ("model.top_k=17", "setting model.top_k is 17; qwen3-moe of 16 experts can use at most 16"),
+        ("model.hidden=66", "setting model.hidden is 66; it must divide by twice model.heads (4)"),
+        ("backend=nccl", "setting backend is nccl, which moves CUDA tensors alone"),
         ("update.replay=R4", "setting update.replay is 'R4'; it must be one of R3, R2, off"),
         ("task.domains=add", "setting task.domains is 'add'; it must be a list of words"),
         ("model=3", "setting model is a table; give its settings as model.key"),
@@ -59,6 +67,16 @@ def test_what_is_wrong_is_named_with_its_limit(setting, words):
     with pytest.raises(TrainingError) as error:
         read_config("tiny", settings=[setting])
     assert words in str(error.value)
+
+
+def test_settings_that_exclude_each_other_are_refused():
+    with pytest.raises(TrainingError, match=r"backend is nccl, which refuses 4 ranks on one GPU"):
+        read_config("small-gpu", settings=["backend=nccl"])
+    deepseek = ["model.family=deepseek-v3"]
+    with pytest.raises(TrainingError, match=r"model.top_k is 9; deepseek-v3 of 16 experts can use at most 8"):
+        read_config("tiny", settings=[*deepseek, "model.top_k=9"])
+    with pytest.raises(TrainingError, match=r"model.experts is 15; deepseek-v3 has two groups of them: make it even"):
+        read_config("tiny", settings=[*deepseek, "model.experts=15"])
 
 
 def test_set_takes_words_numbers_lists_and_paths():

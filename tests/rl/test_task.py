@@ -74,14 +74,19 @@ def test_a_broken_dataset_is_refused_by_line(tmp_path, text, words):
 def test_unknown_domains_files_and_rewards_are_refused_by_name(tmp_path):
     with pytest.raises(TrainingError, match=r"task.domains is \['poetry'\]; known: add, sub"):
         Arithmetic(("poetry",))
-    with pytest.raises(TrainingError, match=r"absent.jsonl cannot be read"):
+    with pytest.raises(TrainingError, match=r"absent.jsonl', which cannot be read \(No such file"):
         Dataset.read(tmp_path / "absent.jsonl")
-    for name in ("no.such.module:f", "math:nothing", "math", ":"):
+    for name in ("no.such.module:f", "math:nothing"):
         with pytest.raises(TrainingError, match="cannot be imported as module:function"):
+            find_reward(name)
+    for name in ("math", ":", ":f"):
+        with pytest.raises(TrainingError, match="is not of the form module:function"):
             find_reward(name)
     with pytest.raises(TrainingError, match="is a float; give a function"):
         find_reward("math:pi")
-    assert find_reward("math:hypot")(3.0, 4.0) == 5.0
+    with pytest.raises(TrainingError, match=r"'math:copysign' takes \(x, y, /\) \(too many positional arguments\)"):
+        find_reward("math:copysign")
+    assert find_reward("math:hypot")(2.0, 3.0, 6.0) == 7.0
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,0 +1,129 @@
+"""What can be wrong with a run, found before anything is made: before a rank is started or an old result replaced.
+
+    settings    the reward, the questions, the model's shape and tokenizer, the source of rollouts, extras, devices
+    places      folders to write to, and the run to go on with
+
+Each check opens the very thing that training will open, so that both say the same. Knows the order of checks. Does not
+start anything, and changes no file.
+
+Invariants (asserted by the tests):
+1. A setting that names what is not there is refused by its name, its value and what to do, with nothing written.
+2. What passes here opens in a run.
+"""
+
+import os
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from equipoise.core.errors import TrainingError
+from equipoise.rl.config import TrainConfig
+from equipoise.rl.forecast import shape_of
+from equipoise.rl.layout import build_cluster
+from equipoise.rl.model import LONGEST, check_checkpoint, open_tokenizer
+from equipoise.rl.outside import find_rollouts
+from equipoise.rl.task import Question, find_reward, open_task
+
+_ANSWER_S = 5.0
+"""How long an engine may take to accept a connection."""
+_ASKED = 64
+"""Questions that are tried with the tokenizer."""
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Raise if something that the settings name is not there, or does not fit the rest."""
+    find_reward(config.task.reward)
+    if config.model.path:
+        check_checkpoint(config.model.path)
+    build_cluster(config, shape_of(config))
+    asked = open_task(config.task).questions(_ASKED, seed=config.seed, step=0)
+    _check_lengths(config, asked)
+    _check_source(config)
+    _check_extras(config)
+    _check_devices(config)
+
+
+def check_places(*, out: Path, record: Path | None = None, is_resumed: bool = False) -> None:
+    """Raise if results or recorded routes have no place, or if there is no run to go on with."""
+    if is_resumed:
+        find_run(out)
+    elif out.is_dir() and any(out.iterdir()) and not (out / "config.toml").exists():
+        raise TrainingError(f"--out {out} holds something that is no training run; give another folder")
+    _check_folder("--out", out)
+    if record is None:
+        return
+    _check_folder("--record", record)
+    if not is_resumed and record.is_dir() and any(record.iterdir()):
+        raise TrainingError(f"--record {record} holds something already; give a new folder, or empty it")
+
+
+def find_run(folder: Path) -> Path:
+    """Return the settings of the run to go on with, or say what the folder is instead."""
+    settings = folder / "config.toml"
+    if settings.is_file():
+        return settings
+    if not folder.exists():
+        raise TrainingError(f"--resume {folder}: there is no such folder; {_GIVE}")
+    inside = next((parent for parent in folder.resolve().parents if (parent / "config.toml").is_file()), None)
+    if inside is not None:
+        raise TrainingError(f"--resume {folder} lies inside a run; give the run: --resume {inside}")
+    raise TrainingError(f"--resume {folder} is no run, it holds no config.toml; {_GIVE}")
+
+
+_GIVE = "give the folder that the run wrote to, its --out (out/train if none was given)"
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise TrainingError(f"{flag} {folder}: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK):
+        raise TrainingError(f"{flag} {folder}: no right to write to {there}; give another folder")
+
+
+def _check_lengths(config: TrainConfig, asked: list[Question]) -> None:
+    """Prompts and answers have tokens, and a sample fits the model's positions."""
+    tokenizer = open_tokenizer(config.model)
+    longest = max(len(tokenizer.encode(question.prompt)) for question in asked)
+    for question in asked if config.warmup.steps else ():
+        tokenizer.encode(question.answer)
+    if not config.model.path and longest + config.rollout.max_new_tokens > LONGEST:
+        raise TrainingError(
+            f"setting rollout.max_new_tokens is {config.rollout.max_new_tokens}; with prompts of {longest} tokens a "
+            f"sample would be longer than the {LONGEST} positions of a random model; use at most {LONGEST - longest}"
+        )
+
+
+def _check_source(config: TrainConfig) -> None:
+    source = config.rollout.source
+    if not source:
+        return
+    if not source.startswith("http"):
+        find_rollouts(source, steps=config.steps)
+        return
+    address = urlsplit(source)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=_ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
+        ) from error
+
+
+def _check_extras(config: TrainConfig) -> None:
+    wanted = {"track.tensorboard": config.track.tensorboard, "track.wandb_project": config.track.wandb_project}
+    for name, package in (("track.tensorboard", "tensorboard"), ("track.wandb_project", "wandb")):
+        if wanted[name] and find_spec(package) is None:
+            raise TrainingError(
+                f"setting {name} is {wanted[name]}, but {package} is not installed; "
+                f"run: pip install 'equipoise[{package}]', or leave it out"
+            )
+
+
+def _check_devices(config: TrainConfig) -> None:
+    import torch
+
+    if config.model.device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("setting model.device is cuda, but torch finds no GPU here; use --set model.device=cpu")

@@ -1,0 +1,141 @@
+"""Before anything is made: whatever the settings name is there, or is refused by name with what to do."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.core import EquipoiseError
+from equipoise.rl.config import change
+from equipoise.rl.config_file import read_config
+from equipoise.rl.model import build_model
+from equipoise.rl.preflight import check_places, check_settings, find_run
+
+JUDGES = """
+def judge(prompt, response, answer):
+    return 1.0
+
+def two(prompt, response):
+    return 1.0
+
+scale = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder of a user's own, with what the cases name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    Path("own_judges.py").write_text(JUDGES)
+    Path("broken_judge.py").write_text("def f(:\n")
+    Path("broken.jsonl").write_text("{nope\n")
+    Path("accents.jsonl").write_text(json.dumps({"prompt": "caf\u00e9=", "answer": "1"}, ensure_ascii=False))
+    Path("none.jsonl").write_text("\n")
+    Path("weightless").mkdir()
+    Path("weightless/config.json").write_text("{}")
+    Path("dense").mkdir()
+    Path("dense/config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
+    Path("dense/model.safetensors").touch()
+    Path("rollouts").mkdir()
+    Path("rollouts/step-000000.jsonl").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("task.reward=absent:f", "reward 'absent:f' cannot be imported as module:function (ModuleNotFoundError"),
+        ("task.reward=own_judges", "reward 'own_judges' is not of the form module:function"),
+        ("task.reward=own_judges:none", "has no attribute 'none'"),
+        ("task.reward=own_judges:scale", "is a int; give a function of (prompt, response, answer)"),
+        ("task.reward=own_judges:two", "takes (prompt, response) (too many positional arguments)"),
+        ("task.reward=broken_judge:f", "cannot be imported as module:function (SyntaxError"),
+        ("task.data=absent.jsonl", "setting task.data is 'absent.jsonl', which cannot be read (No such file"),
+        ("task.data=broken.jsonl", "broken.jsonl line 1 is not JSON"),
+        ("task.data=none.jsonl", "setting task.data is 'none.jsonl', which holds no question"),
+        ("task.data=accents.jsonl", "has no token: the embedded tokenizer knows printable ASCII"),
+        ("task.domains=['x']", "setting task.domains is ['x']; known: add, sub, reverse, largest"),
+        ("model.path=absent", "no HF checkpoint at absent: it has no config.json"),
+        ("model.path=weightless", "weightless has no weights (*.safetensors or *.bin)"),
+        ("model.path=dense", "model 'dense': config.json has none of the keys"),
+        ("model.experts=15", "15 experts of 'qwen3-moe' do not divide by 2 ranks"),
+        ("rollout.max_new_tokens=5000", "setting rollout.max_new_tokens is 5000; with prompts of"),
+        ("rollout.source=absent", "setting rollout.source is 'absent', which is no folder"),
+        ("rollout.source=rollouts", "rollouts holds rollouts of 1 steps"),
+        ("rollout.source=http://127.0.0.1:9", "setting rollout.source is http://127.0.0.1:9, where nothing answers"),
+        ("rollout.source=http://:x", "setting rollout.source is http://:x, where nothing answers"),
+        ("balance.cluster=moon", "moon"),
+        ("track.wandb_project=p", "setting track.wandb_project is p, but wandb is not installed; run: pip install"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(here, setting, words, monkeypatch):
+    monkeypatch.setattr("equipoise.rl.preflight.find_spec", lambda name: None)
+    before = sorted(here.iterdir())
+    with pytest.raises(EquipoiseError) as error:
+        check_settings(read_config("tiny", settings=[setting]))
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert [path for path in sorted(here.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(EquipoiseError, match=r"setting model.device is cuda, but torch finds no GPU here"):
+        check_settings(read_config("tiny", settings=["model.device=cuda"]))
+
+
+def test_what_is_there_passes(here):
+    config = read_config("tiny", settings=["task.reward=own_judges:judge", "steps=1"])
+    build_model(change(config, model={"layers": 1}).model, seed=0).save_pretrained("whole")
+    Path("good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        address = f"http://127.0.0.1:{engine.getsockname()[1]}"
+        for changes in (
+            {},
+            {"task": {"data": "good.jsonl"}},
+            {"model": {"path": "whole"}},
+            {"rollout": {"source": "rollouts"}},
+            {"rollout": {"source": address}},
+        ):
+            check_settings(change(config, **changes))
+
+
+def old_run(folder):
+    (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    (folder / "config.toml").write_text("steps = 1\n")
+    return folder
+
+
+def test_a_run_to_go_on_with_is_found_or_the_folder_explained(here):
+    run = old_run(here / "run")
+    assert find_run(run) == run / "config.toml"
+    for folder, words in (
+        (here / "absent", "there is no such folder; give the folder that the run wrote to, its --out"),
+        (here / "rollouts", "is no run, it holds no config.toml"),
+        (here / "own_judges.py", "is no run, it holds no config.toml"),
+        (run / "checkpoints" / "step-000001", f"lies inside a run; give the run: --resume {run}"),
+    ):
+        with pytest.raises(EquipoiseError) as error:
+            find_run(folder)
+        assert str(error.value).startswith(f"--resume {folder}") and words in str(error.value)
+
+
+def test_places_that_are_taken_or_cannot_be_written_are_refused(here):
+    run = old_run(here / "run")
+    check_places(out=run)
+    check_places(out=here / "new" / "deep", record=here / "routes")
+    check_places(out=run, record=here / "rollouts", is_resumed=True)
+    for places, words in (
+        ({"out": here / "rollouts"}, "--out {} holds something that is no training run"),
+        ({"out": here / "own_judges.py"}, "--out {}: {} is a file; give a folder"),
+        ({"out": here / "own_judges.py" / "run"}, "own_judges.py is a file; give a folder"),
+        ({"out": run, "record": here / "rollouts"}, "--record {} holds something already"),
+        ({"out": run, "record": here / "own_judges.py"}, "--record {}: {} is a file"),
+    ):
+        named = list(places.values())[-1]
+        with pytest.raises(EquipoiseError) as error:
+            check_places(**places)
+        assert words.format(named, named) in str(error.value)
