@@ -9,11 +9,13 @@ Rates: one visit's 1 or 2 replicas come into a replica buffer as the engine brin
     peer   from home weights in mapped device memory; here the device is the same, so this is a copy inside it
     host   from the host store: shared memory, registered with the driver
 Beside it, as many bytes by plain copies: `one` from one tensor to another, `same` tensor by tensor as an expert is made
-of, pinned host memory to device or device to device. What bounds them: device memory (read and write: a copy of n bytes
-moves 2n), PCIe (64 GB/s a direction for Gen5 x16 by its standard), and a few microseconds to start each copy.
+of, pinned host memory to device or device to device; and `parallel`, the copies side by side that a node with several
+devices uses. What bounds them: device memory (read and write: a copy of n bytes moves 2n), PCIe (64 GB/s a direction
+for Gen5 x16 by its standard), and a few microseconds to start each copy.
 
 Beside products: what a visit's pulls inside the device add to grouped-GEMM-sized products that run meanwhile, copied
-one after the other (`plain`) and side by side (`parallel`, as the engine does); both compete for the device's memory.
+one after the other (`plain`), side by side (`parallel`), and by one kernel (`kernel`, as the engine does where all
+memory is on one device); all compete for the device's memory and processors.
 
 Memory: one rank of Qwen3-30B-A3B under EP8, all 48 layers, with 2 slots at depth 1, less the same with 0 slots, as the
 driver counts free memory; once with separate buffers and once as an arena.
@@ -39,7 +41,7 @@ from benchmarks.turns import measure_in_turn, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
 from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.copies import PlainCopies
+from equipoise.runtime.copies import CopyWay, make_copier
 from equipoise.runtime.host_store import HostStore
 from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.node import NodeMemory
@@ -112,11 +114,13 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
     buffer, path = rank.node.buffers.slots(0), rank.paths[name]
     sizes = [tensor[0].numel() for tensor in buffer.tensors()] * count
     plain = OneOrSame(sizes, bench, is_pinned=name == "host")
-    works: dict[str, Callable[[int], object]] = {
-        "pull": lambda run: path.pull({e: Need(run % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer),
-        "one": plain.one,
-        "same": plain.same,
-    }
+
+    def pull(way: Path) -> Callable[[int], object]:
+        return lambda run: way.pull({e: Need(run % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer)
+
+    works: dict[str, Callable[[int], object]] = {"pull": pull(path), "one": plain.one, "same": plain.same}
+    if name == "peer" and bench.is_gpu:
+        works["parallel"] = pull(MappedPath(rank.node, make_copier(bench.device, "parallel")))
     # As the engine does: not on the stream of the layers.
     with Lane(bench.device).work():
         times = measure_in_turn(works, bench)
@@ -132,7 +136,7 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
 
 
 def measure_beside(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> dict[str, Any]:
-    """What products take longer while pulls of `count` replicas run beside them, for both ways of copying."""
+    """What products take longer while pulls of `count` replicas run beside them, for each way of copying."""
     width = PRODUCT_WIDTH if bench.is_gpu else 32
     x_TD, w_DD = (bench.random(rows, width) for rows in (PRODUCT_ROWS, width))
     lane, buffer = Lane(bench.device), rank.node.buffers.slots(0)
@@ -150,7 +154,8 @@ def measure_beside(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> 
 
         return work
 
-    ways: dict[str, Path] = {"plain": MappedPath(rank.node, PlainCopies()), "parallel": rank.paths["peer"]}
+    names: tuple[CopyWay, ...] = ("plain", "parallel", "kernel") if bench.is_gpu else ("plain",)
+    ways: dict[str, Path] = {name: MappedPath(rank.node, make_copier(bench.device, name)) for name in names}
     works = {"alone": beside(ways["plain"], 0), **{word: beside(path) for word, path in ways.items()}}
     times = run_in_turn(works, bench)
     row: dict[str, Any] = {

@@ -26,7 +26,8 @@ What moves experts is behind `bank.ReplicaBank` and `still.Mover`:
 
     engine.py        TransferEngine: windows and versions; the story of a transfer
     edges.py         publish to homes, collect to owners; relocate.py moves experts between slots
-    puller.py        fills replica buffers ahead, along itinerary_walk.py, by paths.py; copies.py makes the copies
+    puller.py        fills replica buffers ahead, along itinerary_walk.py, by paths.py
+    copies.py        several copies in one go; copy_kernel.py, inside a CUDA device
     shift.py         moves later pulls to the other path where one falls behind
     host_store.py    all experts in host memory, with versions; refresher.py writes what will be pulled
     crossing.py      brings it from other nodes, in recompute

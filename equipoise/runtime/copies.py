@@ -1,14 +1,16 @@
-"""Copies of several tensors handed to a device in one go, begun together.
+"""Copies of several tensors handed to a device in one go.
 
     PlainCopies      one after the other, on the current stream: on the CPU, and where asked for
-    ParallelCopies   up to `TRACKS` at once: the current stream and streams beside it that begin and end with it
+    KernelCopies     one kernel for all (`copy_kernel`): where all memory is on one CUDA device
+    ParallelCopies   up to `TRACKS` at once, by copy engines: the current stream and streams beside it that begin and
+                     end with it; where a node has several devices
 
 An expert is two matrices or more. A copy inside a device comes up to speed about as slowly as it moves a small matrix,
-so copies in a row take longer than one copy of as many bytes (`benchmarks.transfer` measures all three). The driver's
-batched copies (`cuMemcpyBatchAsync`) run in a row too; side by side, the ramps overlap.
+so copies in a row take longer than one copy of as many bytes (`benchmarks.transfer` measures all of these). The
+driver's batched copies (`cuMemcpyBatchAsync`) run in a row too.
 
-Knows tensors and streams. Does not know experts or who waits. Which of the two is used is chosen once, when memory is
-opened (`TransferOptions.copies`), and logged.
+Knows tensors and streams. Does not know experts or who waits. The way is chosen once, when memory is opened
+(`TransferOptions.copies`), and logged.
 
 Invariants (asserted by the tests):
 1. Every target has its source's bits once the current stream has passed; other memory is untouched.
@@ -16,7 +18,8 @@ Invariants (asserted by the tests):
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -27,7 +30,7 @@ from equipoise.runtime.cuda_pages import call_driver, load_driver
 TRACKS = 4
 """Two experts of two matrices: what a rank with two slots pulls for a visit."""
 
-CopyWay = Literal["auto", "plain", "parallel"]
+CopyWay = Literal["auto", "plain", "kernel", "parallel"]
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,8 +65,25 @@ class PlainCopies:
             into.copy_(out_of, non_blocking=True)
 
 
+class KernelCopies:
+    """One kernel for all copies inside a CUDA device."""
+
+    name = "kernel"
+
+    def __init__(self, device: torch.device) -> None:
+        """Compile the kernel: the first pull should not have to."""
+        from equipoise.runtime import copy_kernel
+
+        self._kernel = copy_kernel
+        self.copy([Copy(*torch.zeros(2, copy_kernel.SIZE, dtype=torch.int64, device=device))])
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy on the current stream."""
+        self._kernel.copy_pieces(copies)
+
+
 class ParallelCopies:
-    """Copies side by side on a CUDA device."""
+    """Copies side by side between CUDA devices."""
 
     name = "parallel"
 
@@ -89,11 +109,27 @@ class ParallelCopies:
             main.wait_event(end)
 
 
-def make_copier(device: torch.device, way: CopyWay = "auto") -> Copier:
-    """Choose how copies inside a node are made; `auto` is parallel on a CUDA device and plain on the CPU."""
-    if way == "parallel" and device.type != "cuda":
-        raise TransferError(f"copies is 'parallel', but experts are on {device}; give 'plain' or 'auto' there")
-    is_parallel = device.type == "cuda" and way != "plain"
-    copier: Copier = ParallelCopies(device) if is_parallel else PlainCopies()
+def make_copier(device: torch.device, way: CopyWay = "auto", *, sources: Iterable[torch.Tensor] = ()) -> Copier:
+    """Choose how copies inside a node are made.
+
+    Args:
+        way: `auto` is plain on the CPU; on a CUDA device a kernel, or parallel where sources are on others
+        sources: a tensor of every process whose memory is copied from
+    """
+    if device.type != "cuda" and way in ("kernel", "parallel"):
+        raise TransferError(f"copies is {way!r}, but experts are on {device}; give 'plain' or 'auto' there")
+    if way == "auto" and device.type == "cuda":
+        has_kernel = find_spec("triton") is not None and all(_owner(source) == device.index for source in sources)
+        way = "kernel" if has_kernel else "parallel"
+    copier: Copier = PlainCopies()
+    if way in ("kernel", "parallel"):
+        copier = KernelCopies(device) if way == "kernel" else ParallelCopies(device)
     _LOG.info("pulls inside a node are %s copies on %s", copier.name, device)
     return copier
+
+
+def _owner(tensor: torch.Tensor) -> int:
+    """The device that holds a tensor's memory, also where this process sees it as its own device's."""
+    driver = load_driver()
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call_driver(driver, "cuPointerGetAttribute", kind, tensor.data_ptr()))

@@ -55,7 +55,8 @@ class TransferOptions:
     is_checked: bool = False
     """Keep a checksum of every expert in the host store, and compare it before a pull."""
     copies: CopyWay = "auto"
-    """How a visit's replicas are copied inside a node; `auto`: side by side on a CUDA device."""
+    """How a visit's replicas are copied inside a node; `auto`: on a CUDA device by one kernel, or by copy engines side
+    by side where the node's experts are on several devices."""
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, low=0, error=TransferError)

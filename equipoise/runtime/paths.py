@@ -66,7 +66,8 @@ class MappedPath:
             copier: how copies are made, if not as the node's options say
         """
         self._node, self.name = node, node.direct_path
-        self._copier = copier or make_copier(node.device, node.options.copies)
+        homes = (node.home(rank, 0).gate_up_SFD for rank in node.peers)
+        self._copier = copier or make_copier(node.device, node.options.copies, sources=homes)
 
     def is_ready(self, need: Need, version: int) -> bool:
         """Whether the home has announced the version."""

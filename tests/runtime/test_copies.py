@@ -26,9 +26,10 @@ def test_the_way_is_chosen_once_and_logged(caplog):
     with caplog.at_level(logging.INFO, logger="equipoise.runtime.copies"):
         assert make_copier(CPU).name == make_copier(CPU, "plain").name == "plain"
     assert caplog.messages == ["pulls inside a node are plain copies on cpu"] * 2
-    with pytest.raises(TransferError, match="'parallel', but experts are on cpu; give 'plain' or 'auto'"):
-        make_copier(CPU, "parallel")
-    with pytest.raises(TransferError, match="copies is 'fast'; it must be one of auto, plain, parallel"):
+    for way in ("kernel", "parallel"):
+        with pytest.raises(TransferError, match=f"'{way}', but experts are on cpu; give 'plain' or 'auto'"):
+            make_copier(CPU, way)
+    with pytest.raises(TransferError, match="copies is 'fast'; it must be one of auto, plain, kernel, parallel"):
         TransferOptions(slots=1, copies="fast")
 
 

@@ -1,4 +1,4 @@
-"""Parallel copies on a CUDA device: bits, and their place in the order of the stream."""
+"""Copies in one go on a CUDA device: bits, and their place in the order of the stream."""
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 9])
-@pytest.mark.parametrize("is_pinned", [False, True], ids=["device", "pinned"])
-def test_copies_come_after_what_was_before_and_before_what_comes_after(count, is_pinned):
-    copier, stream = make_copier(DEVICE), torch.cuda.Stream(DEVICE)
-    assert copier.name == "parallel"
+@pytest.mark.parametrize(("way", "is_pinned"), [("kernel", False), ("parallel", False), ("parallel", True)])
+def test_copies_come_after_what_was_before_and_before_what_comes_after(count, way, is_pinned):
+    copier, stream = make_copier(DEVICE, way), torch.cuda.Stream(DEVICE)
+    assert copier.name == way
     targets = [torch.full((2**20 + n,), torch.nan, device=DEVICE) for n in range(count + 1)]
     sources = [torch.zeros(2**20 + n, device=DEVICE) for n in range(count)]
     wanted = [torch.randn(2**20 + n, device=DEVICE) for n in range(count)]
@@ -34,7 +34,23 @@ def test_copies_come_after_what_was_before_and_before_what_comes_after(count, is
     assert seen[-1].isnan().all()
 
 
-def test_copies_on_the_default_stream_are_the_same():
+@pytest.mark.parametrize("way", ["plain", "kernel", "parallel"])
+def test_copies_on_the_default_stream_are_the_same(way):
     targets, sources = torch.zeros(5, 2**18, device=DEVICE), torch.randn(5, 2**18, device=DEVICE)
-    make_copier(DEVICE).copy([Copy(*pair) for pair in zip(targets, sources, strict=True)])
+    make_copier(DEVICE, way).copy([Copy(*pair) for pair in zip(targets, sources, strict=True)])
     assert torch.equal(targets, sources)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("size", [1, 7, 2047, 2048, 16384, 100_001])
+def test_any_number_of_bytes_at_any_place_is_copied_and_nothing_beside_it(size, dtype):
+    for shift in (0, 1, 4):
+        source = torch.randint(0, 255, (size + 8,), device=DEVICE).to(dtype)
+        target = torch.full_like(source, 77)
+        make_copier(DEVICE, "kernel").copy([Copy(target[shift : shift + size], source[shift : shift + size])])
+        assert torch.equal(target[shift : shift + size], source[shift : shift + size])
+        assert (target[:shift] == 77).all() and (target[shift + size :] == 77).all()
+
+
+def test_memory_of_one_device_is_copied_by_a_kernel():
+    assert make_copier(DEVICE, sources=[torch.zeros(3, device=DEVICE)]).name == "kernel"
