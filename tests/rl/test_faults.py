@@ -14,6 +14,7 @@ from equipoise.core import TrainingError, TransferError
 from equipoise.rl.config import change
 from equipoise.rl.launch import launch
 from equipoise.rl.run import Places, run
+from tests.pool import PRELOAD
 from tests.rl import work
 from tests.rl.test_run import lines_of, newest_weights
 
@@ -48,15 +49,17 @@ def faulty(config, layout, show, places, fault):
 
 
 @pytest.fixture
-def left():
-    """Ranks that a launch has left behind; the pool's own are spawned."""
-    return lambda: [one for one in multiprocessing.active_children() if one.name.startswith("ForkServer")]
+def left(pool):
+    """Ranks that a launch has left behind, beside the pool's own."""
+    return lambda: [
+        one for one in multiprocessing.active_children() if one not in [process for process, _ in pool._workers]
+    ]
 
 
 def context():
-    """Processes that have everything loaded: starting a rank costs little."""
+    """Processes that have everything loaded, forked as the pool's are: starting a rank costs little."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torch.distributed", "tests.rl.test_faults"])
+    server.set_forkserver_preload([*PRELOAD])
     return server
 
 

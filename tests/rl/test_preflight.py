@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
     Path("own_judges.py").write_text(JUDGES)
     Path("broken_judge.py").write_text("def f(:\n")
     Path("broken.jsonl").write_text("{nope\n")
-    Path("accents.jsonl").write_text(json.dumps({"prompt": "caf\u00e9=", "answer": "1"}, ensure_ascii=False))
+    Path("accents.jsonl").write_text(json.dumps({"prompt": "5\u20ac=", "answer": "1"}, ensure_ascii=False))
     Path("none.jsonl").write_text("\n")
     Path("weightless").mkdir()
     Path("weightless/config.json").write_text("{}")
