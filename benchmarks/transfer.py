@@ -9,13 +9,12 @@ Rates: one visit's 1 or 2 replicas come into a replica buffer as the engine brin
     peer   from home weights in mapped device memory; here the device is the same, so this is a copy inside it
     host   from the host store: shared memory, registered with the driver
 Beside it, as many bytes by plain copies: `one` from one tensor to another, `same` tensor by tensor as an expert is made
-of, pinned host memory to device or device to device; and `parallel`, the copies side by side that a node with several
-devices uses. What bounds them: device memory (read and write: a copy of n bytes moves 2n), PCIe (64 GB/s a direction
-for Gen5 x16 by its standard), and a few microseconds to start each copy.
+of, pinned host memory to device or device to device. What bounds them: device memory (read and write: a copy of n bytes
+moves 2n), PCIe (64 GB/s a direction for Gen5 x16 by its standard), and a few microseconds to start each copy.
 
-Beside products: what a visit's pulls inside the device add to grouped-GEMM-sized products that run meanwhile, copied
-one after the other (`plain`), side by side (`parallel`), and by one kernel (`kernel`, as the engine does where all
-memory is on one device); all compete for the device's memory and processors.
+Ways: what a visit's pulls inside the device take, and what they add to products that run meanwhile, copied one after
+the other (`plain`), side by side (`parallel`, which the engine uses where a node has several devices), and by one
+kernel (`kernel`, where all memory is on one). All compete for the device's memory and processors.
 
 Memory: one rank of Qwen3-30B-A3B under EP8, all 48 layers, with 2 slots at depth 1, less the same with 0 slots, as the
 driver counts free memory; once with separate buffers and once as an arena.
@@ -28,6 +27,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,15 +86,15 @@ Rows = list[dict[str, Any]]
 
 
 def measure_shape(shape: Shape, *, bench: Bench, group: dist.ProcessGroup) -> tuple[Rows, Rows]:
-    """Every path and number of replicas of one shape: rates, and what pulls add to products beside them."""
+    """Every path and number of replicas of one shape: rates, and the ways of copying inside a device."""
     rank = OneRank(random_homes(shape, SOURCES, bench), group=group, options=TransferOptions(slots=max(REPLICAS)))
     rates: Rows = []
     for name, path in rank.paths.items():
         check_pulls(rank, path)
         rates += [measure_path(shape, rank, name, count, bench=bench) for count in REPLICAS]
-    beside = [measure_beside(shape, rank, count, bench=bench) for count in REPLICAS]
+    ways = [measure_ways(shape, rank, count, bench=bench) for count in REPLICAS]
     rank.close()
-    return rates, beside
+    return rates, ways
 
 
 def check_pulls(rank: OneRank, path: Path) -> None:
@@ -114,13 +114,11 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
     buffer, path = rank.node.buffers.slots(0), rank.paths[name]
     sizes = [tensor[0].numel() for tensor in buffer.tensors()] * count
     plain = OneOrSame(sizes, bench, is_pinned=name == "host")
-
-    def pull(way: Path) -> Callable[[int], object]:
-        return lambda run: way.pull({e: Need(run % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer)
-
-    works: dict[str, Callable[[int], object]] = {"pull": pull(path), "one": plain.one, "same": plain.same}
-    if name == "peer" and bench.is_gpu:
-        works["parallel"] = pull(MappedPath(rank.node, make_copier(bench.device, "parallel")))
+    works: dict[str, Callable[[int], object]] = {
+        "pull": partial(pull, path, buffer, count),
+        "one": plain.one,
+        "same": plain.same,
+    }
     # As the engine does: not on the stream of the layers.
     with Lane(bench.device).work():
         times = measure_in_turn(works, bench)
@@ -135,10 +133,15 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
     return row
 
 
-def measure_beside(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> dict[str, Any]:
-    """What products take longer while pulls of `count` replicas run beside them, for each way of copying."""
-    width = PRODUCT_WIDTH if bench.is_gpu else 32
-    x_TD, w_DD = (bench.random(rows, width) for rows in (PRODUCT_ROWS, width))
+def pull(path: Path, buffer: ExpertWeights, count: int, run: int) -> None:
+    """Bring one visit's replicas, in every run from another layer."""
+    path.pull({e: Need(run % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer)
+
+
+def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> dict[str, Any]:
+    """Each way of copying `count` replicas: what it takes alone, and what products take longer beside it."""
+    rows, width = (PRODUCT_ROWS, PRODUCT_WIDTH) if bench.is_gpu else (8, 8)
+    x_TD, w_DD = bench.random(rows, width), bench.random(width, width)
     lane, buffer = Lane(bench.device), rank.node.buffers.slots(0)
 
     def beside(path: Path, pulls: int = PULLS) -> Callable[[int], object]:
@@ -148,7 +151,7 @@ def measure_beside(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> 
                 x_TD @ w_DD.T
             with lane.work(after=begin):
                 for number in range(pulls):
-                    path.pull({e: Need((run + number) % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer)
+                    pull(path, buffer, count, run + number)
             # Pulls end long before the products, or they would be timed themselves.
             lane.mark().hold_up(bench.device)
 
@@ -163,9 +166,12 @@ def measure_beside(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> 
         "replicas": count,
         "products_us": float(np.median(times["alone"])) / 1e3,
     }
+    with lane.work():
+        apart = measure_in_turn({word: partial(pull, path, buffer, count) for word, path in ways.items()}, bench)
     for word in ways:
         low, median, high = np.percentile((times[word] - times["alone"]) / PULLS / 1e3, [25, 50, 75])
-        row |= {f"{word}_added_us": median, f"{word}_p25_us": low, f"{word}_p75_us": high}
+        row |= {f"{word}_us": apart[word].median_ns / 1e3, f"{word}_added_us": median}
+        row |= {f"{word}_added_p25_us": low, f"{word}_added_p75_us": high}
     return row
 
 
@@ -267,16 +273,16 @@ def main() -> int:
     with group_of_one("cpu") as group:
         shapes = [smoke_shape()] if given.cpu_smoke else [Shape.of(name) for name in MODELS]
         found = [measure_shape(shape, bench=bench, group=group) for shape in shapes]
-        rates, beside = ([row for parts in found for row in parts[number]] for number in (0, 1))
+        rates, ways = ([row for parts in found for row in parts[number]] for number in (0, 1))
         layers = 2 if given.cpu_smoke else ModelShape.preset(MODELS[0]).layers
         memory = measure_memory(shapes[0], layers, bench=bench, group=group)
     if given.cpu_smoke:
         publish("transfer memory, smoke", memory, packages=("torch",))
-        publish("transfer beside products, smoke", beside, packages=("torch",))
+        publish("transfer ways, smoke", ways, packages=("torch",))
         return publish("transfer, smoke", rates, packages=("torch",))
     note = f"{torch.cuda.get_device_name()}; bf16, medians of {given.runs} runs; GB are 10^9 bytes, a pull's bytes once"
     given_to = {"note": note, "packages": ("torch",), "commit": given.commit}
-    publish("transfer beside products", beside, **given_to)
+    publish("transfer ways", ways, **given_to)
     worst = publish("transfer memory", memory, limits=limits_of([], memory), **given_to)
     return max(worst, publish("transfer", rates, limits=limits_of(rates, []), **given_to))
 

@@ -105,10 +105,11 @@ def test_pulls_are_timed_beside_held_runs_and_held_to_the_limit():
 
 def test_rates_and_memory_have_a_row_for_every_case():
     with bench_layer.group_of_one("cpu") as group:
-        rates, beside = measure_shape(SHAPE, bench=BENCH, group=group)
+        rates, ways = measure_shape(SHAPE, bench=BENCH, group=group)
         memory = measure_memory(SHAPE, 2, bench=BENCH, group=group)
     assert [(row["path"], row["replicas"]) for row in rates] == [("peer", 1), ("peer", 2), ("host", 1), ("host", 2)]
-    assert [row["replicas"] for row in beside] == [1, 2]
+    assert [row["replicas"] for row in ways] == [1, 2]
+    assert all(len({tuple(row) for row in rows}) == 1 for rows in (rates, ways)), "a table needs the same columns"
     assert [row["buffers"] for row in memory] == ["separate", "arena"]
     assert all(row["buffers_MB"] == row["mailboxes_MB"] for row in memory), "fp32 weights and gradients, as many boxes"
 
