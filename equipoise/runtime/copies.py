@@ -75,7 +75,8 @@ class KernelCopies:
         from equipoise.runtime import copy_kernel
 
         self._kernel = copy_kernel
-        self.copy([Copy(*torch.zeros(2, copy_kernel.SIZE, dtype=torch.int64, device=device))])
+        with torch.cuda.device(device):
+            self.copy([Copy(*torch.zeros(2, copy_kernel.SIZE, dtype=torch.int64, device=device))])
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy on the current stream."""

@@ -37,6 +37,7 @@ def copy_pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def _words(into: Tensor, out_of: Tensor) -> tuple[Tensor, Tensor, int]:
     """Both as rows of the widest words that fit, and their number."""
+    assert into.is_contiguous() and out_of.is_contiguous(), "a copy of words needs them in one piece"
     places = into.data_ptr() | out_of.data_ptr() | into.nbytes
     dtype = torch.int64 if places % 8 == 0 else torch.uint8
     return into.reshape(-1).view(dtype), out_of.reshape(-1).view(dtype), into.nbytes // dtype.itemsize
