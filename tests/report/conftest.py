@@ -49,3 +49,17 @@ def open_in(browser, path, *, width=1280, scheme="light"):
     page.goto(path.as_uri())
     page.wait_for_selector("body[data-ready=true]", timeout=60_000)
     return opened
+
+
+@pytest.fixture
+def open_page(browser):
+    """`open_page(path, width=..., scheme=...)`; what a test opened is closed with it, and draws no more."""
+    opened = []
+
+    def open_one(path, **window):
+        opened.append(open_in(browser, path, **window))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.page.context.close()

@@ -100,8 +100,8 @@ def test_the_timeline_zooms_by_dragging_and_goes_back_by_a_double_click(opened):
     opened.wait_for_function(f"{read_range}[1] > {0.9 * whole[1]}")
 
 
-def test_both_colour_schemes_follow_the_system_until_the_reader_chooses(browser, page, file):
-    opened = open_in(browser, file, scheme="dark").page
+def test_both_colour_schemes_follow_the_system_until_the_reader_chooses(open_page, page, file):
+    opened = open_page(file, scheme="dark").page
 
     def shown():
         ground = opened.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -126,8 +126,8 @@ def rgb(colour):
     return f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
 
 
-def test_a_narrow_window_does_not_scroll_sideways(browser, page, file):
-    opened = open_in(browser, file, width=420)
+def test_a_narrow_window_does_not_scroll_sideways(open_page, page, file):
+    opened = open_page(file, width=420)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 420
     for chart in page.charts:
         width = opened.page.evaluate("name => document.querySelector(`#${name} .main-svg`).clientWidth", chart.name)
@@ -164,8 +164,8 @@ def test_definitions_are_one_click_away(opened):
     assert words.is_visible()
 
 
-def test_on_paper_it_is_light_and_fits(browser, page, file):
-    opened = open_in(browser, file, width=760, scheme="dark").page
+def test_on_paper_it_is_light_and_fits(open_page, page, file):
+    opened = open_page(file, width=760, scheme="dark").page
     opened.evaluate("dispatchEvent(new Event('beforeprint'))")
     opened.emulate_media(media="print")
     assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
@@ -179,25 +179,25 @@ def test_on_paper_it_is_light_and_fits(browser, page, file):
     assert opened.evaluate(READ_CHART, "timeline")["ink"] != INK["light"]
 
 
-def test_the_largest_page_is_small_and_drawn(browser, tmp_path):
+def test_the_largest_page_is_small_and_drawn(open_page, tmp_path):
     policies = [("static", 0, 1.5), ("eplb-history", 1, 1.3), *POLICIES[1:2], ("lplb", 1, 1.2), *POLICIES[2:]]
     large = simulation(layers=94, ranks=64, experts=128, policies=policies, steps={"recompute": 64, "update": 64})
     page = build_page(large, title="94 layers, 64 ranks")
     size = write_page(page, tmp_path / "large.html")
     assert size < 8_000_000
     assert "Cut to keep the page small" in {c.name: c.note for c in page.charts}["timeline"]
-    opened = open_in(browser, tmp_path / "large.html")
+    opened = open_page(tmp_path / "large.html")
     assert opened.complaints == []
     assert opened.page.evaluate(READ_CHART, "timeline")["bars"] == 4000
 
 
-def test_pages_of_every_other_kind_are_drawn_without_error_or_request(browser, tmp_path):
+def test_pages_of_every_other_kind_are_drawn_without_error_or_request(open_page, tmp_path):
     run = write_run(tmp_path / "run", [metrics(step) for step in range(4)])
     for name, result in {"analysis": small_analysis(), "run": run, "replay": rank_replay()}.items():
         path = tmp_path / f"{name}.html"
         page = build_page(result, title=name)
         write_page(page, path)
-        opened = open_in(browser, path)
+        opened = open_page(path)
         for chart in page.charts:
             found = opened.page.evaluate(READ_CHART, chart.name)
             assert found["bars"] + found["lines"] > 0, chart.name
