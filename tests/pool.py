@@ -32,8 +32,9 @@ SIZES = (1, 2, 4, 8)
 """World sizes that tests may ask for."""
 START_S = 120.0
 """An import of torch and eight forks on two busy cores."""
-PRELOAD = ("torch", "torch.distributed", "equipoise.balancer", "equipoise.rl.run")
-"""What the server has loaded from which workers are forked: nothing that starts a thread or needs a rank."""
+PRELOAD = ("torch", "equipoise.balancer", "equipoise.rl.run", "transformers.models.qwen3_moe.modeling_qwen3_moe")
+"""What the server has loaded from which workers are forked: nothing that needs a rank, or a thread (BLAS makes its own
+anew after a fork)."""
 GRACE_S = 3.0
 """How long the other ranks may still answer once one has failed."""
 
