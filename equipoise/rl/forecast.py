@@ -34,6 +34,8 @@ class Forecast:
     received_gib: float
     """Rows received in the busiest micro-step, as planned."""
     limit_gib: float
+    host_gib: float
+    """Host memory of one node: the store of all experts, which weight sync and checkpoints read."""
     skew_before: float
     skew_after: float
     static_s: float
@@ -54,6 +56,7 @@ class Forecast:
             f"  memory per rank  {self.total_gib:.1f} GiB of {self.limit_gib:.0f}, {fit}: weights, gradients and "
             f"optimizer {self.trained_gib:.1f}, rollout copy {self.rollout_gib:.1f}, replica slots "
             f"{self.replica_gib:.2f}, received rows {self.received_gib:.2f}",
+            f"  host memory      {self.host_gib:.1f} GiB on each node, for the store of all experts",
             f"  plan             skew {self.skew_before:.2f} before, {self.skew_after:.2f} after; expert layers of one "
             f"update window of {self.tokens} tokens {self.static_s:.3f} s, planned {self.planned_s:.3f} s",
         ]
@@ -111,6 +114,7 @@ def forecast(config: TrainConfig) -> Forecast:
         replica_gib=2 * config.balance.slots * replica_bytes(shape, "update") / GIB,
         received_gib=int(planned.rank_load_MLR.max()) * row_bytes("update", shape) / GIB,
         limit_gib=cluster.memory_bytes / GIB,
+        host_gib=experts * width / GIB if config.balance.mode == "equipoise" else 0.0,
         skew_before=float(skew_ML(rank_loads(loads)).mean()),
         skew_after=float(skew_ML(planned.rank_load_MLR).mean()),
         static_s=planned.static_seconds,

@@ -20,7 +20,9 @@ def test_every_preset_can_be_forecast(name):
     assert found.ranks == config.ranks
     assert 1.0 <= found.skew_after < found.skew_before
     assert found.total_gib < found.limit_gib
-    assert "memory per rank" in found.lines()[1] and "skew" in found.lines()[2]
+    words = found.lines()
+    assert "memory per rank" in words[1] and "host memory" in words[2] and "skew" in words[3]
+    assert 0 < found.host_gib < found.rollout_gib, "all experts, and nothing else"
 
 
 def test_the_published_model_has_the_published_number_of_parameters():
