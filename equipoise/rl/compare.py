@@ -254,7 +254,9 @@ def _train_leg(
 
 
 def _floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in state.items() if tensor.is_floating_point()}
+    """The weights, kept on the CPU: experts of the host store are there, those of other modes may be anywhere."""
+    floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in floats.items()}
 
 
 def _words(pair: Pair) -> str:

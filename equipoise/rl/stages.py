@@ -14,7 +14,8 @@ Invariants (asserted by the tests):
 1. Every known row is computed with the ids that were given, counted in every micro-step; else the step is refused.
 2. Where all routes are known and replayed, the rows that arrive are those the plan announced, on every rank,
    micro-step and layer.
-3. Log-probabilities of recompute are those of the update's first window before its optimizer step.
+3. Log-probabilities of recompute are those of the update's first window before its optimizer step, within rounding:
+   micro-batches of the same micro-step, and so the sizes of products, differ between the two.
 4. A window of recompute can be planned before the rollout has ended.
 """
 

@@ -48,6 +48,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pool, tmp_pa
 def test_replay_is_exact_arrival_is_planned_and_skew_is_gone(pool):
     config = work.small()
     (metrics, weights), (_, other) = pool.run(work.metrics_of, 2, config, 2)
+    (alone, _), _ = pool.run(work.metrics_of, 2, change(config, update={"mini_batches": 1}), 1)
+    assert alone[0]["ratio"] == pytest.approx(1.0, abs=1e-5) and alone[0]["kl"] < 1e-9, "one window: no step between"
     for line in metrics:
         assert line["coverage"] == 1.0
         assert line["replayed_rows"] > 0
