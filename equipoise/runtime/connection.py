@@ -9,6 +9,7 @@ torch: `new_group` would need a call of ranks outside it. The ranks meet in the 
 
 Invariants (asserted by the tests):
 1. A rank that leaves an exchange alone holds up neither its own end nor the training's group.
+2. A connection may be closed as soon as it is made, whatever the other ranks still do.
 """
 
 import threading
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from equipoise.core.errors import TransferError
 
 
 class Message(NamedTuple):
@@ -67,11 +70,17 @@ class Connection:
 
 def connect(group: Any, *, timeout_s: float) -> Any:
     """Return a gloo group of the same ranks that nothing else uses. Every rank of `group` must call this."""
-    name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-    dist.broadcast(name, group=group, group_src=0)
-    store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+    try:
+        dist.broadcast(name, group=group, group_src=0)
+        store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
+        gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        # A rank that closed before the others have connected would break off their connecting.
+        gloo.barrier().wait()
+    except RuntimeError as error:
+        raise TransferError(f"rank {rank}: the group's {size} ranks could not be connected: {error}") from error
+    return gloo
 
 
 def leave(gloo: Any, works: Sequence[Any]) -> None:
