@@ -4,7 +4,7 @@
     options.py    PlanOptions: the deeper knobs
     reference.py  the inner functions specified: short, plain, never optimised; fill_reference.py is the second part
     layer.py      one layer: which homes are tried, and which win
-    fast.py       its inner functions, compiled, the same bit for bit; _level.py and _fill.py are its two parts
+    fast.py       its inner functions, compiled, the same bit for bit; _level.py, _near.py and _fill.py are its parts
     assemble.py   decisions to a checked Plan: slots, paths, edges, seconds, bytes
     itinerary.py  visits in execution order and their buffers
     estimate.py   loads that are partly unknown

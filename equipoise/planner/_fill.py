@@ -9,6 +9,9 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 
+SLACK_UNIT = 64
+"""Parts of what the busiest rank has above the bound, in which slack is given."""
+
 
 @compiled
 def fill(
@@ -17,6 +20,7 @@ def fill(
     homes_RH: np.ndarray,
     node_R: np.ndarray,
     min_rows: int,
+    slack: int,
     rep_expert_RS: np.ndarray,
     rep_rows_RS: np.ndarray,
 ) -> int:
@@ -33,10 +37,11 @@ def fill(
     rep_expert_RS[:] = -1
     rep_rows_RS[:] = 0
     if slots > 0:
-        cap = node_bound(load_R, node_R)
+        bound = node_bound(load_R, node_R)
+        cap = bound + (load_R.max() - bound) * slack // SLACK_UNIT
         for node in range(node_R.max() + 1):
             _fill_node(load_R, quota_E, homes_RH, node_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
-        settle(load_R, quota_E, home_E, node_R, rep_expert_RS, rep_rows_RS, cap)
+        settle(load_R, quota_E, home_E, node_R, rep_expert_RS, rep_rows_RS, bound)
         _drop_idle(rep_expert_RS, rep_rows_RS)
     top = np.int64(0)
     for r in range(ranks):

@@ -61,7 +61,7 @@ def level(
         _move_rows(rows_GM, load_EM, e, f, a, b)
         _move_pull(pull_GP, dot_EE, order, weight_G, e, f, a, b)
         cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
-        away += _more_away(owner_E, e, f, a, b)
+        away += more_away(owner_E, e, f, a, b)
         _swap_positions(order, tabu_P, square_P, bow_PP, pull_GP, p, q)
         swap += 1
         if change >= 0:
@@ -136,7 +136,7 @@ def rests(swap: int, tenure: int) -> tuple[int, int]:
 
 
 @compiled
-def _more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
+def more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
     """How many more experts are away from their owner's group once e moves from a to b and f from b to a."""
     change = np.int64(0)
     change += (owner_E[e] == a) - (owner_E[e] == b)
@@ -277,9 +277,9 @@ def polish(
                         checks += 1
                         more = cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
                         value = more + _after_swap(work_EM, work_GM, rest_M, weight_G, e, f, a, b)
-                        if value < now and _more_away(owner_E, e, f, a, b) <= room:
+                        if value < now and more_away(owner_E, e, f, a, b) <= room:
                             now = value - more
-                            room -= _more_away(owner_E, e, f, a, b)
+                            room -= more_away(owner_E, e, f, a, b)
                             work_GM[a] += weight_G[a] * (work_EM[f] - work_EM[e])
                             work_GM[b] -= weight_G[b] * (work_EM[f] - work_EM[e])
                             group_E[e], group_E[f] = b, a

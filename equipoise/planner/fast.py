@@ -7,20 +7,21 @@ micro-steps are linear in M.
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.kernels import COLUMNS, price_holders
+from equipoise.cost.kernels import COLUMNS, PULL, RETURN, price_holders
 from equipoise.cost.links import Holders, home_nodes, kept_permille, nodes_of, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
 from equipoise.planner._fill import fill
 from equipoise.planner._level import level
-from equipoise.planner.layer import Kernels, LayerPlan, LayerProblem
+from equipoise.planner._near import near
+from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
 
 
 def plan_layer(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
     """Plan one layer of one window with compiled kernels. See `layer.plan_layer`."""
-    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, evaluate))
+    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, near, evaluate))
 
 
 @compiled
@@ -48,22 +49,26 @@ def evaluate(
     line_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
     closed_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
     none_R0 = np.zeros((ranks, 0), dtype=np.int64)
+    expert_RS, rows_RS = expert_MRS[0].copy(), rows_MRS[0].copy()
+    line = np.zeros(COLUMNS, dtype=np.int64)
     mask_NE, nodes = home_nodes(home_E, problem.node_R), nodes_of(problem.node_R)
     for m in range(micro_steps):
         load_RE = load_MRE[m]
         base = traffic(load_RE, home_E, problem.node_R, mask_NE)
         alone = Holders(home_E, nodes, none_R0, none_R0)
-        closed = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
+        best = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
         line_MC[m] = closed_MC[m]
         if problem.slots == 0:
             continue
-        fill(base.total_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, expert_MRS[m], rows_MRS[m])
-        if expert_MRS[m].max() < 0:
-            continue
-        shared = Holders(home_E, nodes, expert_MRS[m], rows_MRS[m])
-        opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line_MC[m])
-        if problem.gated and opened >= closed:
-            line_MC[m] = closed_MC[m]
-            expert_MRS[m] = -1
-            rows_MRS[m] = 0
+        for slack in SLACKS:
+            fill(base.total_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, slack, expert_RS, rows_RS)
+            if expert_RS.max() < 0:
+                break
+            shared = Holders(home_E, nodes, expert_RS, rows_RS)
+            opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line)
+            if opened < best or not problem.gated:
+                best = opened
+                line_MC[m], expert_MRS[m], rows_MRS[m] = line, expert_RS, rows_RS
+            if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
+                break
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)

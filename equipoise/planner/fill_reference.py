@@ -17,6 +17,7 @@ from collections import deque
 import numpy as np
 
 from equipoise.cost.reference import quotas
+from equipoise.planner._fill import SLACK_UNIT
 
 
 def fill(
@@ -25,6 +26,7 @@ def fill(
     homes_RH: np.ndarray,
     node_R: np.ndarray,
     min_rows: int,
+    slack: int,
     rep_expert_RS: np.ndarray,
     rep_rows_RS: np.ndarray,
 ) -> int:
@@ -36,16 +38,19 @@ def fill(
         homes_RH: [R, H] the same by rank
         node_R: [R] the domain in which replicas stay
         min_rows: least rows that a replica is worth
+        slack: how much of what the busiest rank has above the bound needs no replica, in 64ths
         rep_expert_RS: [R, S] written: the expert of each replica slot, -1 where it stays free
         rep_rows_RS: [R, S] written: its rows
     """
     rep_expert_RS[:], rep_rows_RS[:] = -1, 0
     if rep_expert_RS.shape[1] > 0:
-        cap = node_bound(load_E[homes_RH].sum(axis=1), node_R)
+        load_R = load_E[homes_RH].sum(axis=1)
+        bound = node_bound(load_R, node_R)
+        cap = bound + (int(load_R.max()) - bound) * slack // SLACK_UNIT
         for node in range(node_R.max() + 1):
             while _fill_one(load_E, home_E, np.flatnonzero(node_R == node), cap, min_rows, rep_expert_RS, rep_rows_RS):
                 pass
-        settle(load_E, home_E, node_R, rep_expert_RS, rep_rows_RS, cap)
+        settle(load_E, home_E, node_R, rep_expert_RS, rep_rows_RS, bound)
         rep_expert_RS[rep_rows_RS == 0] = -1
     return int(quotas(load_E, home_E, rep_expert_RS, rep_rows_RS).sum(axis=0).max())
 

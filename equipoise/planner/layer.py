@@ -5,8 +5,10 @@
    tried first, so a plan never loses to doing nothing.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
+3. Between the two, experts may move to the node whose sources choose them (`bring_near`): the busiest link across
+   nodes often costs more than a few rows on a fuller node. Ranks are then level in what crosses, too (`with_far`).
 
-The two inner functions, `level` and `evaluate`, come in two forms that return the same to the bit: plain ones in
+The inner functions, `level`, `near` and `evaluate`, come in two forms that return the same to the bit: plain ones in
 `reference.py`, which specify them, and compiled ones in `fast.py`.
 
 Knows rows and prices. Does not know windows, slots in memory or itineraries.
@@ -17,15 +19,24 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Callable
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
+from equipoise.planner._near import far_rows
 
 Level = Callable[..., np.ndarray]
 """`reference.level` or its compiled twin."""
+Near = Callable[..., np.ndarray]
+"""`reference.near` or its compiled twin."""
+
+SLACKS = (0, 4, 8, 16, 24, 32, 48)
+"""How level micro plans are tried to be, in 64ths of the excess that may stay: less level, fewer replicas."""
+CHEAP = 32
+"""Pulls and returns that cost no more than one in so many parts of an entry are not worth saving."""
 
 
 class LayerProblem(NamedTuple):
@@ -48,9 +59,15 @@ class LayerProblem(NamedTuple):
     """Swaps without improvement before `level` stops."""
     max_checks: int
     """Swaps `polish` may look at."""
+    row_weight: int
+    """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
+    link_weight: int
+    """Price of one more row on the busiest link across nodes, in the same."""
     cost_inside: int
     """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
     cost_across: int
+    layers: int
+    """Layers of the window, which share its edges."""
     edge_inside_ns: int
     """Publish and collect of one expert over one link, both edges together."""
     edge_across_ns: int
@@ -83,9 +100,10 @@ class Inputs(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The two inner functions of a plan, compiled or plain."""
+    """The inner functions of a plan, compiled or plain."""
 
     level: Level
+    near: Near
     evaluate: Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 
 
@@ -105,7 +123,7 @@ def plan_layer(
         pair_EE: [E, E] tokens that chose both experts, for the price of crossing nodes; empty where not counted
         problem: what all layers share
         tables: prices
-        kernels: the two inner functions, compiled or plain
+        kernels: the inner functions, compiled or plain
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E = owners(experts, ranks)
@@ -113,7 +131,7 @@ def plan_layer(
     static_MC = best.closed_MC
     if problem.budget > 0 and ranks > 1:
         trials = [best]
-        for home_E in candidates(load_MRE, warm_home_E, pair_EE, problem, kernels.level):
+        for home_E in candidates(load_MRE, warm_home_E, pair_EE, problem, kernels):
             trials.append(kernels.evaluate(load_MRE, home_E, pair_EE, problem, tables))
         # Of equal ones the first.
         best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
@@ -127,15 +145,15 @@ def owners(experts: int, ranks: int) -> np.ndarray:
 
 
 def candidates(
-    load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, level: Level
+    load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, kernels: Kernels
 ) -> list[np.ndarray]:
-    """Homes worth pricing, [E] each: levelled inside nodes; across them; both; both with co-active experts together.
+    """Homes worth pricing, [E] each: levelled inside nodes; across them, too; near their sources; with co-active ones.
 
-    The first two save displacements, and are left out for skew, where displacements are free. From a good warm start,
-    whose ranks are level already, the homes as they were and a short search across nodes are enough.
+    The first saves displacements, and is left out for skew, where displacements are free and links do not count. From a
+    good warm start, whose ranks are level already, the homes as they were and short searches across nodes are enough.
     """
     ranks, experts = load_MRE.shape[1:]
-    owner_E, node_R = owners(experts, ranks), problem.node_R
+    owner_E, node_R, level = owners(experts, ranks), problem.node_R, kernels.level
     inputs = search_inputs(load_MRE, problem)
     none_EE = np.zeros((experts, experts), dtype=np.int64)
     start_E, is_good = owner_E, is_good_start(inputs, warm_home_E, owner_E, problem)
@@ -147,11 +165,12 @@ def candidates(
     nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
     if problem.by_skew:
         return [level_ranks(inputs, nodes_E, problem, level)]
+    near_E = bring_near(load_MRE, nodes_E, problem, kernels.near)
     if is_good:
-        found = [start_E, nodes_E]
+        found = [start_E, near_E]
     else:
-        levelled = (level_ranks(inputs, home_E, problem, level) for home_E in (start_E, nodes_E))
-        found = [nodes_E, *levelled]
+        found = [level_ranks(inputs, home_E, problem, level) for home_E in (start_E, nodes_E)]
+        found.append(level_ranks(with_far(inputs, load_MRE, near_E, problem), near_E, problem, level))
     if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
@@ -221,6 +240,30 @@ def level_nodes(
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
 
 
+def bring_near(load_MRE: np.ndarray, start_E: np.ndarray, problem: LayerProblem, near: Near) -> np.ndarray:
+    """[E] homes after bringing experts to the nodes whose sources choose them, as long as nodes stay level enough."""
+    node_R = problem.node_R
+    owner_E = owners(len(start_E), len(node_R))
+    cost_EN = np.where(np.arange(node_R.max() + 1) == node_R[owner_E][:, None], 0, problem.cost_across)
+    weights = problem.row_weight, problem.link_weight
+    limits = problem.budget, problem.max_checks // 4
+    node_E = near(load_MRE, node_R[start_E], node_R, cost_EN, node_R[owner_E], weights, *limits)
+    return settle_in(node_E, np.array(start_E), owner_E, node_R)
+
+
+def with_far(inputs: Inputs, load_MRE: np.ndarray, home_E: np.ndarray, problem: LayerProblem) -> Inputs:
+    """Rows from other nodes as further micro-steps, so that ranks of a node are level in what crosses, too."""
+    far_EM = far_rows(load_MRE, problem.node_R[home_E], problem.node_R)
+    whole = max(1, int(inputs.load_EM.sum(axis=0).max()))
+    ratio = problem.link_weight // max(1, problem.row_weight)
+    return Inputs(
+        np.concatenate([inputs.load_EM, far_EM], axis=1),
+        # Twice as much in the sum of squares, because a link costs several times what computing does.
+        np.concatenate([inputs.share_EM, (far_EM << 21) // whole], axis=1),
+        np.concatenate([inputs.weight_M, inputs.weight_M * ratio]),
+    )
+
+
 @compiled
 def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     """[E] a rank of its node for every expert: its owner's, else where it was, else the first rank with a free slot."""
@@ -275,11 +318,15 @@ def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem
 
 
 def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
-    """Publish and collect of one layer by its busiest link, both edges together."""
-    node_R, ranks = problem.node_R, len(problem.node_R)
+    """One layer's part of publish and collect, both edges together.
+
+    The busiest link counts over all layers of a window. Layers displace different experts, so what one adds to it is
+    nearer its mean link than its own busiest: their distance shrinks with the root of the layers, as sums even out.
+    """
+    node_R, ranks, root = problem.node_R, len(problem.node_R), isqrt(problem.layers)
     away_E, across_E = home_E != owner_E, node_R[home_E] != node_R[owner_E]
     ns = []
     for chosen_E, each in ((away_E & ~across_E, problem.edge_inside_ns), (across_E, problem.edge_across_ns)):
-        ends = [np.bincount(rank_E[chosen_E], minlength=ranks).max() for rank_E in (owner_E, home_E)]
-        ns.append(int(max(ends)) * each)
+        busiest = max(int(np.bincount(rank_E[chosen_E], minlength=ranks).max()) for rank_E in (owner_E, home_E))
+        ns.append((int(chosen_E.sum()) * (root - 1) + busiest * ranks) * each // (root * ranks))
     return max(ns)

@@ -214,7 +214,9 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         )
         for far in (0, 1)
     )
-    slope_ps, min_rows = _row_prices(task, cost)
+    compute_ps, exchange_ps, min_rows = _row_prices(task, cost)
+    slope_ps = compute_ps + exchange_ps
+    crossing_ps = cost.tables(1).exchanges * cost.tables(1).across_ps
     patience = _patience(task.model.experts, by_skew) * task.options.effort
     return LayerProblem(
         node_R=node_R,
@@ -227,8 +229,11 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         budget=budget,
         patience=patience,
         max_checks=6_000 * task.options.effort,
+        row_weight=1024 * compute_ps // slope_ps,
+        link_weight=1024 * crossing_ps // slope_ps,
         cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
         cost_across=0 if by_skew else across_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
+        layers=task.model.layers,
         edge_inside_ns=inside_ns,
         edge_across_ns=across_ns,
     )
@@ -243,8 +248,8 @@ def _patience(experts: int, by_skew: bool) -> int:
     return patience * 8 if by_skew and experts <= 64 else patience
 
 
-def _row_prices(task: Task, cost: CostModel) -> tuple[int, int]:
-    """Picoseconds of one more row on a mean rank, and the least rows that pay for one more non-empty slot.
+def _row_prices(task: Task, cost: CostModel) -> tuple[int, int, int]:
+    """Picoseconds of one more row on a mean rank, and of its way there; the least rows that pay for a non-empty slot.
 
     A row on the busiest rank costs compute, and its way there: across nodes for all but 1/N of the rows.
     """
@@ -255,6 +260,5 @@ def _row_prices(task: Task, cost: CostModel) -> tuple[int, int]:
     tables = cost.tables(1)
     compute_ps = (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean
     exchange_ps = tables.exchanges * max(tables.inside_ps, tables.across_ps * (nodes - 1)) // nodes
-    slope_ps = max(1, compute_ps + exchange_ps)
     slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes)
-    return slope_ps, max(1, slot_ns * 1000 // slope_ps)
+    return max(1, compute_ps), exchange_ps, max(1, slot_ns * 1000 // max(1, compute_ps + exchange_ps))

@@ -1,7 +1,7 @@
-"""The specification of the planner's two inner functions, short and plain, never optimised: `level` and `evaluate`.
+"""The specification of the planner's inner functions, short and plain, never optimised: `level`, `near`, `evaluate`.
 
-`_level.py`, `_fill.py` and `fast.py` do the same in compiled loops, under the same names, bit for bit. All decisions
-are made in integers and every tie is broken by index, so that each rank and CPU finds the same plan.
+`_level.py`, `_near.py`, `_fill.py` and `fast.py` do the same in compiled loops, under the same names, bit for bit. All
+decisions are made in integers and every tie is broken by index, so that each rank and CPU finds the same plan.
 
 The problem. In micro-step m, source rank s has `load_MRE[m, s, e]` rows for expert e. Each expert has one *home* rank
 for the whole window; in each micro-step some experts also get *replicas*. A layer takes as long as its busiest rank.
@@ -14,9 +14,11 @@ for the whole window; in each micro-step some experts also get *replicas*. A lay
    weighted and summed over micro-steps, plus the price of displacing experts. It is judged at every state visited, and
    the best state wins.
 2. `polish` then looks at swaps by the true objective alone and takes each that lowers it.
-3. `evaluate` gives each micro-step its replicas by `fill` (`fill_reference.py`), which works like an alias table: the
+3. `near` swaps experts between nodes by another objective, `burden`: the fullest node, and the busiest link across.
+4. `evaluate` gives each micro-step its replicas by `fill` (`fill_reference.py`), which works like an alias table: the
    emptiest rank of a node is brought up to the bound from one expert of the fullest rank, until no rank is above the
-   bound. With and without them the entry is priced, and the gate keeps what is cheaper.
+   bound. With and without them the entry is priced, and the gate keeps what is cheaper. Where bringing them costs
+   much, it is tried again with fewer, which leave some of the excess (`SLACKS`).
 
 Knows rows, and prices through `cost.reference`. Does not know windows, slots in memory or itineraries.
 
@@ -26,19 +28,20 @@ Invariants (asserted by the tests):
 
 import numpy as np
 
-from equipoise.cost.kernels import COLUMNS
+from equipoise.cost.kernels import COLUMNS, PULL, RETURN
 from equipoise.cost.model import Tables
 from equipoise.cost.reference import kept_permille, price
 from equipoise.planner import layer
+from equipoise.planner._near import MOST_STEPS
 from equipoise.planner.fill_reference import fill
-from equipoise.planner.layer import Kernels, LayerPlan, LayerProblem
+from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
 
 
 def plan_layer(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
     """Plan one layer of one window with the plain functions. See `layer.plan_layer`."""
-    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, evaluate))
+    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, near, evaluate))
 
 
 def level(
@@ -179,6 +182,69 @@ def polish(
     return group_E
 
 
+def near(
+    load_MRE: np.ndarray,
+    group_E: np.ndarray,
+    node_R: np.ndarray,
+    cost_EN: np.ndarray,
+    owner_E: np.ndarray,
+    weights: tuple[int, int],
+    budget: int,
+    max_checks: int,
+) -> np.ndarray:
+    """Take each swap of two experts between nodes that lowers `burden`, until none does or `max_checks` is spent.
+
+    Args:
+        load_MRE: [M, R, E] rows; of more than `MOST_STEPS` micro-steps, evenly spaced ones count
+        group_E: [E] node of each expert's home at the start
+        node_R: [R] node of each rank
+        cost_EN: [E, N] price of an expert in each node
+        owner_E: [E] the node of each expert's owner
+        weights: price of a row to compute at every rank of the fullest node, and of one on the busiest link
+        budget: most experts away from their owner's node
+        max_checks: swaps to look at
+
+    Returns: [E] nodes
+    """
+    load_MRE, group_E = load_MRE[:: -(-len(load_MRE) // MOST_STEPS)], group_E.copy()
+    nodes = int(node_R.max()) + 1
+    best, checks, quiet = burden(load_MRE, group_E, node_R, cost_EN, weights), 0, 0
+    pairs = [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
+    while quiet < len(pairs) and checks < max_checks:
+        for a, b in pairs:
+            quiet += 1
+            for e in range(len(group_E)):
+                for f in range(len(group_E)):
+                    if group_E[e] != a or group_E[f] != b or checks >= max_checks:
+                        continue
+                    checks += 1
+                    trial_E = group_E.copy()
+                    trial_E[e], trial_E[f] = b, a
+                    value = burden(load_MRE, trial_E, node_R, cost_EN, weights)
+                    if value < best and (trial_E != owner_E).sum() <= budget:
+                        group_E, best, quiet = trial_E, value, 0
+    return group_E
+
+
+def burden(
+    load_MRE: np.ndarray, group_E: np.ndarray, node_R: np.ndarray, cost_EN: np.ndarray, weights: tuple[int, int]
+) -> int:
+    """Fullest node and busiest link across nodes, each weighted and summed over micro-steps, plus prices of experts.
+
+    A link carries what a rank sends to other nodes, or a rank's share of what its node receives. Everything is counted
+    in common parts of a row, so that nodes of unlike sizes divide it.
+    """
+    ranks_N = np.bincount(node_R)
+    common, member_NE = int(np.lcm.reduce(ranks_N)), group_E == np.arange(len(ranks_N))[:, None]
+    value = common * int(cost_EN[np.arange(len(group_E)), group_E].sum())
+    for load_RE in load_MRE:
+        far_RE = load_RE * (node_R[:, None] != group_E[None, :])
+        top, received = (int((common // ranks_N * (member_NE @ rows.sum(axis=0))).max()) for rows in (load_RE, far_RE))
+        sent = common * int(far_RE.sum(axis=1).max())
+        value += weights[0] * top + weights[1] * max(sent, received)
+    return value
+
+
 def evaluate(
     load_MRE: np.ndarray, home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
@@ -193,10 +259,17 @@ def evaluate(
         load_E, homes_RH = load_RE.sum(axis=0), homes_by_rank(home_E, ranks)
         none_RS = np.full((ranks, problem.slots), -1), np.zeros((ranks, problem.slots), dtype=np.int64)
         closed = price(load_RE, home_E, node_R, *none_RS, keep_N, tables, False, closed_MC[m])
-        fill(load_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, expert_MRS[m], rows_MRS[m])
-        opened = price(load_RE, home_E, node_R, expert_MRS[m], rows_MRS[m], keep_N, tables, False, line_MC[m])
-        if problem.gated and opened >= closed:
-            expert_MRS[m], rows_MRS[m], line_MC[m] = -1, 0, closed_MC[m]
+        best, line_MC[m] = closed, closed_MC[m]
+        for slack in SLACKS:
+            expert_RS, rows_RS, line = np.copy(none_RS[0]), np.copy(none_RS[1]), np.zeros_like(line_MC[m])
+            fill(load_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, slack, expert_RS, rows_RS)
+            if not rows_RS.any():
+                break
+            opened = price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
+            if opened < best or not problem.gated:
+                best, line_MC[m], expert_MRS[m], rows_MRS[m] = opened, line, expert_RS, rows_RS
+            if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
+                break
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
 
 

@@ -96,8 +96,11 @@ def layers(draw):
         budget=draw(st.sampled_from([0, 1, 2, 3, experts])),
         patience=draw(st.sampled_from([0, 5, 40, 160])),
         max_checks=draw(st.sampled_from([0, 7, 400, 6400])),
+        row_weight=draw(st.sampled_from([0, 1, 300])),
+        link_weight=draw(st.sampled_from([0, 1, 2000])),
         cost_inside=0 if by_skew else draw(st.sampled_from([0, 100, 50_000])),
         cost_across=0 if by_skew else draw(st.sampled_from([0, 1000, 500_000])),
+        layers=draw(st.sampled_from([1, 3])),
         edge_inside_ns=draw(st.sampled_from([0, 1000, 100_000])),
         edge_across_ns=draw(st.sampled_from([0, 5000, 1_000_000])),
     )

@@ -16,19 +16,20 @@ few = settings(max_examples=100, deadline=None)
 
 @st.composite
 def entries(draw):
-    """(load_E, home_E, node_R, min_rows, slots) of one (micro-step, layer)."""
+    """(load_E, home_E, node_R, min_rows, slots, slack) of one (micro-step, layer)."""
     node_R = np.array(problems.LAYOUTS[draw(st.sampled_from(sorted(problems.LAYOUTS)))])
     experts = len(node_R) * draw(st.integers(1, 4))
     load_E = draw(problems.loads(1, 1, experts))[0, 0]
     home_E = draw(problems.homes(experts, len(node_R)))
-    return load_E, home_E, node_R, draw(st.sampled_from([1, 1, 40])), draw(st.sampled_from([0, 1, 2, experts + 2]))
+    slots, slack = draw(st.sampled_from([0, 1, 2, experts + 2])), draw(st.sampled_from([0, 0, 8, 63, 64]))
+    return load_E, home_E, node_R, draw(st.sampled_from([1, 1, 40])), slots, slack
 
 
-def filled(fill, load_E, home_E, node_R, min_rows=1, slots=1):
+def filled(fill, load_E, home_E, node_R, min_rows=1, slots=1, slack=0):
     """(busiest, rep_expert_RS, rep_rows_RS) after filling."""
     expert_RS, rows_RS = np.full((len(node_R), slots), 77), np.full((len(node_R), slots), 77)
     homes_RH = homes_by_rank(home_E, len(node_R))
-    return fill(load_E, home_E, homes_RH, node_R, min_rows, expert_RS, rows_RS), expert_RS, rows_RS
+    return fill(load_E, home_E, homes_RH, node_R, min_rows, slack, expert_RS, rows_RS), expert_RS, rows_RS
 
 
 @given(entries())
@@ -43,7 +44,7 @@ def test_compiled_fill_equals_the_plain_one(entry):
 @given(entries())
 @few
 def test_rows_are_kept_and_no_rank_gets_above_the_busiest_it_was(entry):
-    load_E, home_E, node_R, _, _ = entry
+    load_E, home_E, node_R = entry[:3]
     busiest, expert_RS, rows_RS = filled(_fill.fill, *entry)
     quota_ER = quotas(load_E, home_E, expert_RS, rows_RS)
     assert quota_ER.min() >= 0
@@ -57,7 +58,7 @@ def test_rows_are_kept_and_no_rank_gets_above_the_busiest_it_was(entry):
 @given(entries())
 @few
 def test_replicas_stay_in_the_node_off_their_home_and_are_never_doubled_or_idle(entry):
-    _, home_E, node_R, _, _ = entry
+    home_E, node_R = entry[1:3]
     _, expert_RS, rows_RS = filled(_fill.fill, *entry)
     assert np.array_equal(expert_RS >= 0, rows_RS > 0)
     for rank, held in enumerate(expert_RS):
@@ -70,10 +71,10 @@ def test_replicas_stay_in_the_node_off_their_home_and_are_never_doubled_or_idle(
 @given(entries())
 @few
 def test_the_split_is_the_best_for_its_replicas_to_the_row(entry):
-    load_E, home_E, node_R, min_rows, slots = entry
+    load_E, home_E, node_R, *limits = entry
     if load_E.sum() > 2**30:
         load_E = load_E >> 20
-    busiest, expert_RS, _ = filled(_fill.fill, load_E, home_E, node_R, min_rows, slots)
+    busiest, expert_RS, _ = filled(_fill.fill, load_E, home_E, node_R, *limits)
     holders = [(e, int(home_E[e])) for e in range(len(load_E))]
     holders += [(int(expert_RS[r, j]), int(r)) for r, j in np.argwhere(expert_RS >= 0)]
     assert busiest == optimum(load_E, holders, len(node_R))
@@ -103,6 +104,14 @@ def test_a_replica_below_the_least_rows_is_not_made():
     load_E, home_E, node_R = np.array([52, 50]), np.array([0, 1]), np.array([0, 0])
     assert filled(_fill.fill, load_E, home_E, node_R, 1)[0] == 51
     assert filled(_fill.fill, load_E, home_E, node_R, 2)[0] == 52
+
+
+def test_slack_leaves_replicas_out_but_uses_those_there_are_fully():
+    # Above the bound of 60 stand 40 and 4 rows: with half of 40 allowed, only the first rank gives rows away.
+    load_E, home_E, node_R = np.array([100, 64, 46, 30]), np.array([0, 1, 2, 3]), np.array([0, 0, 0, 0])
+    assert (filled(_fill.fill, load_E, home_E, node_R)[1] >= 0).sum() > 1
+    busiest, expert_RS, rows_RS = filled(_fill.fill, load_E, home_E, node_R, slack=32)
+    assert (busiest, expert_RS.tolist(), rows_RS[3, 0]) == (65, [[-1], [-1], [-1], [0]], 35)
 
 
 def test_the_bound_is_the_mean_of_the_fullest_node():

@@ -6,8 +6,11 @@ from hypothesis import given, settings
 
 import equipoise as eq
 from equipoise.cost.reference import quotas
-from equipoise.planner import _level, fast, layer, reference
+from equipoise.planner import _level, _near, fast, layer, reference
 from tests.planner import problems
+
+COMPILED = layer.Kernels(_level.level, _near.near, fast.evaluate)
+PLAIN = layer.Kernels(reference.level, reference.near, reference.evaluate)
 
 few = settings(max_examples=60, deadline=None)
 
@@ -27,8 +30,8 @@ def test_plan_of_a_layer(one):
 @few
 def test_candidates(one):
     load_MRE, warm_home_E, pair_EE, problem, _ = one
-    ours = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, _level.level)
-    theirs = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, reference.level)
+    ours = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, COMPILED)
+    theirs = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, PLAIN)
     assert np.array_equal(ours, theirs)
 
 

@@ -1,0 +1,204 @@
+"""Compiled `near`: experts move to the node whose sources choose them. The specification is `reference.near`.
+
+Experts are swapped between nodes as in `_level.polish`, pair of nodes by pair; tables of rows by node and of rows that
+stay near are kept up to date, and a swap is judged by the two nodes it changes.
+
+Integers only; ties by expert id. Knows rows and two weights. Does not know seconds, slots or replicas.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from equipoise.core.compiled import compiled
+from equipoise.planner._level import common_multiple, more_away
+
+MOST_STEPS = 32
+"""Micro-steps that the search looks at, evenly spaced, where a window has more."""
+
+
+class Tally(NamedTuple):
+    """Rows as they stand, ranks in the order of their nodes."""
+
+    start_N: np.ndarray
+    """[N + 1] where each node's ranks begin."""
+    weight_N: np.ndarray
+    """[N] parts that one row of a node counts, so that nodes of unlike sizes compare."""
+    common: int
+    """Parts of a row at one rank."""
+    row_MR: np.ndarray
+    """[M, R] rows at each source."""
+    near_MR: np.ndarray
+    """[M, R] of these, rows for experts of the source's own node."""
+    total_EM: np.ndarray
+    """[E, M] rows of each expert."""
+    total_MN: np.ndarray
+    """[M, N] rows for the experts of each node."""
+    near_MN: np.ndarray
+    """[M, N] of these, rows that were there already."""
+
+
+@compiled
+def near(
+    load_MRE: np.ndarray,
+    group_E: np.ndarray,
+    node_R: np.ndarray,
+    cost_EN: np.ndarray,
+    owner_E: np.ndarray,
+    weights: tuple[int, int],
+    budget: int,
+    max_checks: int,
+) -> np.ndarray:
+    """Swap experts between nodes as long as fuller nodes cost less than what crosses. See `reference.near`."""
+    load_EMR, start_N = _by_expert(load_MRE, node_R)
+    group_E, nodes = group_E.copy(), len(start_N) - 1
+    tally = _tally(load_EMR, group_E, start_N)
+    rest_M2 = np.zeros((load_EMR.shape[1], 2), dtype=np.int64)
+    room = budget - (group_E != owner_E).sum()
+    checks, quiet, pairs = 0, 0, nodes * (nodes - 1) // 2
+    while quiet < pairs and checks < max_checks:
+        for a in range(nodes - 1):
+            for b in range(a + 1, nodes):
+                improved = False
+                now = _fill_rest(tally, a, b, weights, rest_M2)
+                for e in range(len(group_E)):
+                    if group_E[e] != a:
+                        continue
+                    for f in range(len(group_E)):
+                        if group_E[f] != b or checks >= max_checks:
+                            continue
+                        checks += 1
+                        more = tally.common * (cost_EN[e, b] - cost_EN[e, a] + cost_EN[f, a] - cost_EN[f, b])
+                        value = more + _after_swap(load_EMR, tally, e, f, a, b, weights, rest_M2)
+                        if value < now and more_away(owner_E, e, f, a, b) <= room:
+                            now = value - more
+                            room -= more_away(owner_E, e, f, a, b)
+                            _swap(load_EMR, tally, e, f, a, b)
+                            group_E[e], group_E[f] = b, a
+                            improved = True
+                            break
+                quiet = 0 if improved else quiet + 1
+    return group_E
+
+
+@compiled
+def _by_expert(load_MRE: np.ndarray, node_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[E, M, R] rows of at most `MOST_STEPS` micro-steps, ranks node by node, so that a swap reads four short runs.
+
+    Also [N + 1] where each node's ranks begin.
+    """
+    micro_steps, ranks, experts = load_MRE.shape
+    order, stride = np.argsort(node_R, kind="mergesort"), (micro_steps + MOST_STEPS - 1) // MOST_STEPS
+    load_EMR = np.empty((experts, (micro_steps + stride - 1) // stride, ranks), dtype=np.int64)
+    for m in range(load_EMR.shape[1]):
+        for i in range(ranks):
+            load_E = load_MRE[m * stride, order[i]]
+            for e in range(experts):
+                load_EMR[e, m, i] = load_E[e]
+    return load_EMR, np.searchsorted(node_R[order], np.arange(node_R.max() + 2))
+
+
+@compiled
+def far_rows(load_MRE: np.ndarray, node_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[E, M] rows of each expert that come from other nodes than its own."""
+    micro_steps, ranks, experts = load_MRE.shape
+    far_ME = np.zeros((micro_steps, experts), dtype=np.int64)
+    for m in range(micro_steps):
+        for r in range(ranks):
+            for e in range(experts):
+                if node_R[r] != node_E[e]:
+                    far_ME[m, e] += load_MRE[m, r, e]
+    return np.ascontiguousarray(far_ME.T)
+
+
+@compiled
+def _tally(load_EMR: np.ndarray, group_E: np.ndarray, start_N: np.ndarray) -> Tally:
+    micro_steps, ranks = load_EMR.shape[1:]
+    nodes = len(start_N) - 1
+    row_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
+    near_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
+    total_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
+    near_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
+    total_EM = np.zeros(load_EMR.shape[:2], dtype=np.int64)
+    for e in range(len(group_E)):
+        node = group_E[e]
+        for m in range(micro_steps):
+            for r in range(ranks):
+                row_MR[m, r] += load_EMR[e, m, r]
+                total_EM[e, m] += load_EMR[e, m, r]
+            total_MN[m, node] += total_EM[e, m]
+            for r in range(start_N[node], start_N[node + 1]):
+                near_MR[m, r] += load_EMR[e, m, r]
+                near_MN[m, node] += load_EMR[e, m, r]
+    common = common_multiple(np.diff(start_N))
+    return Tally(start_N, common // np.diff(start_N), common, row_MR, near_MR, total_EM, total_MN, near_MN)
+
+
+@compiled
+def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest_M2: np.ndarray) -> int:
+    """Fill `rest_M2` with the fullest node but a and b, and the busiest link but theirs; return the whole value."""
+    start_N, weight_N, common, row_MR, near_MR, _, total_MN, near_MN = tally
+    value = np.int64(0)
+    for m in range(len(row_MR)):
+        rest_M2[m] = 0
+        top, link = np.int64(0), np.int64(0)
+        for node in range(len(weight_N)):
+            full = weight_N[node] * total_MN[m, node]
+            busy = weight_N[node] * (total_MN[m, node] - near_MN[m, node])
+            for r in range(start_N[node], start_N[node + 1]):
+                busy = max(busy, common * (row_MR[m, r] - near_MR[m, r]))
+            top, link = max(top, full), max(link, busy)
+            if node not in (a, b):
+                rest_M2[m, 0], rest_M2[m, 1] = max(rest_M2[m, 0], full), max(rest_M2[m, 1], busy)
+        value += weights[0] * top + weights[1] * link
+    return int(value)
+
+
+@compiled
+def _after_swap(
+    load_EMR: np.ndarray,
+    tally: Tally,
+    e: int,
+    f: int,
+    a: int,
+    b: int,
+    weights: tuple[int, int],
+    rest_M2: np.ndarray,
+) -> int:
+    """The whole value once expert e leaves node a for b and f comes back."""
+    start_N, weight_N, common, row_MR, near_MR, total_EM, total_MN, near_MN = tally
+    value = np.int64(0)
+    for m in range(len(row_MR)):
+        come_R, go_R, row_R, near_R = load_EMR[f, m], load_EMR[e, m], row_MR[m], near_MR[m]
+        sent, more_a, more_b = np.int64(0), np.int64(0), np.int64(0)
+        for r in range(start_N[a], start_N[a + 1]):
+            d = come_R[r] - go_R[r]
+            more_a += d
+            sent = max(sent, row_R[r] - near_R[r] - d)
+        for r in range(start_N[b], start_N[b + 1]):
+            d = go_R[r] - come_R[r]
+            more_b += d
+            sent = max(sent, row_R[r] - near_R[r] - d)
+        more = total_EM[f, m] - total_EM[e, m]
+        total_a, total_b = total_MN[m, a] + more, total_MN[m, b] - more
+        far_a, far_b = total_a - near_MN[m, a] - more_a, total_b - near_MN[m, b] - more_b
+        top = max(rest_M2[m, 0], max(weight_N[a] * total_a, weight_N[b] * total_b))
+        link = max(max(rest_M2[m, 1], common * sent), max(weight_N[a] * far_a, weight_N[b] * far_b))
+        value += weights[0] * top + weights[1] * link
+    return int(value)
+
+
+@compiled
+def _swap(load_EMR: np.ndarray, tally: Tally, e: int, f: int, a: int, b: int) -> None:
+    """Expert e leaves node a for b, and f comes back."""
+    start_N, _, _, _, near_MR, total_EM, total_MN, near_MN = tally
+    for m in range(len(near_MR)):
+        more = total_EM[f, m] - total_EM[e, m]
+        total_MN[m, a] += more
+        total_MN[m, b] -= more
+        for r in range(start_N[a], start_N[a + 1]):
+            near_MR[m, r] += load_EMR[f, m, r] - load_EMR[e, m, r]
+            near_MN[m, a] += load_EMR[f, m, r] - load_EMR[e, m, r]
+        for r in range(start_N[b], start_N[b + 1]):
+            near_MR[m, r] += load_EMR[e, m, r] - load_EMR[f, m, r]
+            near_MN[m, b] += load_EMR[e, m, r] - load_EMR[f, m, r]
