@@ -13,7 +13,7 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.planner._level import common_multiple, more_away
 
-MOST_STEPS = 32
+MOST_STEPS = 16
 """Micro-steps that the search looks at, evenly spaced, where a window has more."""
 
 

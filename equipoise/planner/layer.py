@@ -5,8 +5,8 @@
    tried first, so a plan never loses to doing nothing.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
-3. Between the two, experts may move to the node whose sources choose them (`bring_near`): the busiest link across
-   nodes often costs more than a few rows on a fuller node. Ranks are then level in what crosses, too (`with_far`).
+3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, then with
+   experts moved to where their sources are (`bring_near`), and with ranks level in what crosses, too (`with_far`).
 
 The inner functions, `level`, `near` and `evaluate`, come in two forms that return the same to the bit: plain ones in
 `reference.py`, which specify them, and compiled ones in `fast.py`.
@@ -147,10 +147,10 @@ def owners(experts: int, ranks: int) -> np.ndarray:
 def candidates(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, kernels: Kernels
 ) -> list[np.ndarray]:
-    """Homes worth pricing, [E] each: levelled inside nodes; across them, too; near their sources; with co-active ones.
+    """Homes worth pricing, [E] each: level across nodes and near their sources; level inside nodes, too; inside alone.
 
-    The first saves displacements, and is left out for skew, where displacements are free and links do not count. From a
-    good warm start, whose ranks are level already, the homes as they were and short searches across nodes are enough.
+    For skew, where displacements are free and links do not count, one is enough. From a good warm start, whose ranks
+    are level already, the homes as they were and short searches across nodes are.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R, level = owners(experts, ranks), problem.node_R, kernels.level
@@ -169,8 +169,8 @@ def candidates(
     if is_good:
         found = [start_E, near_E]
     else:
-        found = [level_ranks(inputs, home_E, problem, level) for home_E in (start_E, nodes_E)]
-        found.append(level_ranks(with_far(inputs, load_MRE, near_E, problem), near_E, problem, level))
+        far = with_far(inputs, load_MRE, nodes_E, problem)
+        found = [near_E, level_ranks(far, nodes_E, problem, level), level_ranks(inputs, start_E, problem, level)]
     if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
