@@ -26,16 +26,14 @@ class Tally(NamedTuple):
     """[N] parts that one row of a node counts, so that nodes of unlike sizes compare."""
     common: int
     """Parts of a row at one rank."""
-    row_MR: np.ndarray
-    """[M, R] rows at each source."""
-    near_MR: np.ndarray
-    """[M, R] of these, rows for experts of the source's own node."""
     total_EM: np.ndarray
     """[E, M] rows of each expert."""
+    sent_MR: np.ndarray
+    """[M, R] rows that each source sends to other nodes."""
     total_MN: np.ndarray
     """[M, N] rows for the experts of each node."""
-    near_MN: np.ndarray
-    """[M, N] of these, rows that were there already."""
+    far_MN: np.ndarray
+    """[M, N] of these, rows from other nodes."""
 
 
 @compiled
@@ -113,40 +111,38 @@ def far_rows(load_MRE: np.ndarray, node_E: np.ndarray, node_R: np.ndarray) -> np
 
 @compiled
 def _tally(load_EMR: np.ndarray, group_E: np.ndarray, start_N: np.ndarray) -> Tally:
-    micro_steps, ranks = load_EMR.shape[1:]
+    experts, micro_steps, ranks = load_EMR.shape
     nodes = len(start_N) - 1
-    row_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
-    near_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
+    total_EM = np.zeros((experts, micro_steps), dtype=np.int64)
+    sent_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
     total_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
-    near_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
-    total_EM = np.zeros(load_EMR.shape[:2], dtype=np.int64)
-    for e in range(len(group_E)):
+    far_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
+    for e in range(experts):
         node = group_E[e]
         for m in range(micro_steps):
             for r in range(ranks):
-                row_MR[m, r] += load_EMR[e, m, r]
-                total_EM[e, m] += load_EMR[e, m, r]
+                rows = load_EMR[e, m, r]
+                total_EM[e, m] += rows
+                if not start_N[node] <= r < start_N[node + 1]:
+                    sent_MR[m, r] += rows
+                    far_MN[m, node] += rows
             total_MN[m, node] += total_EM[e, m]
-            for r in range(start_N[node], start_N[node + 1]):
-                near_MR[m, r] += load_EMR[e, m, r]
-                near_MN[m, node] += load_EMR[e, m, r]
     common = common_multiple(np.diff(start_N))
-    return Tally(start_N, common // np.diff(start_N), common, row_MR, near_MR, total_EM, total_MN, near_MN)
+    return Tally(start_N, common // np.diff(start_N), common, total_EM, sent_MR, total_MN, far_MN)
 
 
 @compiled
 def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest_M2: np.ndarray) -> int:
     """Fill `rest_M2` with the fullest node but a and b, and the busiest link but theirs; return the whole value."""
-    start_N, weight_N, common, row_MR, near_MR, _, total_MN, near_MN = tally
+    start_N, weight_N, common, _, sent_MR, total_MN, far_MN = tally
     value = np.int64(0)
-    for m in range(len(row_MR)):
+    for m in range(len(sent_MR)):
         rest_M2[m] = 0
         top, link = np.int64(0), np.int64(0)
         for node in range(len(weight_N)):
-            full = weight_N[node] * total_MN[m, node]
-            busy = weight_N[node] * (total_MN[m, node] - near_MN[m, node])
+            full, busy = weight_N[node] * total_MN[m, node], weight_N[node] * far_MN[m, node]
             for r in range(start_N[node], start_N[node + 1]):
-                busy = max(busy, common * (row_MR[m, r] - near_MR[m, r]))
+                busy = max(busy, common * sent_MR[m, r])
             top, link = max(top, full), max(link, busy)
             if node not in (a, b):
                 rest_M2[m, 0], rest_M2[m, 1] = max(rest_M2[m, 0], full), max(rest_M2[m, 1], busy)
@@ -166,39 +162,39 @@ def _after_swap(
     rest_M2: np.ndarray,
 ) -> int:
     """The whole value once expert e leaves node a for b and f comes back."""
-    start_N, weight_N, common, row_MR, near_MR, total_EM, total_MN, near_MN = tally
+    start_N, weight_N, common, total_EM, sent_MR, total_MN, far_MN = tally
     value = np.int64(0)
-    for m in range(len(row_MR)):
-        come_R, go_R, row_R, near_R = load_EMR[f, m], load_EMR[e, m], row_MR[m], near_MR[m]
+    for m in range(len(sent_MR)):
         sent, more_a, more_b = np.int64(0), np.int64(0), np.int64(0)
         for r in range(start_N[a], start_N[a + 1]):
-            d = come_R[r] - go_R[r]
-            more_a += d
-            sent = max(sent, row_R[r] - near_R[r] - d)
+            more = load_EMR[f, m, r] - load_EMR[e, m, r]
+            more_a += more
+            sent = max(sent, sent_MR[m, r] - more)
         for r in range(start_N[b], start_N[b + 1]):
-            d = go_R[r] - come_R[r]
-            more_b += d
-            sent = max(sent, row_R[r] - near_R[r] - d)
+            more = load_EMR[e, m, r] - load_EMR[f, m, r]
+            more_b += more
+            sent = max(sent, sent_MR[m, r] - more)
         more = total_EM[f, m] - total_EM[e, m]
-        total_a, total_b = total_MN[m, a] + more, total_MN[m, b] - more
-        far_a, far_b = total_a - near_MN[m, a] - more_a, total_b - near_MN[m, b] - more_b
-        top = max(rest_M2[m, 0], max(weight_N[a] * total_a, weight_N[b] * total_b))
-        link = max(max(rest_M2[m, 1], common * sent), max(weight_N[a] * far_a, weight_N[b] * far_b))
-        value += weights[0] * top + weights[1] * link
+        top = max(weight_N[a] * (total_MN[m, a] + more), weight_N[b] * (total_MN[m, b] - more))
+        link = max(weight_N[a] * (far_MN[m, a] + more - more_a), weight_N[b] * (far_MN[m, b] - more - more_b))
+        link = max(link, common * sent)
+        value += weights[0] * max(rest_M2[m, 0], top) + weights[1] * max(rest_M2[m, 1], link)
     return int(value)
 
 
 @compiled
 def _swap(load_EMR: np.ndarray, tally: Tally, e: int, f: int, a: int, b: int) -> None:
     """Expert e leaves node a for b, and f comes back."""
-    start_N, _, _, _, near_MR, total_EM, total_MN, near_MN = tally
-    for m in range(len(near_MR)):
+    start_N, _, _, total_EM, sent_MR, total_MN, far_MN = tally
+    for m in range(len(sent_MR)):
         more = total_EM[f, m] - total_EM[e, m]
         total_MN[m, a] += more
         total_MN[m, b] -= more
+        far_MN[m, a] += more
+        far_MN[m, b] -= more
         for r in range(start_N[a], start_N[a + 1]):
-            near_MR[m, r] += load_EMR[f, m, r] - load_EMR[e, m, r]
-            near_MN[m, a] += load_EMR[f, m, r] - load_EMR[e, m, r]
+            sent_MR[m, r] -= load_EMR[f, m, r] - load_EMR[e, m, r]
+            far_MN[m, a] -= load_EMR[f, m, r] - load_EMR[e, m, r]
         for r in range(start_N[b], start_N[b + 1]):
-            near_MR[m, r] += load_EMR[e, m, r] - load_EMR[f, m, r]
-            near_MN[m, b] += load_EMR[e, m, r] - load_EMR[f, m, r]
+            sent_MR[m, r] -= load_EMR[e, m, r] - load_EMR[f, m, r]
+            far_MN[m, b] -= load_EMR[e, m, r] - load_EMR[f, m, r]

@@ -59,6 +59,8 @@ class LayerProblem(NamedTuple):
     """Swaps without improvement before `level` stops."""
     max_checks: int
     """Swaps `polish` may look at."""
+    near_checks: int
+    """Swaps `near` may look at; as many from a warm start, because sources change from window to window."""
     row_weight: int
     """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
     link_weight: int
@@ -149,8 +151,8 @@ def candidates(
 ) -> list[np.ndarray]:
     """Homes worth pricing, [E] each: level across nodes and near their sources; level inside nodes, too; inside alone.
 
-    For skew, where displacements are free and links do not count, one is enough. From a good warm start, whose ranks
-    are level already, the homes as they were and short searches across nodes are.
+    For skew, where displacements are free and links do not count, one is enough. From a good warm start, whose nodes
+    and ranks are level already, the homes as they were and nearer ones are.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R, level = owners(experts, ranks), problem.node_R, kernels.level
@@ -162,15 +164,18 @@ def candidates(
         problem = problem._replace(patience=problem.patience // 24, max_checks=problem.max_checks // 24)
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
-    nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
-    if problem.by_skew:
-        return [level_ranks(inputs, nodes_E, problem, level)]
-    near_E = bring_near(load_MRE, nodes_E, problem, kernels.near)
-    if is_good:
-        found = [start_E, near_E]
+    if is_good and not problem.by_skew:
+        found = [start_E, bring_near(load_MRE, start_E, problem, kernels.near)]
     else:
+        nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
+        if problem.by_skew:
+            return [level_ranks(inputs, nodes_E, problem, level)]
         far = with_far(inputs, load_MRE, nodes_E, problem)
-        found = [near_E, level_ranks(far, nodes_E, problem, level), level_ranks(inputs, start_E, problem, level)]
+        found = [
+            bring_near(load_MRE, nodes_E, problem, kernels.near),
+            level_ranks(far, nodes_E, problem, level),
+            level_ranks(inputs, start_E, problem, level),
+        ]
     if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
@@ -246,7 +251,7 @@ def bring_near(load_MRE: np.ndarray, start_E: np.ndarray, problem: LayerProblem,
     owner_E = owners(len(start_E), len(node_R))
     cost_EN = np.where(np.arange(node_R.max() + 1) == node_R[owner_E][:, None], 0, problem.cost_across)
     weights = problem.row_weight, problem.link_weight
-    limits = problem.budget, problem.max_checks // 4
+    limits = problem.budget, problem.near_checks
     node_E = near(load_MRE, node_R[start_E], node_R, cost_EN, node_R[owner_E], weights, *limits)
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
 

@@ -229,6 +229,7 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         budget=budget,
         patience=patience,
         max_checks=6_000 * task.options.effort,
+        near_checks=750 * task.options.effort,
         row_weight=1024 * compute_ps // slope_ps,
         link_weight=1024 * crossing_ps // slope_ps,
         cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
