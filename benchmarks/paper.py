@@ -35,7 +35,7 @@ from equipoise.sim.windows import joined
 Row = dict[str, Any]
 POLICIES = ("static", "eplb-oracle", "lplb", "reactive", "reactive-free", "equipoise", "balanced")
 SENDS: tuple[Sends, ...] = ("tokens", "rows")
-PLANNING_S = 0.34 / 48
+PLANNING_S = 0.47 / 48
 """Seconds one core plans a layer of 32 micro-steps at EP32: benchmarks/reports/planner_xeon_202611.md."""
 NOTE = (
     "simulated: kernels and transfers measured on one H200, all-to-all modelled, no cluster was run; ratios in expert "
