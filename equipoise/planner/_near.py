@@ -1,7 +1,7 @@
 """Compiled `near`: experts move to the node whose sources choose them. The specification is `reference.near`.
 
-Experts are swapped between nodes as in `_level.polish`, pair of nodes by pair; tables of rows by node and of rows that
-stay near are kept up to date, and a swap is judged by the two nodes it changes.
+Experts are swapped between nodes as in `_level.polish`, pair of nodes by pair; rows by node and rows that cross are
+kept up to date (`Tally`), and a swap is judged by the two nodes it changes.
 
 Integers only; ties by expert id. Knows rows and two weights. Does not know seconds, slots or replicas.
 """

@@ -237,10 +237,9 @@ def level_nodes(
     """[E] homes after levelling nodes: an expert in its owner's node is at its owner, others take the freed slots."""
     node_R, experts = problem.node_R, len(start_E)
     owner_E = owners(experts, len(node_R))
-    ranks_N = np.bincount(node_R)
-    cost_EN = np.where(np.arange(len(ranks_N)) == node_R[owner_E][:, None], 0, problem.cost_across)
     limits = problem.budget, problem.patience, problem.max_checks
-    groups = node_R[start_E], ranks_N, inputs.weight_M, cost_EN, affinity_EE, node_R[owner_E]
+    cost_EN = node_prices(owner_E, problem)
+    groups = node_R[start_E], np.bincount(node_R), inputs.weight_M, cost_EN, affinity_EE, node_R[owner_E]
     node_E = level(inputs.load_EM, inputs.share_EM, *groups, *limits)
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
 
@@ -249,11 +248,16 @@ def bring_near(load_MRE: np.ndarray, start_E: np.ndarray, problem: LayerProblem,
     """[E] homes after bringing experts to the nodes whose sources choose them, as long as nodes stay level enough."""
     node_R = problem.node_R
     owner_E = owners(len(start_E), len(node_R))
-    cost_EN = np.where(np.arange(node_R.max() + 1) == node_R[owner_E][:, None], 0, problem.cost_across)
-    weights = problem.row_weight, problem.link_weight
-    limits = problem.budget, problem.near_checks
+    weights, limits = (problem.row_weight, problem.link_weight), (problem.budget, problem.near_checks)
+    cost_EN = node_prices(owner_E, problem)
     node_E = near(load_MRE, node_R[start_E], node_R, cost_EN, node_R[owner_E], weights, *limits)
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
+
+
+def node_prices(owner_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
+    """[E, N] price of an expert in each node: none in its owner's."""
+    is_owners_EN = np.arange(problem.node_R.max() + 1) == problem.node_R[owner_E][:, None]
+    return np.where(is_owners_EN, 0, problem.cost_across)
 
 
 def with_far(inputs: Inputs, load_MRE: np.ndarray, home_E: np.ndarray, problem: LayerProblem) -> Inputs:

@@ -11,14 +11,13 @@ Knows loads, cost and core. Does not know routes, torch or any runtime.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.plan import Objective, Plan
 from equipoise.core.value import int64_array
-from equipoise.cost import CostModel
 from equipoise.cost.model import Tables
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
 from equipoise.planner.estimate import complete
@@ -214,15 +213,14 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         )
         for far in (0, 1)
     )
-    compute_ps, exchange_ps, min_rows = _row_prices(task, cost)
-    slope_ps = compute_ps + exchange_ps
-    crossing_ps = cost.tables(1).exchanges * cost.tables(1).across_ps
+    row = _row_prices(task)
+    ranks_ps = row.slope_ps * task.cluster.ep
     patience = _patience(task.model.experts, by_skew) * task.options.effort
     return LayerProblem(
         node_R=node_R,
         fill_node_R=np.zeros_like(node_R) if crosses else node_R,
         slots=task.slots,
-        min_rows=1 if by_skew else min_rows,
+        min_rows=1 if by_skew else row.min_rows,
         by_skew=int(by_skew),
         gated=int(task.options.gate and not by_skew),
         is_warm=int(is_warm),
@@ -230,10 +228,10 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         patience=patience,
         max_checks=6_000 * task.options.effort,
         near_checks=750 * task.options.effort,
-        row_weight=1024 * compute_ps // slope_ps,
-        link_weight=1024 * crossing_ps // slope_ps,
-        cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
-        cost_across=0 if by_skew else across_ns * 1024 * 1000 // (slope_ps * task.cluster.ep),
+        row_weight=1024 * row.compute_ps // row.slope_ps,
+        link_weight=1024 * row.crossing_ps // row.slope_ps,
+        cost_inside=0 if by_skew else inside_ns * 1024 * 1000 // ranks_ps,
+        cost_across=0 if by_skew else across_ns * 1024 * 1000 // ranks_ps,
         layers=task.model.layers,
         edge_inside_ns=inside_ns,
         edge_across_ns=across_ns,
@@ -249,17 +247,31 @@ def _patience(experts: int, by_skew: bool) -> int:
     return patience * 8 if by_skew and experts <= 64 else patience
 
 
-def _row_prices(task: Task, cost: CostModel) -> tuple[int, int, int]:
-    """Picoseconds of one more row on a mean rank, and of its way there; the least rows that pay for a non-empty slot.
+class _RowPrices(NamedTuple):
+    """What one more row costs, in picoseconds."""
 
-    A row on the busiest rank costs compute, and its way there: across nodes for all but 1/N of the rows.
-    """
-    loads = task.loads
+    compute_ps: int
+    """On a mean rank."""
+    crossing_ps: int
+    """On a link across nodes, in all exchanges."""
+    slope_ps: int
+    """On the busiest rank: compute, and its way there, across nodes for all but 1/N of the rows."""
+    min_rows: int
+    """The least rows that pay for one more non-empty slot."""
+
+
+def _row_prices(task: Task) -> _RowPrices:
+    loads, cost = task.loads, task.cost
     entries = loads.num_micro_steps * loads.num_layers * loads.num_ranks
     mean = max(1, int(loads.load_MLRE.sum()) // entries)
     homes, nodes = task.cluster.home_slots(task.model), task.cluster.num_ep_nodes
     tables = cost.tables(1)
-    compute_ps = (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean
-    exchange_ps = tables.exchanges * max(tables.inside_ps, tables.across_ps * (nodes - 1)) // nodes
+    compute_ps = max(1, (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean)
+    slope_ps = compute_ps + tables.exchanges * max(tables.inside_ps, tables.across_ps * (nodes - 1)) // nodes
     slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes)
-    return max(1, compute_ps), exchange_ps, max(1, slot_ns * 1000 // max(1, compute_ps + exchange_ps))
+    return _RowPrices(
+        compute_ps=compute_ps,
+        crossing_ps=tables.exchanges * tables.across_ps,
+        slope_ps=slope_ps,
+        min_rows=max(1, slot_ns * 1000 // slope_ps),
+    )

@@ -26,6 +26,8 @@ Invariants (asserted by the tests):
 1. The compiled functions return exactly what these do.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from equipoise.cost.kernels import COLUMNS, PULL, RETURN
@@ -159,11 +161,26 @@ def polish(
 
     Returns: [E] groups
     """
-    group_E, groups = group_E.copy(), len(ranks_G)
     common = int(np.lcm.reduce(ranks_G))
     # In rows of common parts nothing is rounded, because every group's ranks divide them.
     whole = load_EM * common, ranks_G, weight_M, cost_EG * common
-    best, checks, quiet = busiest(group_E, *whole), 0, 0
+    return swap_down(group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), owner_E, budget, max_checks)
+
+
+def swap_down(
+    group_E: np.ndarray,
+    groups: int,
+    value_of: Callable[[np.ndarray], int],
+    owner_E: np.ndarray,
+    budget: int,
+    max_checks: int,
+) -> np.ndarray:
+    """Take each swap of two experts that lowers a value, pair of groups by pair, until none does or checks are spent.
+
+    Returns: [E] groups
+    """
+    group_E = group_E.copy()
+    best, checks, quiet = value_of(group_E), 0, 0
     pairs = [(a, b) for a in range(groups) for b in range(a + 1, groups)]
     while quiet < len(pairs) and checks < max_checks:
         for a, b in pairs:
@@ -175,7 +192,7 @@ def polish(
                     checks += 1
                     trial_E = group_E.copy()
                     trial_E[e], trial_E[f] = b, a
-                    value = busiest(trial_E, *whole)
+                    value = value_of(trial_E)
                     # A swap may also lower a number of displaced experts that is above the budget.
                     if value < best and (trial_E != owner_E).sum() <= budget:
                         group_E, best, quiet = trial_E, value, 0
@@ -206,24 +223,12 @@ def near(
 
     Returns: [E] nodes
     """
-    load_MRE, group_E = load_MRE[:: -(-len(load_MRE) // MOST_STEPS)], group_E.copy()
-    nodes = int(node_R.max()) + 1
-    best, checks, quiet = burden(load_MRE, group_E, node_R, cost_EN, weights), 0, 0
-    pairs = [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
-    while quiet < len(pairs) and checks < max_checks:
-        for a, b in pairs:
-            quiet += 1
-            for e in range(len(group_E)):
-                for f in range(len(group_E)):
-                    if group_E[e] != a or group_E[f] != b or checks >= max_checks:
-                        continue
-                    checks += 1
-                    trial_E = group_E.copy()
-                    trial_E[e], trial_E[f] = b, a
-                    value = burden(load_MRE, trial_E, node_R, cost_EN, weights)
-                    if value < best and (trial_E != owner_E).sum() <= budget:
-                        group_E, best, quiet = trial_E, value, 0
-    return group_E
+    seen_MRE, nodes = load_MRE[:: -(-len(load_MRE) // MOST_STEPS)], int(node_R.max()) + 1
+
+    def value_of(trial_E: np.ndarray) -> int:
+        return burden(seen_MRE, trial_E, node_R, cost_EN, weights)
+
+    return swap_down(group_E, nodes, value_of, owner_E, budget, max_checks)
 
 
 def burden(

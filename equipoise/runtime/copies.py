@@ -6,8 +6,7 @@
                      end with it; where a node has several devices
 
 An expert is two matrices or more. A copy inside a device comes up to speed about as slowly as it moves a small matrix,
-so copies in a row take longer than one copy of as many bytes (`benchmarks.transfer` measures all of these). The
-driver's batched copies (`cuMemcpyBatchAsync`) run in a row too.
+so copies in a row take longer than one copy of as many bytes (`benchmarks.transfer` measures all three).
 
 Knows tensors and streams. Does not know experts or who waits. The way is chosen once, when memory is opened
 (`TransferOptions.copies`), and logged.

@@ -3,10 +3,10 @@
 Knows the walk, the buffers and the paths. Does not know windows' edges or gradients.
 
 One thread per rank, one fill at a time, one lock around the walk's state. Replicas of a visit that are there go in one
-submission. Weights are one-sided within a version: a
-pull waits until its path says that the weights of that version are there, and nobody overwrites weights before all
-have paused. On a device the copies run in a lane beside the layers: they begin once the layer that used the buffer last
-is finished there, and the layer that uses it next waits for them on the device, not in the thread that feeds it.
+submission. Weights are one-sided within a version: a pull waits until its path says that the weights of that version
+are there, and nobody overwrites weights before all have paused. On a device the copies run in a lane beside the layers:
+they begin once the layer that used the buffer last is finished there, and the layer that uses it next waits for them on
+the device, not in the thread that feeds it.
 
 Invariants (asserted by the tests):
 1. Replicas are bit-equal to their home's weights of the current version, whatever the delays on either side.
