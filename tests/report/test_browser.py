@@ -32,6 +32,11 @@ READ_CHART = """name => {
     };
 }"""
 
+READ_COLOURS = """names => [
+    getComputedStyle(document.body).backgroundColor,
+    names.map(name => document.getElementById(name).layout.template.layout.font.color),
+]"""
+
 
 @pytest.fixture(scope="module")
 def page():
@@ -93,6 +98,7 @@ def test_the_timeline_zooms_by_dragging_and_goes_back_by_a_double_click(opened):
     opened.mouse.down()
     opened.mouse.move(box["x"] + 0.5 * box["width"], middle + 2, steps=5)
     opened.mouse.up()
+    opened.wait_for_function(f"{read_range}[1] < {0.9 * whole[1]}")
     left, right = opened.evaluate(read_range)
     assert left == pytest.approx(0.25 * whole[1], rel=0.05)
     assert right == pytest.approx(0.5 * whole[1], rel=0.05)
@@ -102,22 +108,28 @@ def test_the_timeline_zooms_by_dragging_and_goes_back_by_a_double_click(opened):
 
 def test_both_colour_schemes_follow_the_system_until_the_reader_chooses(open_page, page, file):
     opened = open_page(file, scheme="dark").page
+    heard = "new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
+
+    def system_turns(scheme):
+        """The page hears of it in its own time, at the latest after the next frame."""
+        opened.emulate_media(color_scheme=scheme)
+        opened.wait_for_function(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+        opened.evaluate(heard)
 
     def shown():
-        ground = opened.evaluate("getComputedStyle(document.body).backgroundColor")
-        inks = {opened.evaluate(READ_CHART, chart.name)["ink"] for chart in page.charts}
-        assert len(inks) == 1, "charts of different colour schemes"
-        return ground, inks.pop()
+        ground, inks = opened.evaluate(READ_COLOURS, [chart.name for chart in page.charts])
+        assert len(set(inks)) == 1, "charts of different colour schemes"
+        return ground, inks[0]
 
     dark, light = ((rgb(GROUND[scheme]), INK[scheme]) for scheme in ("dark", "light"))
     assert shown() == dark
-    opened.emulate_media(color_scheme="light")
+    system_turns("light")
     assert shown() == light
     opened.click("#theme")
     assert shown() == dark
     # What the reader chose stays when the system changes its mind.
-    opened.emulate_media(color_scheme="dark")
-    opened.emulate_media(color_scheme="light")
+    system_turns("dark")
+    system_turns("light")
     assert shown() == dark
 
 
