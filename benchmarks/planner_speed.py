@@ -98,7 +98,7 @@ def _time_fill(made: Plan) -> float:
     for _ in range(5):
         start = time.perf_counter()
         for load_E, home_E, homes_RH in cases:
-            fill(load_E, home_E, homes_RH, node_R, 1, 0, expert_RS, rows_RS)
+            fill(load_E, home_E, homes_RH, node_R[None], 1, 0, expert_RS, rows_RS)
         best = min(best, time.perf_counter() - start)
     return float(best) / len(cases)
 

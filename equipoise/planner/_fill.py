@@ -18,7 +18,7 @@ def fill(
     load_E: np.ndarray,
     home_E: np.ndarray,
     homes_RH: np.ndarray,
-    node_R: np.ndarray,
+    domain_DR: np.ndarray,
     min_rows: int,
     slack: int,
     rep_expert_RS: np.ndarray,
@@ -37,11 +37,13 @@ def fill(
     rep_expert_RS[:] = -1
     rep_rows_RS[:] = 0
     if slots > 0:
-        bound = node_bound(load_R, node_R)
+        widest_R = domain_DR[-1]
+        bound = node_bound(load_R, widest_R)
         cap = bound + (load_R.max() - bound) * slack // SLACK_UNIT
-        for node in range(node_R.max() + 1):
-            _fill_node(load_R, quota_E, homes_RH, node_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
-        settle(load_R, quota_E, home_E, node_R, rep_expert_RS, rep_rows_RS, bound)
+        for domain_R in domain_DR:
+            for node in range(domain_R.max() + 1):
+                _fill_node(load_R, quota_E, homes_RH, domain_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
+        settle(load_R, quota_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
         _drop_idle(rep_expert_RS, rep_rows_RS)
     top = np.int64(0)
     for r in range(ranks):
@@ -87,6 +89,9 @@ def _fill_node(
     """Bring the emptiest rank up to `cap` from one expert of the fullest, until nobody is above `cap`."""
     ranks, slots = rep_expert_RS.shape
     used_R = np.zeros(ranks, dtype=np.int64)
+    for r in range(ranks):
+        for j in range(slots):
+            used_R[r] += rep_expert_RS[r, j] >= 0
     members = np.flatnonzero(node_R == node)
     while True:
         donor, receiver, above = -1, -1, 0

@@ -56,19 +56,21 @@ def evaluate(
         load_RE = load_MRE[m]
         base = traffic(load_RE, home_E, problem.node_R, mask_NE)
         alone = Holders(home_E, nodes, none_R0, none_R0)
-        best = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
-        line_MC[m] = closed_MC[m]
+        closed = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
+        best, line_MC[m] = closed if problem.gated else base.total_E.sum(), closed_MC[m]
         if problem.slots == 0:
             continue
-        for slack in SLACKS:
-            fill(base.total_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, slack, expert_RS, rows_RS)
-            if expert_RS.max() < 0:
-                break
-            shared = Holders(home_E, nodes, expert_RS, rows_RS)
-            opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line)
-            if opened < best or not problem.gated:
-                best = opened
-                line_MC[m], expert_MRS[m], rows_MRS[m] = line, expert_RS, rows_RS
-            if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
-                break
+        for widest in range(len(problem.domain_DR)):
+            domain_DR = problem.domain_DR[: widest + 1]
+            for slack in SLACKS:
+                top = fill(base.total_E, home_E, homes_RH, domain_DR, problem.min_rows, slack, expert_RS, rows_RS)
+                if expert_RS.max() < 0:
+                    break
+                shared = Holders(home_E, nodes, expert_RS, rows_RS)
+                opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line)
+                value = opened if problem.gated else top
+                if value < best:
+                    best, line_MC[m], expert_MRS[m], rows_MRS[m] = value, line, expert_RS, rows_RS
+                if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
+                    break
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)

@@ -24,7 +24,7 @@ def fill(
     load_E: np.ndarray,
     home_E: np.ndarray,
     homes_RH: np.ndarray,
-    node_R: np.ndarray,
+    domain_DR: np.ndarray,
     min_rows: int,
     slack: int,
     rep_expert_RS: np.ndarray,
@@ -36,7 +36,8 @@ def fill(
         load_E: [E] rows
         home_E: [E] home of each expert
         homes_RH: [R, H] the same by rank
-        node_R: [R] the domain in which replicas stay
+        domain_DR: [D, R] the node of each rank; where replicas may cross nodes, then 0 for all: nodes are filled first,
+            so that few cross
         min_rows: least rows that a replica is worth
         slack: how much of what the busiest rank has above the bound needs no replica, in 64ths
         rep_expert_RS: [R, S] written: the expert of each replica slot, -1 where it stays free
@@ -45,12 +46,13 @@ def fill(
     rep_expert_RS[:], rep_rows_RS[:] = -1, 0
     if rep_expert_RS.shape[1] > 0:
         load_R = load_E[homes_RH].sum(axis=1)
-        bound = node_bound(load_R, node_R)
+        widest_R = domain_DR[-1]
+        bound = node_bound(load_R, widest_R)
         cap = bound + (int(load_R.max()) - bound) * slack // SLACK_UNIT
-        for node in range(node_R.max() + 1):
-            while _fill_one(load_E, home_E, np.flatnonzero(node_R == node), cap, min_rows, rep_expert_RS, rep_rows_RS):
+        for members in (np.flatnonzero(domain_R == n) for domain_R in domain_DR for n in range(domain_R.max() + 1)):
+            while _fill_one(load_E, home_E, members, cap, min_rows, rep_expert_RS, rep_rows_RS):
                 pass
-        settle(load_E, home_E, node_R, rep_expert_RS, rep_rows_RS, bound)
+        settle(load_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
         rep_expert_RS[rep_rows_RS == 0] = -1
     return int(quotas(load_E, home_E, rep_expert_RS, rep_rows_RS).sum(axis=0).max())
 

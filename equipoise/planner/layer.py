@@ -2,7 +2,7 @@
 
 1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
    and keeps the one with the least total, publish and collect included (`value_of`). Homes at their owners are always
-   tried first, so a plan never loses to doing nothing.
+   tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all are tried without that, too.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
 3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, then with
@@ -43,8 +43,8 @@ class LayerProblem(NamedTuple):
     """What every layer of a window shares."""
 
     node_R: np.ndarray
-    fill_node_R: np.ndarray
-    """[R] the domain replicas may stay in: the node, or 0 for all where they may cross nodes."""
+    domain_DR: np.ndarray
+    """[D, R] what replicas stay in: the node of each rank; then, where they may cross nodes, 0 for all."""
     slots: int
     min_rows: int
     by_skew: int
@@ -73,6 +73,8 @@ class LayerProblem(NamedTuple):
     edge_inside_ns: int
     """Publish and collect of one expert over one link, both edges together."""
     edge_across_ns: int
+    crossing_ns: int
+    """Bringing one expert to the host store of another node at the window's start, over one link."""
 
 
 class LayerPlan(NamedTuple):
@@ -129,15 +131,17 @@ def plan_layer(
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E = owners(experts, ranks)
-    best = kernels.evaluate(load_MRE, owner_E, pair_EE, problem, tables)
-    static_MC = best.closed_MC
+    found = [owner_E]
     if problem.budget > 0 and ranks > 1:
-        trials = [best]
-        for home_E in candidates(load_MRE, warm_home_E, pair_EE, problem, kernels):
-            trials.append(kernels.evaluate(load_MRE, home_E, pair_EE, problem, tables))
-        # Of equal ones the first.
-        best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
-    return best._replace(static_MC=static_MC)
+        found += candidates(load_MRE, warm_home_E, pair_EE, problem, kernels)
+    trials = [
+        kernels.evaluate(load_MRE, home_E, pair_EE, problem._replace(domain_DR=problem.domain_DR[: widest + 1]), tables)
+        for widest in range(len(problem.domain_DR))
+        for home_E in found
+    ]
+    # Of equal ones the first.
+    best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
+    return best._replace(static_MC=trials[0].closed_MC)
 
 
 def owners(experts: int, ranks: int) -> np.ndarray:
@@ -315,7 +319,10 @@ def level_ranks(inputs: Inputs, start_E: np.ndarray, problem: LayerProblem, leve
 def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
     """What is minimised: nanoseconds of all micro-steps and both edges, or the busiest rank over the mean in 2^-40."""
     if not problem.by_skew:
-        return int(plan.line_MC[:, :4].sum()) + edges_ns(plan.home_E, owner_E, problem)
+        edges = edges_ns(plan.home_E, owner_E, problem)
+        if len(problem.domain_DR) > 1:
+            edges += int(crossings(plan.rep_expert_MRS, plan.home_E, problem.node_R).max()) * problem.crossing_ns
+        return int(plan.line_MC[:, :4].sum()) + edges
     load_ME, ranks = load_MRE.sum(axis=1), load_MRE.shape[1]
     rows_MR = load_ME @ (plan.home_E[:, None] == np.arange(ranks)).astype(np.int64)
     m, r, s = np.nonzero(plan.rep_expert_MRS >= 0)
@@ -339,3 +346,19 @@ def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> 
         busiest = max(int(np.bincount(rank_E[chosen_E], minlength=ranks).max()) for rank_E in (owner_E, home_E))
         ns.append((int(chosen_E.sum()) * (root - 1) + busiest * ranks) * each // (root * ranks))
     return max(ns)
+
+
+def crossings(rep_expert_MRS: np.ndarray, home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[2, R] experts that each rank sends to the host stores of other nodes, and receives for its own, once a window.
+
+    A store takes each expert once, whichever replicas need it, through the first rank of its node.
+    """
+    nodes, experts = int(node_R.max()) + 1, len(home_E)
+    needs_NE = np.zeros((nodes, experts), dtype=np.bool_)
+    _, rank_P, _ = held_P = np.nonzero(rep_expert_MRS >= 0)
+    needs_NE[node_R[rank_P], rep_expert_MRS[held_P]] = True
+    needs_NE[node_R[home_E], np.arange(experts)] = False
+    crossing_2R = np.zeros((2, len(node_R)), dtype=np.int64)
+    np.add.at(crossing_2R[0], home_E, needs_NE.sum(axis=0))
+    crossing_2R[1, [int(np.argmax(node_R == n)) for n in range(nodes)]] = needs_NE.sum(axis=1)
+    return crossing_2R

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
-from equipoise.core.plan import Objective, Plan
+from equipoise.core.plan import Bytes, Objective, Plan, Seconds
 from equipoise.core.value import int64_array
+from equipoise.cost import CostModel
 from equipoise.cost.model import Tables
-from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
+from equipoise.planner.assemble import NS, Draft, Task, build_plan, home_slots_of
 from equipoise.planner.estimate import complete
 from equipoise.planner.fast import plan_layer
-from equipoise.planner.layer import LayerPlan, LayerProblem
+from equipoise.planner.layer import LayerPlan, LayerProblem, crossings
 from equipoise.planner.options import PlanOptions
 from equipoise.planner.policies import POLICIES, draft_baseline
 
@@ -188,6 +189,7 @@ def _draft(
         with ThreadPoolExecutor(task.options.workers) as pool:
             made = list(pool.map(one_layer, layers))
     home_LE = np.stack([p.home_E for p in made])
+    crossing_2R = np.sum([crossings(p.rep_expert_MRS, p.home_E, problem.node_R) for p in made], axis=0)
     return Draft(
         home_LE=home_LE,
         home_slot_LE=home_slots_of(home_LE, ranks),
@@ -196,8 +198,16 @@ def _draft(
         line_MLC=np.stack([p.line_MC for p in made], axis=1),
         closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
         static_MLC=np.stack([p.static_MC for p in made], axis=1),
-        cross_node=bool((problem.fill_node_R != problem.node_R).any()),
+        cross_node=bool(crossing_2R.any()),
+        **_crossing_charges(task.cost, crossing_2R),
     )
+
+
+def _crossing_charges(cost: CostModel, crossing_2R: np.ndarray) -> dict[str, Any]:
+    """What it costs to bring experts to the host stores of other nodes: they follow the displaced ones."""
+    ns = cost.edge_ns(inside_experts=0, across_experts=int(crossing_2R.max()), edge="publish")
+    moved = int(crossing_2R[0].sum()) * cost.edge_bytes("publish")
+    return {"charges": Seconds(publish=ns * NS), "moved": Bytes(edge_across=moved)}
 
 
 def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerProblem:
@@ -205,7 +215,9 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
     by_skew = task.objective == "skew"
     cost = task.cost
     node_R = task.cluster.node_array_R
-    crosses = task.options.cross_node and task.loads.stage == "recompute"
+    domains = [node_R]
+    if task.options.cross_node and task.loads.stage == "recompute":
+        domains.append(np.zeros_like(node_R))
     inside_ns, across_ns = (
         sum(
             cost.edge_ns(inside_experts=1 - far, across_experts=far, edge=edge) - cost.profile.peer_fixed_ns
@@ -218,7 +230,7 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
     patience = _patience(task.model.experts, by_skew) * task.options.effort
     return LayerProblem(
         node_R=node_R,
-        fill_node_R=np.zeros_like(node_R) if crosses else node_R,
+        domain_DR=np.stack(domains),
         slots=task.slots,
         min_rows=1 if by_skew else row.min_rows,
         by_skew=int(by_skew),
@@ -235,6 +247,7 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         layers=task.model.layers,
         edge_inside_ns=inside_ns,
         edge_across_ns=across_ns,
+        crossing_ns=cost.edge_ns(inside_experts=0, across_experts=1, edge="publish"),
     )
 
 

@@ -264,17 +264,20 @@ def evaluate(
         load_E, homes_RH = load_RE.sum(axis=0), homes_by_rank(home_E, ranks)
         none_RS = np.full((ranks, problem.slots), -1), np.zeros((ranks, problem.slots), dtype=np.int64)
         closed = price(load_RE, home_E, node_R, *none_RS, keep_N, tables, False, closed_MC[m])
-        best, line_MC[m] = closed, closed_MC[m]
-        for slack in SLACKS:
-            expert_RS, rows_RS, line = np.copy(none_RS[0]), np.copy(none_RS[1]), np.zeros_like(line_MC[m])
-            fill(load_E, home_E, homes_RH, problem.fill_node_R, problem.min_rows, slack, expert_RS, rows_RS)
-            if not rows_RS.any():
-                break
-            opened = price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
-            if opened < best or not problem.gated:
-                best, line_MC[m], expert_MRS[m], rows_MRS[m] = opened, line, expert_RS, rows_RS
-            if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
-                break
+        best, line_MC[m] = closed if problem.gated else load_E.sum(), closed_MC[m]
+        for widest in range(len(problem.domain_DR)):
+            domain_DR = problem.domain_DR[: widest + 1]
+            for slack in SLACKS:
+                expert_RS, rows_RS, line = np.copy(none_RS[0]), np.copy(none_RS[1]), np.zeros_like(line_MC[m])
+                top = fill(load_E, home_E, homes_RH, domain_DR, problem.min_rows, slack, expert_RS, rows_RS)
+                if not rows_RS.any():
+                    break
+                opened = price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
+                value = opened if problem.gated else top
+                if value < best:
+                    best, line_MC[m], expert_MRS[m], rows_MRS[m] = value, line, expert_RS, rows_RS
+                if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
+                    break
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
 
 

@@ -87,7 +87,7 @@ def layers(draw):
     crosses = draw(st.booleans())
     problem = LayerProblem(
         node_R=node_R,
-        fill_node_R=np.zeros_like(node_R) if crosses else node_R,
+        domain_DR=np.stack([node_R, np.zeros_like(node_R)][: 2 if crosses else 1]),
         slots=draw(st.sampled_from([0, 1, 2, experts + 1])),
         min_rows=draw(st.sampled_from([1, 1, 30])),
         by_skew=by_skew,
@@ -104,6 +104,7 @@ def layers(draw):
         layers=draw(st.sampled_from([1, 3])),
         edge_inside_ns=draw(st.sampled_from([0, 1000, 100_000])),
         edge_across_ns=draw(st.sampled_from([0, 5000, 1_000_000])),
+        crossing_ns=draw(st.sampled_from([0, 3000, 1_000_000])),
     )
     load_MRE = draw(loads(draw(st.sampled_from([1, 2, 3, 7])), ranks, experts))
     stage = draw(st.sampled_from(["recompute", "update"]))

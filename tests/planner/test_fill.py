@@ -16,20 +16,21 @@ few = settings(max_examples=100, deadline=None)
 
 @st.composite
 def entries(draw):
-    """(load_E, home_E, node_R, min_rows, slots, slack) of one (micro-step, layer)."""
+    """(load_E, home_E, node_R, min_rows, slots, slack, crosses) of one (micro-step, layer)."""
     node_R = np.array(problems.LAYOUTS[draw(st.sampled_from(sorted(problems.LAYOUTS)))])
     experts = len(node_R) * draw(st.integers(1, 4))
     load_E = draw(problems.loads(1, 1, experts))[0, 0]
     home_E = draw(problems.homes(experts, len(node_R)))
     slots, slack = draw(st.sampled_from([0, 1, 2, experts + 2])), draw(st.sampled_from([0, 0, 8, 63, 64]))
-    return load_E, home_E, node_R, draw(st.sampled_from([1, 1, 40])), slots, slack
+    return load_E, home_E, node_R, draw(st.sampled_from([1, 1, 40])), slots, slack, draw(st.booleans())
 
 
-def filled(fill, load_E, home_E, node_R, min_rows=1, slots=1, slack=0):
+def filled(fill, load_E, home_E, node_R, min_rows=1, slots=1, slack=0, crosses=False):
     """(busiest, rep_expert_RS, rep_rows_RS) after filling."""
     expert_RS, rows_RS = np.full((len(node_R), slots), 77), np.full((len(node_R), slots), 77)
     homes_RH = homes_by_rank(home_E, len(node_R))
-    return fill(load_E, home_E, homes_RH, node_R, min_rows, slack, expert_RS, rows_RS), expert_RS, rows_RS
+    domain_DR = np.stack([node_R, np.zeros_like(node_R)][: 2 if crosses else 1])
+    return fill(load_E, home_E, homes_RH, domain_DR, min_rows, slack, expert_RS, rows_RS), expert_RS, rows_RS
 
 
 @given(entries())
@@ -52,20 +53,21 @@ def test_rows_are_kept_and_no_rank_gets_above_the_busiest_it_was(entry):
     load_R = quota_ER.sum(axis=0)
     closed_R = np.array([load_E[home_E == r].sum() for r in range(len(node_R))])
     assert busiest == load_R.max() <= closed_R.max()
-    assert busiest >= _fill.node_bound(closed_R, node_R) == fill_reference.node_bound(closed_R, node_R)
+    domain_R = np.zeros_like(node_R) if entry[-1] else node_R
+    assert busiest >= _fill.node_bound(closed_R, domain_R) == fill_reference.node_bound(closed_R, domain_R)
 
 
 @given(entries())
 @few
 def test_replicas_stay_in_the_node_off_their_home_and_are_never_doubled_or_idle(entry):
-    home_E, node_R = entry[1:3]
+    home_E, node_R, crosses = entry[1], entry[2], entry[-1]
     _, expert_RS, rows_RS = filled(_fill.fill, *entry)
     assert np.array_equal(expert_RS >= 0, rows_RS > 0)
     for rank, held in enumerate(expert_RS):
         experts = held[held >= 0]
         assert len(set(experts.tolist())) == len(experts)
         assert (home_E[experts] != rank).all()
-        assert (node_R[home_E[experts]] == node_R[rank]).all()
+        assert crosses or (node_R[home_E[experts]] == node_R[rank]).all()
 
 
 @given(entries())
@@ -118,6 +120,20 @@ def test_the_bound_is_the_mean_of_the_fullest_node():
     assert _fill.node_bound(np.array([10, 11, 2, 2]), np.array([0, 0, 1, 1])) == 11
     assert _fill.node_bound(np.array([10, 2, 11, 2]), np.array([0, 1, 0, 1])) == 11
     assert _fill.node_bound(np.array([4, 9, 9]), np.array([0, 1, 1])) == 9
+
+
+def test_only_what_a_node_cannot_level_crosses_to_another():
+    # Node 0 has 240 rows, node 1 80: of 80 per rank, rank 0 keeps 80, gives 40 inside and 80 to the other node.
+    load_E, home_E, node_R = np.array([200, 40, 60, 20]), np.array([0, 1, 2, 3]), np.array([0, 0, 1, 1])
+    busiest, expert_RS, rows_RS = filled(_fill.fill, load_E, home_E, node_R, slots=1, crosses=True)
+    assert busiest == 80
+    assert expert_RS.tolist() == [[-1], [0], [0], [0]]
+    assert rows_RS.tolist() == [[0], [40], [20], [60]]
+    # Where the nodes are level, none does.
+    level_E = np.array([120, 40, 100, 60])
+    ours, inside = (filled(_fill.fill, level_E, home_E, node_R, crosses=crosses) for crosses in (True, False))
+    assert ours[0] == inside[0] == 80
+    assert np.array_equal(ours[1], inside[1])
 
 
 def test_settle_moves_rows_along_a_chain_of_holders():

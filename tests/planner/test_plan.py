@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
+from equipoise.cost import CostModel
 from equipoise.cost.kernels import price
 from equipoise.planner import fast
 from equipoise.planner._fill import fill, node_bound
 from equipoise.planner._level import level
+from equipoise.planner.assemble import edge_links
+from equipoise.planner.layer import crossings
 from tests.planner import problems
 
 few = settings(max_examples=60, deadline=None)
@@ -226,6 +229,54 @@ def test_cross_node_replicas_lift_the_node_bound_in_recompute_alone():
     assert crosses_P.any()
     # Only the host store holds experts of another node.
     assert (table.path_P2[crosses_P, 0] == 1).all()
+
+
+def hot_window(rows=20_000):
+    """One expert of 32 takes about half of all rows: no node of two ranks can compute that in its share of the time."""
+    load = np.random.default_rng(3).integers(0, rows // 16, size=(4, 2, 8, 32))
+    load[..., 5] = rows
+    return eq.LoadMatrix(load, stage="recompute")
+
+
+def test_crossing_is_charged_for_what_it_brings_and_beats_copies_that_stay():
+    loads, nodes = hot_window(), {"node_R": (0, 0, 1, 1, 2, 2, 3, 3)}
+    inside, across = (planned(loads, options=eq.PlanOptions(cross_node=cross), **nodes) for cross in (False, True))
+    check_promises(across)
+    assert across.cross_node and not inside.cross_node
+    assert across.seconds.total < 0.7 * inside.seconds.total
+    assert across.seconds.total < planned(loads, policy="eplb-oracle", **nodes).seconds.total
+    crossing_2R = np.zeros((2, 8), dtype=np.int64)
+    for layer, home_E in enumerate(across.home_LE):
+        rep_expert_MRS = np.full((4, 8, 1), -1)
+        for m in range(4):
+            for expert, rank in across.replicas(m, layer):
+                rep_expert_MRS[m, rank, 0] = expert
+        crossing_2R += crossings(rep_expert_MRS, home_E, across.cluster.node_array_R)
+    cost, links = (
+        CostModel.of(across.cluster, across.model, stage="recompute"),
+        edge_links(across.home_LE, across.cluster),
+    )
+    displaced_ns = cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge="publish")
+    crossing_ns = cost.edge_ns(inside_experts=0, across_experts=int(crossing_2R.max()), edge="publish")
+    assert crossing_ns > 0
+    assert across.seconds.publish == pytest.approx((displaced_ns + crossing_ns) * 1e-9)
+    moved = 2 * links.all_across + int(crossing_2R[0].sum())
+    assert across.bytes.edge_across == moved * across.model.expert_bytes
+
+
+def test_a_store_takes_an_expert_once_through_the_first_rank_of_its_node():
+    home_E, node_R = np.array([0, 1, 2, 3]), np.array([0, 0, 1, 1])
+    # Expert 0 is needed by both ranks of node 1, in two micro-steps; expert 3 by node 0; expert 1 stays inside.
+    rep_expert_MRS = np.array([[[1], [-1], [0], [0]], [[3], [0], [0], [-1]]])
+    assert crossings(rep_expert_MRS, home_E, node_R).tolist() == [[1, 0, 0, 1], [1, 0, 1, 0]]
+
+
+def test_crossing_is_left_where_bringing_experts_costs_more_than_it_saves():
+    # Few rows, so that a level layer saves microseconds, and the same hot expert.
+    loads, nodes = hot_window(rows=64), {"node_R": (0, 0, 1, 1, 2, 2, 3, 3)}
+    inside, across = (planned(loads, options=eq.PlanOptions(cross_node=cross), **nodes) for cross in (False, True))
+    assert not across.cross_node
+    assert across.seconds == inside.seconds
 
 
 def test_partial_coverage_is_accepted_estimated_and_said():

@@ -7,6 +7,7 @@ import pytest
 
 from equipoise.core import TransferError
 from equipoise.core.itinerary import PATHS, Visit
+from equipoise.planner.layer import crossings as charged
 from equipoise.runtime.crossing import check_far, crossings
 from equipoise.runtime.engine import TransferEngine
 from equipoise.runtime.layout import TransferOptions
@@ -37,6 +38,20 @@ def test_exactly_what_a_node_pulls_from_another_is_brought_to_it_once(layout):
     for layer, expert, source, slot, _ in found:
         assert (source, slot) == (plan.home_LE[layer, expert], plan.home_slot_LE[layer, expert])
     assert [way.layer for way in found] == sorted(way.layer for way in found)
+
+
+def test_the_planner_charges_exactly_what_is_brought():
+    plan = random_plan(LAYOUTS["8 strided"], seed=3, micro_steps=4, **ACROSS)
+    node_R, ranks = plan.cluster.node_array_R, plan.cluster.ep
+    found = crossings(plan)
+    for layer, home_E in enumerate(plan.home_LE):
+        rep_expert_MRS = np.full((plan.loads.num_micro_steps, ranks, plan.slots), -1)
+        for m in range(plan.loads.num_micro_steps):
+            for expert, rank in plan.replicas(m, layer):
+                rep_expert_MRS[m, rank, np.argmax(rep_expert_MRS[m, rank] < 0)] = expert
+        ways = [way for way in found if way.layer == layer]
+        brought = [np.bincount([getattr(way, side) for way in ways], minlength=ranks) for side in ("source", "target")]
+        assert np.array_equal(charged(rep_expert_MRS, home_E, node_R), brought)
 
 
 def test_a_plan_inside_nodes_brings_nothing():
