@@ -11,25 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import (
-    DEFAULT_SCHEDULE,
-    ClusterOption,
-    ForceFlag,
-    FormatOption,
-    JsonFlag,
-    LastRowOption,
-    ModelOption,
-    Reading,
-    ReportOption,
-    ShortFlag,
-    refuse_existing,
-)
-from equipoise.cli.output import print_json, progress, screen
+from equipoise.cli.options import ClusterOption, Packing, Reading, Results
+from equipoise.cli.output import progress, screen
 
 if TYPE_CHECKING:
-    from equipoise.cli.step_loads import Packing
     from equipoise.core import LoadMatrix, ModelShape
-    from equipoise.sim import Analysis
 
 
 def analyze(
@@ -37,16 +23,11 @@ def analyze(
         Path | None,
         typer.Argument(help="Rollouts in any form, or a counts or loads .npz file.", show_default=False),
     ] = None,
-    model: ModelOption = None,
+    *,
+    reading: Reading,
+    packing: Packing,
+    demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
     cluster: ClusterOption = "h100",
-    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
-    schedule: Annotated[
-        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
-    ] = DEFAULT_SCHEDULE,
-    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1,
-    sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1,
-    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
     slots: Annotated[
         int | None,
         typer.Option(help="Replica slots per rank of the plan that is tried: 1 if left out, 0 for placement alone."),
@@ -58,29 +39,21 @@ def analyze(
     keep_activations: Annotated[
         bool, typer.Option("--keep-activations", help="Expert activations are kept for backward, not recomputed.")
     ] = False,
-    form: FormatOption = None,
-    last_row: LastRowOption = "recorded",
-    allow_short: ShortFlag = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
-    report: ReportOption = None,
-    force: ForceFlag = False,
-    demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
-    as_json: JsonFlag = False,
+    results: Results,
 ) -> None:
     """Show what uneven experts cost a step, and what a plan gives back."""
+    from equipoise.cli.analysis_view import show
+    from equipoise.cli.report import publish
     from equipoise.cli.slots import check_slots
-    from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster
     from equipoise.sim import analyze_loads
 
-    refuse_existing(out, report, force=force)
+    results.refuse_existing()
     tried = _tried_slots(slots, plan=plan)
-    packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, cp=cp, sp=sp, recompute=recompute)
-    hardware = Cluster.preset(cluster, ep=ep)
-    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    hardware = Cluster.preset(cluster, ep=packing.ep)
     shape, windows = _load(dump, reading, packing, demo=demo)
     check_slots(tried or 0, cluster=hardware, model=shape)
-    with progress("planning layers (the first run compiles for a while)" if plan else "pricing") as show:
+    with progress("planning layers (the first run compiles for a while)" if plan else "pricing") as report:
         analysis = analyze_loads(
             windows,
             model=shape,
@@ -88,10 +61,11 @@ def analyze(
             slots=tried,
             memory_gib=memory_gib,
             activations="kept" if keep_activations else "recomputed",
-            progress=show,
+            progress=report,
         )
-    name = "a generated step" if dump is None else dump.name
-    _publish(analysis, source=name, out=out, report=report, as_json=as_json)
+    name, console = "a generated step" if dump is None else dump.name, screen(as_json=results.as_json)
+    show(analysis, console, source=name)
+    publish(analysis, console, title=name, results=results)
     if analysis.memory.fits is False:
         raise typer.Exit(1)
 
@@ -107,19 +81,8 @@ def _tried_slots(slots: int | None, *, plan: bool) -> int | None:
     return (1 if slots is None else slots) if plan else None
 
 
-def _publish(analysis: "Analysis", *, source: str, out: Path | None, report: Path | None, as_json: bool) -> None:
-    from equipoise.cli.analysis_view import show
-    from equipoise.cli.report import write_result
-
-    console = screen(as_json=as_json)
-    show(analysis, console, source=source)
-    write_result(analysis, console, title=source, out=out, report=report)
-    if as_json:
-        print_json(analysis.to_dict())
-
-
 def _load(
-    dump: Path | None, reading: Reading, packing: "Packing", *, demo: bool
+    dump: Path | None, reading: Reading, packing: Packing, *, demo: bool
 ) -> "tuple[ModelShape, tuple[LoadMatrix, ...]]":
     from equipoise.cli.step_loads import count_windows, demo_counts, load_step
 

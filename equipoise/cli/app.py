@@ -12,6 +12,7 @@ from equipoise.cli.analyze import analyze
 from equipoise.cli.calibrate import calibrate
 from equipoise.cli.count import count
 from equipoise.cli.doctor import doctor
+from equipoise.cli.flags import SectionedCommand, flatten
 from equipoise.cli.formats import formats
 from equipoise.cli.generate import generate
 from equipoise.cli.ingest import ingest
@@ -52,7 +53,7 @@ def build_app() -> typer.Typer:
     # A callback keeps the verb in the command even if only one verb is listed.
     app.callback()(lambda: None)
     for verb in VERBS:
-        app.command(name=verb.__name__, epilog=_examples(verb))(verb)
+        app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(verb))
     return app
 
 

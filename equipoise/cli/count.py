@@ -9,28 +9,15 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.options import (
-    DumpArgument,
-    ForceFlag,
-    FormatOption,
-    JsonFlag,
-    LastRowOption,
-    ModelOption,
-    Reading,
-    ShortFlag,
-    count_dump,
-    refuse_existing,
-)
+from equipoise.cli.options import DumpArgument, ForceFlag, JsonFlag, Reading, count_dump, refuse_existing
 from equipoise.cli.output import print_json, screen
 
 
 def count(
     dump: DumpArgument,
     out: Annotated[Path, typer.Option("-o", "--out", help="The histograms to write, for example counts.npz.")],
-    model: ModelOption = None,
-    form: FormatOption = None,
-    last_row: LastRowOption = "recorded",
-    allow_short: ShortFlag = False,
+    *,
+    reading: Reading,
     pairs: Annotated[bool, typer.Option("--pairs", help="Also count which experts are chosen together.")] = False,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
@@ -39,7 +26,6 @@ def count(
     from equipoise.loads import save_counts
 
     refuse_existing(out, force=force)
-    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     counts = count_dump(dump, reading, pairs=pairs)
     save_counts(counts, out)
     figures = {

@@ -9,27 +9,15 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.options import (
-    DumpArgument,
-    ForceFlag,
-    FormatOption,
-    JsonFlag,
-    LastRowOption,
-    ModelOption,
-    Reading,
-    ShortFlag,
-    refuse_existing,
-)
+from equipoise.cli.options import DumpArgument, ForceFlag, JsonFlag, Reading, refuse_existing
 from equipoise.cli.output import print_json, progress, screen
 
 
 def ingest(
     dump: DumpArgument,
     out: Annotated[Path, typer.Option("-o", "--out", help="The store to write, for example routes.eqr.")],
-    model: ModelOption = None,
-    form: FormatOption = None,
-    last_row: LastRowOption = "recorded",
-    allow_short: ShortFlag = False,
+    *,
+    reading: Reading,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -37,7 +25,6 @@ def ingest(
     from equipoise.cli.storing import write_store
 
     refuse_existing(out, force=force)
-    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     shape, stream = reading.stream(dump)
     with progress("reading") as show:
         written = write_store(out, stream, model=shape, layer_numbers=stream.layer_numbers, show=show)

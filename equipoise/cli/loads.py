@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import (
-    DEFAULT_SCHEDULE,
-    ForceFlag,
-    FormatOption,
-    JsonFlag,
-    LastRowOption,
-    ModelOption,
-    Reading,
-    ShortFlag,
-    refuse_existing,
-)
+from equipoise.cli.options import ForceFlag, JsonFlag, Packing, Reading, refuse_existing
 from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
@@ -32,24 +22,15 @@ if TYPE_CHECKING:
 def loads(
     dump: Annotated[Path, typer.Argument(help="Rollouts in any form, or a counts .npz file.", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="The loads to write, for example loads.npz.")],
-    model: ModelOption = None,
-    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8,
-    schedule: Annotated[
-        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
-    ] = DEFAULT_SCHEDULE,
-    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
-    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
-    form: FormatOption = None,
-    last_row: LastRowOption = "recorded",
-    allow_short: ShortFlag = False,
+    *,
+    reading: Reading,
+    packing: Packing,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Count the loads of a step, window by window."""
-    from equipoise.cli.step_loads import Packing, load_step
+    from equipoise.cli.step_loads import load_step
 
-    packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
-    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
     refuse_existing(out, force=force)
     shape, windows = load_step(dump, reading, packing)
     paths = [_window_path(out, i, window) if len(windows) > 1 else out for i, window in enumerate(windows)]

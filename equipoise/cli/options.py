@@ -1,12 +1,13 @@
-"""Options that verbs share, and how a model or a dump on the command line is understood.
+"""Options that verbs share, alone and in groups, and how a model or a dump on the command line is understood.
 
-Knows the words users write. Does not know how routes are read or counted: it calls the rooms that do.
+Knows the words users write. Does not know how they become flags (`flags.py`), nor how routes are read or counted: it
+calls the rooms that do.
 """
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from equipoise.core import ModelShape, RouteCounts
     from equipoise.routes.interpret import SampleStream
 
-DEFAULT_SCHEDULE = "samples:1"
+MAX_RANKS = 65536
+"""Most ranks of an EP group: far beyond any, and few enough to be counted."""
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
 ModelOption = Annotated[
     str | None,
@@ -25,13 +27,6 @@ ModelOption = Annotated[
 ClusterOption = Annotated[str, typer.Option("--cluster", help="Device preset: h100, h200, a100 or b200.")]
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Form of the dump, see `equipoise formats`; by content if left out.")
-]
-LastRowOption = Annotated[
-    Literal["recorded", "placeholder"],
-    typer.Option("--last-row", help="What the row of a sample's last token is: a route, or filler to drop."),
-]
-ShortFlag = Annotated[
-    bool, typer.Option("--allow-short", help="Accept samples whose recording stopped early; the rest stays unknown.")
 ]
 ReportOption = Annotated[
     Path | None, typer.Option("--report", help="Also write the page of the result to this HTML file.")
@@ -60,10 +55,17 @@ def find_model(name: str | None, *, dump: Path | None = None, form: str | None =
 class Reading:
     """How the user says a dump is to be read."""
 
-    model: str | None
-    form: str | None
-    last_row: Literal["recorded", "placeholder"] = "recorded"
-    allow_short: bool = False
+    SECTION: ClassVar[str] = "The dump"
+    model: ModelOption = None
+    form: FormatOption = None
+    last_row: Annotated[
+        Literal["recorded", "placeholder"],
+        typer.Option("--last-row", help="What the row of a sample's last token is: a route, or filler to drop."),
+    ] = "recorded"
+    allow_short: Annotated[
+        bool,
+        typer.Option("--allow-short", help="Accept samples whose recording stopped early; the rest stays unknown."),
+    ] = False
 
     def stream(self, dump: Path) -> "tuple[ModelShape, SampleStream]":
         """Return the model and one sample after another."""
@@ -73,6 +75,53 @@ class Reading:
         return shape, stream_routes(
             dump, model=shape, format=self.form, last_row=self.last_row, allow_short=self.allow_short
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How the samples of a step become micro-steps of one EP group."""
+
+    SECTION: ClassVar[str] = "The schedule"
+    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8
+    schedule: Annotated[
+        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
+    ] = "samples:1"
+    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1
+    sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1
+    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True
+
+    def __post_init__(self) -> None:
+        from equipoise.core import TopologyError
+        from equipoise.core.value import require_int
+
+        for name in ("ep", "cp", "sp"):
+            require_int(f"--{name}", getattr(self, name), low=1, high=MAX_RANKS, error=TopologyError)
+
+    @property
+    def whole_samples(self) -> bool:
+        """Whether every piece is a whole sample, so that histograms are enough."""
+        return self.cp == self.sp == 1 and not self.is_file
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the schedule is a trainer's own."""
+        return self.schedule.endswith(".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Where a result goes beside the terminal."""
+
+    SECTION: ClassVar[str] = "Results"
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None
+    report: ReportOption = None
+    force: ForceFlag = False
+    as_json: JsonFlag = False
+
+    def refuse_existing(self) -> None:
+        """Raise before any work is done if a file to be written is in the way or has no place."""
+        refuse_existing(self.out, self.report, force=self.force)
 
 
 def count_dump(dump: Path, reading: Reading, *, pairs: bool = False) -> "RouteCounts":

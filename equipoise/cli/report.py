@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import ForceFlag, JsonFlag, refuse_existing
+from equipoise.cli.options import ForceFlag, JsonFlag, Results, refuse_existing
 from equipoise.cli.output import print_json, screen, write_json
 
 if TYPE_CHECKING:
@@ -65,16 +65,18 @@ def show(page: "Page", console: "Console") -> None:
             console.print(Text(line), soft_wrap=True)
 
 
-def write_result(result: Any, console: "Console", *, title: str, out: Path | None, report: Path | None) -> None:
-    """Write a result's document and its page where asked for, and say where: `-o` and `--report` of other verbs."""
+def publish(result: Any, console: "Console", *, title: str, results: Results) -> None:
+    """Write a result's document and its page where other verbs were asked to, say where, and print the JSON line."""
     from equipoise.report import write_report
 
-    if out is not None:
-        write_json(result.to_dict(), out, indent=1)
-        console.print(f"Written: {out}", soft_wrap=True)
-    if report is not None:
-        write_report(result, report, title=title)
-        console.print(f"Written: {report}; open it in a browser, no network needed", soft_wrap=True)
+    if results.out is not None:
+        write_json(result.to_dict(), results.out, indent=1)
+        console.print(f"Written: {results.out}", soft_wrap=True)
+    if results.report is not None:
+        write_report(result, results.report, title=title)
+        console.print(f"Written: {results.report}; open it in a browser, no network needed", soft_wrap=True)
+    if results.as_json:
+        print_json(result.to_dict())
 
 
 def _document(page: "Page", *, out: Path | None, trace: Path | None) -> dict[str, Any]:

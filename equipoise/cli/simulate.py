@@ -6,34 +6,58 @@
 Everything is simulated; no GPU and no torch needed. With --sweep the words NAME=VALUES after it are further axes.
 """
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from equipoise.cli.options import (
-    DEFAULT_SCHEDULE,
-    ClusterOption,
-    ForceFlag,
-    FormatOption,
-    JsonFlag,
-    LastRowOption,
-    ModelOption,
-    Reading,
-    ReportOption,
-    ShortFlag,
-    refuse_existing,
-)
-from equipoise.cli.output import print_json, screen
+from equipoise.cli.options import ClusterOption, Packing, Reading, Results
+from equipoise.cli.output import screen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from equipoise.cli.step_loads import Packing
     from equipoise.core import LoadMatrix, ModelShape
-    from equipoise.sim import Simulation
+    from equipoise.sim import StepSetting
 
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
+
+
+TWO_NODES = Packing(ep=16)
+"""The default, so that what crosses nodes is seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the step is like beside its loads."""
+
+    SECTION: ClassVar[str] = "The step"
+    pipeline_stages: Annotated[int, typer.Option(help="Pipeline stages, one forward, one backward.")] = 1
+    repeat_forward: Annotated[
+        bool, typer.Option("--repeat-forward", help="Activations are recomputed in the backward pass.")
+    ] = False
+    sends: Annotated[
+        Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
+    ] = "rows"
+    rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0
+    other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0
+    planning_s: Annotated[
+        float, typer.Option(help="Seconds of planning a window; it hides behind what runs before.")
+    ] = 0.0
+
+    def to_step(self) -> "StepSetting":
+        """The same, as the simulator takes it."""
+        from equipoise.sim import StepSetting
+
+        return StepSetting(
+            pipeline_stages=self.pipeline_stages,
+            activations="recomputed" if self.repeat_forward else "kept",
+            sends=self.sends,
+            rollout_s=self.rollout_s,
+            other_s=self.other_s,
+            planning_s=self.planning_s,
+        )
 
 
 def simulate(
@@ -45,75 +69,47 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    model: ModelOption = None,
+    *,
+    reading: Reading,
+    packing: Packing = TWO_NODES,
+    demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
     cluster: ClusterOption = "h100",
-    ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 16,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
-    schedule: Annotated[
-        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
-    ] = DEFAULT_SCHEDULE,
-    mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1,
-    recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True,
     policies: Annotated[str, typer.Option(help="Policies to compare, separated by commas.")] = POLICIES,
     slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1,
     history: Annotated[
         Path | None, typer.Option(help="Loads of an earlier step (.npz), for the policy eplb-history.")
     ] = None,
-    pipeline_stages: Annotated[int, typer.Option(help="Pipeline stages, one forward, one backward.")] = 1,
-    repeat_forward: Annotated[
-        bool, typer.Option("--repeat-forward", help="Activations are recomputed in the backward pass.")
-    ] = False,
-    sends: Annotated[
-        Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
-    ] = "rows",
-    rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0,
-    other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0,
-    planning_s: Annotated[
-        float, typer.Option(help="Seconds of planning a window; it hides behind what runs before.")
-    ] = 0.0,
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="AXIS=V,V", help="Axis to sweep: ep, slots, micro (samples) or tokens; also several."),
     ] = None,
     break_even: Annotated[bool, typer.Option(help="Whether to look for the tokens from which on a plan pays.")] = True,
-    form: FormatOption = None,
-    last_row: LastRowOption = "recorded",
-    allow_short: ShortFlag = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Also write the JSON document to this file.")] = None,
-    report: ReportOption = None,
-    force: ForceFlag = False,
-    demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
-    as_json: JsonFlag = False,
+    setting: Setting,
+    results: Results,
 ) -> None:
     """Compare policies on a step, with every cost charged."""
+    from equipoise.cli.report import publish
     from equipoise.cli.simulation import Step, run
-    from equipoise.cli.step_loads import Packing
     from equipoise.core import Cluster, LoadMatrix
-    from equipoise.sim import StepSetting
+    from equipoise.sim.summary import summary
 
-    refuse_existing(out, report, force=force)
+    results.refuse_existing()
     dump, axes = split_words(words or [], sweep or [])
-    packing = Packing(schedule=schedule, ep=ep, mini_batches=mini_batches, recompute=recompute)
-    reading = Reading(model=model, form=form, last_row=last_row, allow_short=allow_short)
+    hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
     shape, windows = step_source(dump, reading, packing, demo=demo)
     step = Step(
         windows=windows,
         model=shape,
-        cluster=Cluster.preset(cluster, ep=ep, ranks_per_node=ranks_per_node),
-        setting=StepSetting(
-            pipeline_stages=pipeline_stages,
-            activations="recomputed" if repeat_forward else "kept",
-            sends=sends,
-            rollout_s=rollout_s,
-            other_s=other_s,
-            planning_s=planning_s,
-        ),
+        cluster=hardware,
+        setting=setting.to_step(),
         slots=slots,
         history=None if history is None else LoadMatrix.load(history),
     )
-    names = [name.strip() for name in policies.split(",")]
-    found = run(step, names, axes=axes, break_even=break_even)
-    _publish(found, "a generated step" if dump is None else dump.name, out=out, report=report, as_json=as_json)
+    found = run(step, [name.strip() for name in policies.split(",")], axes=axes, break_even=break_even)
+    name, console = "a generated step" if dump is None else dump.name, screen(as_json=results.as_json)
+    console.print(summary(found, title=name), soft_wrap=True, end="")
+    publish(found, console, title=name, results=results)
 
 
 def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:
@@ -144,14 +140,12 @@ def _axis(word: str) -> tuple[str, tuple[int, ...]]:
 
 
 def step_source(
-    dump: Path | None, reading: Reading, packing: "Packing", *, demo: bool
+    dump: Path | None, reading: Reading, packing: Packing, *, demo: bool
 ) -> "tuple[ModelShape, Callable[[int, int | None], Sequence[LoadMatrix]]]":
     """The model, and what makes the step's windows at an EP width and a number of samples per micro-step."""
-    from dataclasses import replace
-
     from equipoise.cli.step_loads import count_windows, demo_counts, load_step
 
-    def at(ep: int, micro: int | None) -> "Packing":
+    def at(ep: int, micro: int | None) -> Packing:
         return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
 
     counts = demo_counts(dump, reading.model, demo=demo, samples=256)
@@ -163,14 +157,3 @@ def step_source(
         shape = shape.replace(layers=first[0].num_layers)
     own = {(packing.ep, None): first}
     return shape, lambda ep, micro: own.get((ep, micro)) or load_step(dump, reading, at(ep, micro))[1]
-
-
-def _publish(found: "Simulation", title: str, *, out: Path | None, report: Path | None, as_json: bool) -> None:
-    from equipoise.cli.report import write_result
-    from equipoise.sim.summary import summary
-
-    console = screen(as_json=as_json)
-    console.print(summary(found, title=title), soft_wrap=True, end="")
-    write_result(found, console, title=title, out=out, report=report)
-    if as_json:
-        print_json(found.to_dict())

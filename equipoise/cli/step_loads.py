@@ -7,12 +7,11 @@ A dump is one of
 Knows files and options. Does not know how anything is counted: that is `loads`.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.options import DEFAULT_SCHEDULE, Reading, count_dump, find_model
+from equipoise.cli.options import Packing, Reading, count_dump, find_model
 from equipoise.cli.output import progress
 from equipoise.core import (
     LoadMatrix,
@@ -41,64 +40,43 @@ DEMO_MODEL = "qwen3-30b-a3b"
 """Shape of the generated step of `--demo`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How the samples of a step become micro-steps of one EP group."""
-
-    ep: int
-    schedule: str = DEFAULT_SCHEDULE
-    """`samples:N`, `tokens:N`, or the path of a schedule file."""
-    mini_batches: int = 1
-    cp: int = 1
-    sp: int = 1
-    recompute: bool = True
-
-    @property
-    def whole_samples(self) -> bool:
-        """Whether every piece is a whole sample, so that histograms are enough."""
-        return self.cp == self.sp == 1 and not self.is_file
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the schedule is a trainer's own."""
-        return self.schedule.endswith(".json")
-
-    def schedules(self, tokens_B: np.ndarray, policy: TokenPolicy) -> tuple[Schedule, ...]:
-        """Schedule the step."""
-        if self.is_file:
-            return self._from_file()
-        way, _, number = self.schedule.partition(":")
-        if way not in ("samples", "tokens") or not (number.isascii() and number.isdigit()):
-            raise ScheduleError(
-                f"--schedule is {self.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
-            )
-        cuts = self.cp * self.sp
-        if cuts < 1 or self.ep % cuts:
-            raise TopologyError(f"--cp {self.cp} x --sp {self.sp} does not divide the EP group of {self.ep} ranks")
-        step = step_schedules(
-            tokens_B,
-            ranks=self.ep // cuts,
-            mini_batches=self.mini_batches,
-            recompute=self.recompute,
-            policy=policy,
-            samples_per_micro_step=int(number) if way == "samples" else None,
-            token_budget=int(number) if way == "tokens" else None,
+def schedule_step(packing: Packing, tokens_B: np.ndarray, *, policy: TokenPolicy) -> tuple[Schedule, ...]:
+    """Schedule the samples of a step, as the trainer's file says or by rule."""
+    if packing.is_file:
+        return _read_schedule(packing)
+    way, _, number = packing.schedule.partition(":")
+    if way not in ("samples", "tokens") or not (number.isascii() and number.isdigit()):
+        raise ScheduleError(
+            f"--schedule is {packing.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
         )
-        return tuple(slice_sequence(slice_context(window, self.cp), self.sp) for window in step)
+    cuts = packing.cp * packing.sp
+    if packing.ep % cuts:
+        raise TopologyError(f"--cp {packing.cp} x --sp {packing.sp} does not divide the EP group of {packing.ep} ranks")
+    step = step_schedules(
+        tokens_B,
+        ranks=packing.ep // cuts,
+        mini_batches=packing.mini_batches,
+        recompute=packing.recompute,
+        policy=policy,
+        samples_per_micro_step=int(number) if way == "samples" else None,
+        token_budget=int(number) if way == "tokens" else None,
+    )
+    return tuple(slice_sequence(slice_context(window, packing.cp), packing.sp) for window in step)
 
-    def _from_file(self) -> tuple[Schedule, ...]:
-        if self != Packing(ep=self.ep, schedule=self.schedule):
-            raise ScheduleError(
-                f"{self.schedule} says which windows there are and how they are cut; "
-                "leave --mini-batches, --cp, --sp and --no-recompute out"
-            )
-        step = read_schedules(self.schedule)
-        wrong = [s.ranks for s in step if s.ranks != self.ep]
-        if wrong:
-            raise ScheduleError(
-                f"{self.schedule} schedules {wrong[0]} ranks, --ep is {self.ep}; give the schedule of one EP group"
-            )
-        return step
+
+def _read_schedule(packing: Packing) -> tuple[Schedule, ...]:
+    if packing != Packing(ep=packing.ep, schedule=packing.schedule):
+        raise ScheduleError(
+            f"{packing.schedule} says which windows there are and how they are cut; "
+            "leave --mini-batches, --cp, --sp and --no-recompute out"
+        )
+    step = read_schedules(packing.schedule)
+    wrong = [s.ranks for s in step if s.ranks != packing.ep]
+    if wrong:
+        raise ScheduleError(
+            f"{packing.schedule} schedules {wrong[0]} ranks, --ep is {packing.ep}; give the schedule of one EP group"
+        )
+    return step
 
 
 def demo_counts(dump: Path | None, model: str | None, *, demo: bool, samples: int) -> RouteCounts | None:
@@ -124,7 +102,7 @@ def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShap
         return counts.model, count_windows(counts, packing)
     routes = _read(dump, reading)
     tokens_B = np.array([sample.num_tokens for sample in routes], dtype=np.int64)
-    schedules = packing.schedules(tokens_B, TokenPolicy())
+    schedules = schedule_step(packing, tokens_B, policy=TokenPolicy())
     with progress("counting") as show:
         return routes.model, count_step(routes, schedules, ep=packing.ep, progress=show)
 
@@ -148,7 +126,7 @@ def count_windows(counts: RouteCounts, packing: Packing) -> tuple[LoadMatrix, ..
     last_recorded = unknown_BL is None or bool((unknown_BL.min(axis=1) == 0).any())
     # A histogram that holds the last token's row cannot drop it again: then all tokens are forwarded.
     policy = TokenPolicy(last_token="unknown" if last_recorded else "drop")
-    return count_step(counts, packing.schedules(counts.tokens_B, policy), ep=packing.ep)
+    return count_step(counts, schedule_step(packing, counts.tokens_B, policy=policy), ep=packing.ep)
 
 
 def _check_model(dump: Path, counted: ModelShape, named: str | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import equipoise as eq
 from equipoise.core.explain import explain
 from equipoise.cost.model import replica_bytes
-from equipoise.loads import generate_routes
+from equipoise.loads import count_loads, generate_routes, slice_context, step_schedules
 from equipoise.routes import write_routes
 
 MODEL = eq.ModelShape.preset("olmoe", layers=2)
@@ -134,3 +134,13 @@ def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):
     assert outcome.code == 0
     assert "update, 2 micro-steps, 2 layers, 4 ranks" in outcome.out
     assert eq.LoadMatrix.load(tmp_path / "loads.npz").num_ranks == 4
+
+
+def test_loads_of_shared_samples_are_counted_from_the_routes(equipoise, tmp_path):
+    routes = generate_routes(MODEL, samples=8, mean_tokens=40, seed=1)
+    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+    given = ("--ep", "4", "--cp", "2", "--no-recompute", "-o", tmp_path / "loads.npz")
+    assert equipoise("loads", tmp_path / "routes.eqr", *given).code == 0
+    tokens_B = np.array([sample.num_tokens for sample in routes])
+    (window,) = step_schedules(tokens_B, ranks=2, samples_per_micro_step=1, recompute=False)
+    assert eq.LoadMatrix.load(tmp_path / "loads.npz") == count_loads(routes, slice_context(window, 2))

@@ -145,7 +145,8 @@ def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, steps=STEPS,
 
 def small_analysis():
     """A real analysis of a small generated step, with a plan and a memory limit that it breaks."""
-    from equipoise.cli.step_loads import Packing, count_windows
+    from equipoise.cli.options import Packing
+    from equipoise.cli.step_loads import count_windows
 
     model = ModelShape.preset("qwen3-30b-a3b", layers=3, experts=32)
     counts = generate_counts(model, samples=32, mean_tokens=2048)
