@@ -212,6 +212,8 @@ def balancer_options(config: TrainConfig) -> BalancerOptions:
         slots=config.balance.slots,
         objective=config.balance.objective,
         order="plain" if config.update.activation_checkpointing == "none" else "recompute",
+        # Weight sync keeps all experts in the host stores anyway; replicas cross nodes only where that pays.
+        cross_node=True,
         timeout_s=config.timeout_s,
         # Ranks announce windows while they sample, some earlier than others.
         planning_timeout_s=max(BalancerOptions().planning_timeout_s, config.timeout_s),
