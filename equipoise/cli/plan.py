@@ -31,6 +31,14 @@ def plan(
     policy: Annotated[
         str, typer.Option(help="equipoise, or a baseline: static, eplb-oracle, lplb, reactive, balanced ...")
     ] = "equipoise",
+    cross_node: Annotated[
+        bool,
+        typer.Option(
+            "--cross-node",
+            help="In a recompute window, let replicas stand in any node where that pays; every node then needs host "
+            "memory for all experts.",
+        ),
+    ] = False,
     history: Annotated[
         Path | None, typer.Option(help="Loads of the window before, for the policy eplb-history.")
     ] = None,
@@ -45,6 +53,7 @@ def plan(
     from equipoise.cli.plan_view import document, show
     from equipoise.cli.slots import check_slots
     from equipoise.core import Cluster, LoadMatrix
+    from equipoise.planner import PlanOptions
     from equipoise.planner import plan as plan_window
 
     refuse_existing(out, force=force)
@@ -60,6 +69,7 @@ def plan(
         slots=slots,
         policy=policy,
         objective=objective,
+        options=PlanOptions(cross_node=cross_node),
         history=None if history is None else LoadMatrix.load(history),
     )
     console = screen(as_json=as_json)

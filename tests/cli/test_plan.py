@@ -42,6 +42,19 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert found["slot_bytes_per_rank"] == 2 * 2 * replica_bytes(wanted.model, wanted.loads.stage)
 
 
+def test_replicas_cross_nodes_only_where_allowed(equipoise, tmp_path):
+    load = np.random.default_rng(3).integers(0, 500, size=(2, 16, 8, 64))
+    load[..., 5] = 20_000
+    path = tmp_path / "hot.npz"
+    eq.LoadMatrix(load, stage="recompute").save(path)
+    found = {}
+    for name, options in {"inside": [], "across": ["--cross-node"]}.items():
+        assert equipoise("plan", path, *ARGUMENTS, *options, "-o", tmp_path / f"{name}.npz").code == 0
+        found[name] = eq.Plan.load(tmp_path / f"{name}.npz")
+    assert (found["inside"].cross_node, found["across"].cross_node) == (False, True)
+    assert found["across"].seconds.total < found["inside"].seconds.total
+
+
 def test_the_summary_names_what_is_saved_moved_and_kept(equipoise, loads_file, tmp_path):
     outcome = equipoise("plan", loads_file, *ARGUMENTS, "-o", tmp_path / "plan.npz")
     assert outcome.code == 0
