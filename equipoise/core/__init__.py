@@ -2,6 +2,7 @@
 
     errors.py    every error users meet
     value.py     what value types share
+    whole_file.py  files that are written whole or not at all
     compiled.py  how kernels are compiled and kept
     model.py     ModelShape: a Mixture-of-Experts model in figures
     cluster.py   Cluster: nodes, ranks, links

@@ -27,6 +27,7 @@ import numpy as np
 
 from equipoise.core.errors import LoadsError
 from equipoise.core.value import Value, frozen_array, int64_array
+from equipoise.core.whole_file import whole_file
 
 Stage = Literal["recompute", "update"]
 FORMAT = "equipoise-loads-1"
@@ -175,11 +176,8 @@ class LoadMatrix(Value):
         for name in ("coverage_MLR", "layer_numbers_L"):
             if getattr(self, name) is not None:
                 arrays[name] = getattr(self, name)
-        try:
-            with Path(path).open("wb") as file:
-                np.savez_compressed(file, **arrays)
-        except OSError as error:
-            raise LoadsError(f"{path} cannot be written: {error.strerror or error}") from error
+        with whole_file(path, error=LoadsError) as draft, draft.open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> "LoadMatrix":

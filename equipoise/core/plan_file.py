@@ -50,6 +50,7 @@ from equipoise.core.loads import LoadMatrix, read_npz
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Bytes, Objective, Plan, ReplicaTable, Seconds
 from equipoise.core.value import require_int
+from equipoise.core.whole_file import whole_file
 
 FORMAT = "equipoise-plan-1"
 _FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "estimated_share", "static_seconds")
@@ -72,6 +73,14 @@ def save_plan(plan: Plan, path: str | Path | IO[bytes]) -> None:
         sources.append((plan.itinerary, _VISITS))
     for source, names in sources:
         arrays.update((name, _narrow(getattr(source, name))) for name in names if getattr(source, name) is not None)
+    if isinstance(path, str | Path):
+        with whole_file(path, error=InfeasiblePlanError) as draft:
+            _write(arrays, draft)
+    else:
+        _write(arrays, path)
+
+
+def _write(arrays: dict[str, Any], path: Path | IO[bytes]) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for name, array in arrays.items():
             buffer = io.BytesIO()
