@@ -102,9 +102,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(measured: dict[str, Any], output: Path, console: "Console") -> None:
+    from equipoise.core.whole_file import whole_file
     from equipoise.cost.profile import write_profile
 
-    write_profile(measured, output)
+    with whole_file(output) as draft:
+        write_profile(measured, draft)
     console.print(f"{measured['device']}, driver {measured['driver']}, torch {measured['torch']}", soft_wrap=True)
     for table in measured["compute"]:
         flops = 6 * table["hidden"] * table["expert_width"] * table["rows"][-1]

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from equipoise.core.errors import EquipoiseError
+from equipoise.core.whole_file import whole_file
 
 
 def screen(*, as_json: bool) -> Console:
@@ -29,10 +29,8 @@ def print_json(document: dict[str, Any]) -> None:
 
 def write_json(document: Any, path: Path, *, indent: int | None = None) -> None:
     """Write one JSON document to a file, or raise saying why not."""
-    try:
-        path.write_text(json.dumps(document, allow_nan=False, indent=indent) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EquipoiseError(f"{path} cannot be written: {error.strerror or error}") from error
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps(document, allow_nan=False, indent=indent) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Write samples to a new native store as they come, and say what was written.
 
-Shared by `ingest` and `generate`. It is written beside its place and moved there when it is whole, so that a file which
-is replaced is lost only to a good one.
+Shared by `ingest` and `generate`. A file which is replaced is lost only to a whole one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.core import EquipoiseError, ModelShape, RoutesError, SampleRoutes
+from equipoise.core import ModelShape, RoutesError, SampleRoutes
+from equipoise.core.whole_file import whole_file
 from equipoise.routes.store import StoreWriter
 
 
@@ -48,18 +48,11 @@ def write_store(
 ) -> Written:
     """Write every sample to a new store; `show` is called with (samples done, 0) after each."""
     count = tokens = 0
-    beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)
-    try:
-        with StoreWriter(beside, model=model, layer_numbers=layer_numbers) as writer:
-            for count, sample in enumerate(samples, start=1):
-                writer.append(sample)
-                tokens += sample.num_tokens
-                show(count, 0)
-            if not count:
-                raise RoutesError("the dump holds no sample; is it the right file?")
-    except EquipoiseError:
-        beside.unlink(missing_ok=True)
-        raise
-    beside.replace(path)
+    with whole_file(path) as draft, StoreWriter(draft, model=model, layer_numbers=layer_numbers) as writer:
+        for count, sample in enumerate(samples, start=1):
+            writer.append(sample)
+            tokens += sample.num_tokens
+            show(count, 0)
+        if not count:
+            raise RoutesError("the dump holds no sample; is it the right file?")
     return Written(path=path, model=model, samples=count, tokens=tokens)

@@ -22,6 +22,7 @@ import numpy as np
 
 from equipoise.core import ModelShape, RouteCounts, RoutesError, TopologyError
 from equipoise.core.loads import narrow, read_npz
+from equipoise.core.whole_file import whole_file
 
 FORMAT = "equipoise-counts-1"
 _OPTIONAL = ("padding_BLE", "unknown_BL", "pair_LEE")
@@ -34,11 +35,8 @@ def save_counts(counts: RouteCounts, path: str | Path) -> None:
     arrays = {name: getattr(counts, name) for name in _ARRAYS}
     content: dict[str, Any] = {name: narrow(array) for name, array in arrays.items() if array is not None}
     content.update(format=np.array(FORMAT), head=np.array(json.dumps(head)))
-    try:
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, **content)
-    except OSError as error:
-        raise RoutesError(f"{path} cannot be written: {error}") from error
+    with whole_file(path, error=RoutesError) as draft, draft.open("wb") as file:
+        np.savez_compressed(file, **content)
 
 
 def load_counts(path: str | Path) -> RouteCounts:

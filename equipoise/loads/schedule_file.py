@@ -25,6 +25,7 @@ import numpy as np
 
 from equipoise.core import Schedule, ScheduleError
 from equipoise.core.value import require_int
+from equipoise.core.whole_file import whole_file
 
 FORMAT = "equipoise-schedule-1"
 _NEEDED = ("stage", "ranks", "pieces")
@@ -45,7 +46,8 @@ def write_schedules(schedules: Sequence[Schedule], path: str | Path) -> None:
         }
         for s in schedules
     ]
-    Path(path).write_text(json.dumps({"format": FORMAT, "windows": windows}) + "\n", encoding="utf-8")
+    with whole_file(path, error=ScheduleError) as draft:
+        draft.write_text(json.dumps({"format": FORMAT, "windows": windows}) + "\n", encoding="utf-8")
 
 
 def read_schedules(path: str | Path) -> tuple[Schedule, ...]:

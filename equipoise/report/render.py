@@ -19,13 +19,12 @@ import csv
 import gzip
 import io
 import json
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from equipoise.core import EquipoiseError
+from equipoise.core.whole_file import whole_file
 from equipoise.report.definitions import DEFINITIONS
 from equipoise.report.page import Cell, Chart, Page, Table
 from equipoise.report.theme import themes
@@ -60,18 +59,8 @@ def render(page: Page) -> str:
 def write_page(page: Page, path: Path) -> int:
     """Write a page whole or not at all, and return its bytes."""
     content = render(page).encode()
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            # mkstemp makes files that only their owner may read; a page is to be shown around.
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except OSError as error:
-        raise EquipoiseError(f"{path} cannot be written: {error.strerror or error}") from error
+    with whole_file(path) as draft:
+        draft.write_bytes(content)
     return len(content)
 
 
