@@ -6,21 +6,33 @@ Invariants (asserted by the tests):
 1. The same settings and seed give the same bits on every rank and in every run.
 2. Samples packed into one sequence give each token the logits it has alone.
 3. Every family has routed experts in every layer it says, and can be built in a few thousand weights.
+4. A checkpoint that is damaged, lacks a weight or is of another family is refused by name, never filled up at random.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from equipoise.adapters.transformers_families import family_of
 from equipoise.core.errors import TrainingError
 from equipoise.rl.config import ModelConfig
 from equipoise.rl.tokens import CharTokenizer, CheckpointTokenizer, Tokenizer
 
 LONGEST = 4096
 """Positions of a random model."""
+
+
+class Limits(NamedTuple):
+    """What a model can be given."""
+
+    vocabulary: int
+    """Token ids it has."""
+    positions: int
+    """Tokens of its longest sample."""
 
 
 def build_model(config: ModelConfig, *, seed: int) -> nn.Module:
@@ -41,10 +53,17 @@ def load_model(path: str | Path) -> nn.Module:
 
     check_checkpoint(path)
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{path} cannot be loaded: {error}") from error
-    return model
+        model, told = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise TrainingError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+    if lost := sorted(told["missing_keys"]):
+        raise TrainingError(
+            f"{path} lacks {len(lost)} weights, the first of them {lost[0]!r}; give the folder of a whole checkpoint"
+        )
+    loaded: nn.Module = model
+    return loaded
 
 
 def check_checkpoint(path: str | Path) -> None:
@@ -54,6 +73,27 @@ def check_checkpoint(path: str | Path) -> None:
         raise TrainingError(f"no HF checkpoint at {path}: it has no config.json; give the folder of one")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise TrainingError(f"{path} has no weights (*.safetensors or *.bin); give the folder of a whole checkpoint")
+
+
+def check_weights(path: str | Path) -> None:
+    """Raise if the files of a checkpoint's weights are damaged, as far as their heads tell."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"{file} is damaged ({error}); copy the checkpoint anew") from error
+
+
+def limits_of(config: ModelConfig) -> Limits:
+    """What the configured model can be given; a checkpoint of a family that is not known is refused."""
+    if not config.path:
+        return Limits(config.vocabulary, LONGEST)
+    from transformers import AutoConfig, PretrainedConfig
+
+    family_of(PretrainedConfig.get_config_dict(config.path)[0].get("model_type", ""))
+    told = AutoConfig.from_pretrained(config.path, local_files_only=True)
+    return Limits(told.vocab_size, told.max_position_embeddings)
 
 
 def open_tokenizer(config: ModelConfig) -> Tokenizer:

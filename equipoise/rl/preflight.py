@@ -21,7 +21,7 @@ from equipoise.core.errors import TrainingError
 from equipoise.rl.config import TrainConfig
 from equipoise.rl.forecast import shape_of
 from equipoise.rl.layout import build_cluster
-from equipoise.rl.model import LONGEST, check_checkpoint, open_tokenizer
+from equipoise.rl.model import Limits, check_checkpoint, check_weights, limits_of, open_tokenizer
 from equipoise.rl.outside import find_rollouts
 from equipoise.rl.task import Question, find_reward, open_task
 
@@ -33,12 +33,17 @@ _ASKED = 64
 
 def check_settings(config: TrainConfig) -> None:
     """Raise if something that the settings name is not there, or does not fit the rest."""
-    find_reward(config.task.reward)
+    reward = find_reward(config.task.reward)
     if config.model.path:
         check_checkpoint(config.model.path)
     build_cluster(config, shape_of(config))
+    limits = limits_of(config.model)
+    if config.model.path:
+        check_weights(config.model.path)
     asked = open_task(config.task).questions(_ASKED, seed=config.seed, step=0)
-    _check_lengths(config, asked)
+    # Tried once: a reward that always fails is told now, not after the warm-up and a rollout.
+    reward(asked[0].prompt, asked[0].answer, asked[0].answer)
+    _check_tokens(config, asked, limits)
     _check_source(config)
     _check_extras(config)
     _check_devices(config)
@@ -82,16 +87,26 @@ def _check_folder(flag: str, folder: Path) -> None:
         raise TrainingError(f"{flag} {folder}: no right to write to {there}; give another folder")
 
 
-def _check_lengths(config: TrainConfig, asked: list[Question]) -> None:
-    """Prompts and answers have tokens, and a sample fits the model's positions."""
+def _check_tokens(config: TrainConfig, asked: list[Question], limits: Limits) -> None:
+    """Prompts and answers have tokens that the model knows, and a sample fits the model's positions."""
     tokenizer = open_tokenizer(config.model)
-    longest = max(len(tokenizer.encode(question.prompt)) for question in asked)
-    for question in asked if config.warmup.steps else ():
-        tokenizer.encode(question.answer)
-    if not config.model.path and longest + config.rollout.max_new_tokens > LONGEST:
+    prompts = [tokenizer.encode(question.prompt) for question in asked]
+    answers = [tokenizer.encode(question.answer) for question in asked if config.warmup.steps]
+    for question, prompt in zip(asked, prompts, strict=True):
+        if not prompt:
+            raise TrainingError(f"prompt {question.prompt!r} has no token; every question needs one")
+    highest = max(tokenizer.end, *(token for tokens in (*prompts, *answers) for token in tokens))
+    if highest >= limits.vocabulary:
+        raise TrainingError(
+            f"the model {config.model.path or config.model.family} has {limits.vocabulary} token ids, its tokenizer "
+            f"({tokenizer.words}) gives {highest}; put the model's own tokenizer into its folder"
+        )
+    longest = max(map(len, prompts))
+    if longest + config.rollout.max_new_tokens > limits.positions:
         raise TrainingError(
             f"setting rollout.max_new_tokens is {config.rollout.max_new_tokens}; with prompts of {longest} tokens a "
-            f"sample would be longer than the {LONGEST} positions of a random model; use at most {LONGEST - longest}"
+            f"sample would be longer than the model's {limits.positions} positions; use at most "
+            f"{limits.positions - longest}"
         )
 
 
@@ -102,8 +117,8 @@ def _check_source(config: TrainConfig) -> None:
     if not source.startswith("http"):
         find_rollouts(source, steps=config.steps)
         return
-    address = urlsplit(source)
     try:
+        address = urlsplit(source)
         port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname or "", port), timeout=_ANSWER_S).close()
     except (OSError, ValueError) as error:

@@ -198,7 +198,12 @@ def _save(checkpoints: Checkpoints, trainer: Trainer, step: int) -> None:
         reference=None if trainer.reference is None else trainer.reference.state_dict(),
         random=torch.get_rng_state(),
     )
-    checkpoints.save(state, save_model=lambda path: trainer.learner.save_model(path, weights))
+
+    def save_model(path: Path) -> None:
+        trainer.learner.save_model(path, weights)
+        trainer.tokenizer.save(path)
+
+    checkpoints.save(state, save_model=save_model)
 
 
 def _record(folder: Path, trainer: Trainer, layout: Layout, step: int) -> None:

@@ -13,12 +13,15 @@ Invariants (asserted by the tests):
 1. The questions of a step depend on seed and step alone, so a resumed run asks what an uninterrupted one asks.
 2. Every embedded answer is right and earns 1; what is wrong earns nothing.
 3. A broken line, an empty file, or a reward that cannot be imported is refused by name.
+4. What a reward raises is told with its place and the sample; what it gives is a finite number, or refused likewise.
 """
 
 import importlib
 import inspect
 import json
+import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +122,32 @@ def find_reward(name: str) -> Reward:
         words = f"{type(error).__name__}: {error}"
         raise TrainingError(f"reward {name!r} cannot be imported as module:function ({words})") from error
     _check_reward(name, found)
-    checked: Reward = found
-    return checked
+    return NamedReward(name, found)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    """A user's reward, whose troubles are told with its name and the sample."""
+
+    name: str
+    function: Reward
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        """What the response is worth, a finite number."""
+        where = f"reward {self.name!r} of prompt {prompt[:40]!r}, response {response[:40]!r}"
+        try:
+            given = self.function(prompt, response, answer)
+        except Exception as error:  # the function is the user's: whatever it raises is told
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise TrainingError(f"{where} fails with {words} ({place.filename}:{place.lineno}); mend it") from error
+        try:
+            worth = float(given)
+        except (TypeError, ValueError) as error:
+            raise TrainingError(f"{where} is {given!r}, a {type(given).__name__}; give a number") from error
+        if not math.isfinite(worth):
+            raise TrainingError(f"{where} is {worth}; give a finite number, else nothing can be learnt from its group")
+        return worth
 
 
 def _check_reward(name: str, found: Any) -> None:

@@ -8,6 +8,7 @@ Invariants (asserted by the tests):
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from equipoise.core.errors import TrainingError
@@ -22,6 +23,8 @@ class Tokenizer(Protocol):
 
     end: int
     """The token that ends a response."""
+    words: str
+    """What it is, for messages."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, nothing added."""
@@ -31,12 +34,17 @@ class Tokenizer(Protocol):
         """The text of ids, up to the end token."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Put it beside a model that is saved, so that the model is read with it again."""
+        ...
+
 
 class CharTokenizer:
     """One id per printable ASCII character; 0 pads, 1 ends."""
 
     pad, end = 0, 1
     size = _LAST - _FIRST + 1 + _SPECIAL
+    words = "the embedded one, an id per printable character, because none lies beside the model"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, nothing added."""
@@ -53,6 +61,9 @@ class CharTokenizer:
         kept = list(ids)[: list(ids).index(self.end)] if self.end in ids else list(ids)
         return "".join(chr(i - _SPECIAL + _FIRST) if _SPECIAL <= i < self.size else "?" for i in kept)
 
+    def save(self, folder: Path) -> None:
+        """Write nothing: a model without a tokenizer beside it is read with this one."""
+
 
 class CheckpointTokenizer:
     """The tokenizer that lies beside a HF checkpoint."""
@@ -67,7 +78,7 @@ class CheckpointTokenizer:
             raise TrainingError(f"no tokenizer can be loaded from {path}: {error}") from error
         if self._tokenizer.eos_token_id is None:
             raise TrainingError(f"the tokenizer of {path} has no end token (eos_token); set one")
-        self.end = int(self._tokenizer.eos_token_id)
+        self.end, self.words = int(self._tokenizer.eos_token_id), f"the one of {path}"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, nothing added."""
@@ -77,3 +88,7 @@ class CheckpointTokenizer:
         """The text of ids, up to the end token."""
         kept = list(ids)[: list(ids).index(self.end)] if self.end in ids else list(ids)
         return str(self._tokenizer.decode(kept))
+
+    def save(self, folder: Path) -> None:
+        """Put it beside a model that is saved."""
+        self._tokenizer.save_pretrained(folder)

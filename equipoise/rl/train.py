@@ -164,7 +164,7 @@ class Trainer:
     def _judge(self, step: int, experience: Experience) -> list[float]:
         self._tell(step, "reward")
         return [
-            float(self.reward(question.prompt, self.tokenizer.decode(sample.response_T.tolist()), question.answer))
+            self.reward(question.prompt, self.tokenizer.decode(sample.response_T.tolist()), question.answer)
             for question, sample in self._answered(experience)
         ]
 

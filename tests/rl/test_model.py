@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core import TrainingError
@@ -59,6 +60,23 @@ def test_a_checkpoint_is_loaded_from_its_folder_alone(tmp_path):
         load_model(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("what", ["a weight is lost", "a weight has another shape", "cut off"])
+def test_a_checkpoint_that_is_not_whole_is_refused_and_never_filled_up(tmp_path, what):
+    build_model(tiny("qwen3-moe"), seed=0).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, name = load_file(file), "model.layers.0.self_attn.q_proj.weight"
+    if what == "a weight is lost":
+        save_file({key: tensor for key, tensor in weights.items() if key != name}, file, {"format": "pt"})
+    elif what == "a weight has another shape":
+        save_file(weights | {name: weights[name][:3].contiguous()}, file, {"format": "pt"})
+    else:
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(TrainingError) as error:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    assert (f"lacks 1 weights, the first of them {name!r}" in str(error.value)) == (what == "a weight is lost")
+
+
 def test_a_checkpoints_own_tokenizer_is_used(tmp_path):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -71,3 +89,6 @@ def test_a_checkpoints_own_tokenizer_is_used(tmp_path):
     tokenizer = open_tokenizer(ModelConfig(path=str(tmp_path)))
     assert tokenizer.end == 0 and tokenizer.encode("12+3=") == [2, 3, 11, 4, 12]
     assert tokenizer.decode([2, 3, 0, 4]) == "12"
+    tokenizer.save(tmp_path / "again")
+    again = open_tokenizer(ModelConfig(path=str(tmp_path / "again")))
+    assert again.encode("12+3=") == tokenizer.encode("12+3=") and again.end == tokenizer.end

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from equipoise.core import EquipoiseError
-from equipoise.rl.config import change
+from equipoise.rl.config import ModelConfig, change
 from equipoise.rl.config_file import read_config
-from equipoise.rl.model import build_model
+from equipoise.rl.model import build_model, family_config
 from equipoise.rl.preflight import check_places, check_settings, find_run
 
 JUDGES = """
@@ -20,6 +21,12 @@ def judge(prompt, response, answer):
 
 def two(prompt, response):
     return 1.0
+
+def broken(prompt, response, answer):
+    return answer / 2
+
+def lost(prompt, response, answer):
+    return float("nan")
 
 scale = 3
 """
@@ -35,11 +42,20 @@ def here(tmp_path, monkeypatch):
     Path("broken.jsonl").write_text("{nope\n")
     Path("accents.jsonl").write_text(json.dumps({"prompt": "5\u20ac=", "answer": "1"}, ensure_ascii=False))
     Path("none.jsonl").write_text("\n")
+    Path("silent.jsonl").write_text(json.dumps({"prompt": "", "answer": "1"}))
     Path("weightless").mkdir()
     Path("weightless/config.json").write_text("{}")
     Path("dense").mkdir()
     Path("dense/config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
     Path("dense/model.safetensors").touch()
+    few = family_config(ModelConfig(vocabulary=64))
+    few.save_pretrained("few_tokens")
+    save_file({}, "few_tokens/model.safetensors")
+    few.save_pretrained("damaged")
+    Path("damaged/model.safetensors").write_bytes(b"12345678")
+    Path("foreign").mkdir()
+    Path("foreign/config.json").write_text(json.dumps(few.to_dict() | {"model_type": "stranger"}))
+    Path("foreign/model.safetensors").touch()
     Path("rollouts").mkdir()
     Path("rollouts/step-000000.jsonl").touch()
     return tmp_path
@@ -54,19 +70,29 @@ def here(tmp_path, monkeypatch):
         ("task.reward=own_judges:scale", "is a int; give a function of (prompt, response, answer)"),
         ("task.reward=own_judges:two", "takes (prompt, response) (too many positional arguments)"),
         ("task.reward=broken_judge:f", "cannot be imported as module:function (SyntaxError"),
+        ("task.reward=own_judges:broken", "fails with TypeError: unsupported operand type(s) for /: 'str' and 'int' ("),
+        (
+            "task.reward=own_judges:lost",
+            "reward 'own_judges:lost' of prompt '17+6=', response '23' is nan; give a finite",
+        ),
         ("task.data=absent.jsonl", "setting task.data is 'absent.jsonl', which cannot be read (No such file"),
         ("task.data=broken.jsonl", "broken.jsonl line 1 is not JSON"),
         ("task.data=none.jsonl", "setting task.data is 'none.jsonl', which holds no question"),
         ("task.data=accents.jsonl", "has no token: the embedded tokenizer knows printable ASCII"),
+        ("task.data=silent.jsonl", "prompt '' has no token"),
         ("task.domains=['x']", "setting task.domains is ['x']; known: add, sub, reverse, largest"),
         ("model.path=absent", "no HF checkpoint at absent: it has no config.json"),
         ("model.path=weightless", "weightless has no weights (*.safetensors or *.bin)"),
         ("model.path=dense", "model 'dense': config.json has none of the keys"),
+        ("model.path=few_tokens", "the model few_tokens has 64 token ids, its tokenizer (the embedded one, an id per"),
+        ("model.path=damaged", "damaged/model.safetensors is damaged (Error while deserializing header"),
+        ("model.path=foreign", "model_type 'stranger' is not supported; supported: qwen3_moe"),
         ("model.experts=15", "15 experts of 'qwen3-moe' do not divide by 2 ranks"),
         ("rollout.max_new_tokens=5000", "setting rollout.max_new_tokens is 5000; with prompts of"),
         ("rollout.source=absent", "setting rollout.source is 'absent', which is no folder"),
         ("rollout.source=rollouts", "rollouts holds rollouts of 1 steps"),
         ("rollout.source=http://127.0.0.1:9", "setting rollout.source is http://127.0.0.1:9, where nothing answers"),
+        ("rollout.source=http://[x", "setting rollout.source is http://[x, where nothing answers"),
         ("rollout.source=http://:x", "setting rollout.source is http://:x, where nothing answers"),
         ("balance.cluster=moon", "moon"),
         ("track.wandb_project=p", "setting track.wandb_project is p, but wandb is not installed; run: pip install"),

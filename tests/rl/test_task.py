@@ -2,13 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import TrainingError
 from equipoise.rl.config import TaskConfig
-from equipoise.rl.task import Arithmetic, Dataset, exact_reward, find_reward, open_task
+from equipoise.rl.task import Arithmetic, Dataset, NamedReward, exact_reward, find_reward, open_task
 from equipoise.rl.tokens import CharTokenizer
 
 
@@ -86,7 +87,35 @@ def test_unknown_domains_files_and_rewards_are_refused_by_name(tmp_path):
         find_reward("math:pi")
     with pytest.raises(TrainingError, match=r"'math:copysign' takes \(x, y, /\) \(too many positional arguments\)"):
         find_reward("math:copysign")
-    assert find_reward("math:hypot")(2.0, 3.0, 6.0) == 7.0
+    assert find_reward("math:hypot").function(2.0, 3.0, 6.0) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (float("nan"), "is nan; give a finite number"),
+        (float("-inf"), "is -inf; give a finite number"),
+        (None, "is None, a NoneType; give a number"),
+        ("good", "is 'good', a str; give a number"),
+        (OSError("the judge\nis away"), "fails with OSError: the judge is away ("),
+    ],
+)
+def test_a_reward_that_fails_or_is_no_number_is_told_with_its_sample(given, words):
+    def judge(prompt, response, answer):
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    with pytest.raises(TrainingError) as error:
+        NamedReward("judges:judge", judge)("1+1=", "3", "2")
+    assert str(error.value).startswith("reward 'judges:judge' of prompt '1+1=', response '3' " + words)
+    if isinstance(given, Exception):
+        assert f"({__file__}:" in str(error.value), "the place where it was raised"
+
+
+def test_a_reward_may_be_any_finite_number():
+    for number, worth in ((True, 1.0), (3, 3.0), (np.float32(0.5), 0.5)):
+        assert NamedReward("judges:judge", lambda *_, number=number: number)("", "", "") == worth
 
 
 @settings(max_examples=50, deadline=None)
