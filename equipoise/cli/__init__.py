@@ -3,6 +3,7 @@
     app.py        the list of verbs; to add one, write its module and add one line there
     options.py    options that verbs share, alone and in groups, and how a dump on the command line is understood
     flags.py      groups of options as flags of a verb, and as sections of its help
+    kinds.py      which of our files a path is
     output.py     tables, progress, the JSON line, and how errors are shown
     doctor.py     is the routing right?
     ingest.py     any dump into the native store

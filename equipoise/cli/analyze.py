@@ -48,7 +48,7 @@ def analyze(
     from equipoise.core import Cluster
     from equipoise.sim import analyze_loads
 
-    results.refuse_existing()
+    results.refuse_existing(dump)
     tried = _tried_slots(slots, plan=plan)
     hardware = Cluster.preset(cluster, ep=packing.ep)
     shape, windows = _load(dump, reading, packing, demo=demo)

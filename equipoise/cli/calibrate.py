@@ -36,20 +36,24 @@ def calibrate(
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this GPU, or check a profile against it."""
-    from equipoise.core import TopologyError
+    from equipoise.core import Cluster, TopologyError
 
     if (out is None) == (check is None):
         raise TopologyError("give either -o FILE to write a profile, or --check FILE to check one")
     refuse_existing(out, force=force)
+    if cluster is not None:
+        Cluster.preset(cluster)
+    # What was filed is read before a GPU is asked for: a wrong name is the user's, a missing GPU the machine's.
+    filed = None if check is None else _read(check)
     _require_torch()
-    measured = _measure(check, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
+    measured = _measure(filed, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
     console = screen(as_json=as_json)
-    if check is None:
+    if filed is None:
         assert out is not None, "one of the two was given"
         _write(measured, out, console)
         document, is_good = measured, True
     else:
-        document = check_document(_read(check), measured, limit=limit / 100)
+        document = check_document(filed, measured, limit=limit / 100)
         show_check(document, console)
         is_good = document["is_good"]
     if as_json:
@@ -58,9 +62,9 @@ def calibrate(
 
 
 def _measure(
-    check: Path | None, *, cluster: str | None, runs: int, commit: str | None, is_trial: bool
+    filed: dict[str, Any] | None, *, cluster: str | None, runs: int, commit: str | None, is_trial: bool
 ) -> dict[str, Any]:
-    """Measure everything, or the sample of a profile to check."""
+    """Measure everything, or the sample of a filed profile to check."""
     from equipoise.calibrate import Grid
     from equipoise.calibrate import calibrate as measure
     from equipoise.calibrate.check import sample_of
@@ -69,8 +73,8 @@ def _measure(
     if not is_trial:
         require_gpu()
     grid = Grid.smoke() if is_trial else Grid.full()
-    if check is not None:
-        grid = sample_of(_read(check), grid)
+    if filed is not None:
+        grid = sample_of(filed, grid)
     device, link = ("cpu", 10**12) if is_trial else ("cuda", _link_rate(cluster))
     with progress("measuring") as tell:
         return measure(grid, nvlink_bytes_per_s=link, runs=runs, device=device, commit=commit, tell=tell)
@@ -94,10 +98,14 @@ def _read(path: Path) -> dict[str, Any]:
     """Read a profile's content, after `Profile` has found nothing wrong with it."""
     import json
 
+    from equipoise.core import TopologyError
     from equipoise.cost import Profile
 
-    Profile.read(path)
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        Profile.read(path)
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TopologyError(f"profile {path} cannot be read: {error.strerror or error}") from error
     return content
 
 

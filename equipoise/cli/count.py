@@ -25,7 +25,7 @@ def count(
     """Count a dump into histograms."""
     from equipoise.loads import save_counts
 
-    refuse_existing(out, force=force)
+    refuse_existing(out, force=force, read=[dump])
     counts = count_dump(dump, reading, pairs=pairs)
     save_counts(counts, out)
     figures = {

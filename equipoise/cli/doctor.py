@@ -46,14 +46,20 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Check recorded routes, or how they are sliced."""
+    from equipoise.cli.kinds import refuse_counted
     from equipoise.core import RoutesError
     from equipoise.routes import diagnose, stream_recordings
 
+    if second is None and second_form is not None:
+        raise RoutesError(f"--second-format {second_form} says how --second is read; name that recording as well")
+    if self_check and (dump or second):
+        raise RoutesError(f"--self-check looks at no dump; leave out {dump or second}, or --self-check to check it")
     if self_check:
         diagnosis = check_slicing(model or "qwen3-30b-a3b")
     elif dump is None:
         raise RoutesError("no dump named; give a file or folder of recorded routes, or --self-check")
     else:
+        refuse_counted(dump)
         shape = find_model(model, dump=dump, form=form)
         recordings = _counted(stream_recordings(dump, model=shape, format=form))
         partner = None if second is None else stream_recordings(second, model=shape, format=second_form)

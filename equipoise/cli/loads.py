@@ -29,9 +29,10 @@ def loads(
     as_json: JsonFlag = False,
 ) -> None:
     """Count the loads of a step, window by window."""
-    from equipoise.cli.step_loads import load_step
+    from equipoise.cli.step_loads import load_step, refuse_loads
 
-    refuse_existing(out, force=force)
+    refuse_existing(out, force=force, read=[dump])
+    refuse_loads(dump)
     shape, windows = load_step(dump, reading, packing)
     paths = [_window_path(out, i, window) if len(windows) > 1 else out for i, window in enumerate(windows)]
     refuse_existing(*paths, force=force)

@@ -5,6 +5,7 @@ calls the rooms that do.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -37,14 +38,15 @@ DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or fold
 
 def find_model(name: str | None, *, dump: Path | None = None, form: str | None = None) -> "ModelShape":
     """Return the model of a preset name or a HF config.json; a native store brings its own where none is named."""
+    from equipoise.cli.kinds import npz_kind
     from equipoise.core import RoutesError
     from equipoise.routes import open_store, store
     from equipoise.routes.registry import detect, find_format, resolve_model
 
     if name is not None:
         return resolve_model(name)
-    # An .npz file is never a store, and may be loads, which no form describes.
-    if dump is not None and dump.suffix != ".npz":
+    # Loads do not name their model, and no form describes them.
+    if dump is not None and not npz_kind(dump):
         found = detect(dump) if form is None else find_format(form)
         if found in store.FORMATS:
             return open_store(dump).model
@@ -69,8 +71,10 @@ class Reading:
 
     def stream(self, dump: Path) -> "tuple[ModelShape, SampleStream]":
         """Return the model and one sample after another."""
+        from equipoise.cli.kinds import refuse_counted
         from equipoise.routes import stream_routes
 
+        refuse_counted(dump)
         shape = find_model(self.model, dump=dump, form=self.form)
         return shape, stream_routes(
             dump, model=shape, format=self.form, last_row=self.last_row, allow_short=self.allow_short
@@ -119,9 +123,9 @@ class Results:
     force: ForceFlag = False
     as_json: JsonFlag = False
 
-    def refuse_existing(self) -> None:
-        """Raise before any work is done if a file to be written is in the way or has no place."""
-        refuse_existing(self.out, self.report, force=self.force)
+    def refuse_existing(self, *read: Path | None) -> None:
+        """Raise before any work is done if a file cannot be written, or would replace one that is `read`."""
+        refuse_existing(self.out, self.report, force=self.force, read=read)
 
 
 def count_dump(dump: Path, reading: Reading, *, pairs: bool = False) -> "RouteCounts":
@@ -137,17 +141,24 @@ def count_dump(dump: Path, reading: Reading, *, pairs: bool = False) -> "RouteCo
     return counts
 
 
-def refuse_existing(*paths: Path | None, force: bool) -> None:
+def refuse_existing(*paths: Path | None, force: bool, read: Sequence[Path | None] = ()) -> None:
     """Raise before any work is done if a file to be written has content that `force` does not allow to be replaced.
 
-    None is a file not asked for; a file that cannot be written where it is to be is refused as well.
+    None is a file not asked for. A file that cannot be written where it is to be is refused as well, and, `force` or
+    not, one that is named twice or that is `read`.
     """
     from equipoise.core import EquipoiseError
 
     refuse_unwritable(*paths)
+    taken = {path.resolve() for path in read if path is not None}
     for path in paths:
-        if path is not None and not force and path.is_file() and path.stat().st_size:
+        if path is None:
+            continue
+        if not force and path.is_file() and path.stat().st_size:
             raise EquipoiseError(f"{path} already exists; add --force to replace it, or choose another name")
+        if path.resolve() in taken:
+            raise EquipoiseError(f"{path} would be replaced by what is made of it, or be written twice; choose another")
+        taken.add(path.resolve())
 
 
 def refuse_unwritable(*paths: Path | None) -> None:

@@ -8,12 +8,15 @@ Loads are made by `equipoise loads`. A plan that saves nothing is a normal answe
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from equipoise.cli.options import ClusterOption, ForceFlag, JsonFlag, find_model, refuse_existing
 from equipoise.cli.output import print_json, screen
+
+if TYPE_CHECKING:
+    from equipoise.core import LoadMatrix
 
 
 def plan(
@@ -56,7 +59,8 @@ def plan(
     from equipoise.planner import PlanOptions
     from equipoise.planner import plan as plan_window
 
-    refuse_existing(out, force=force)
+    refuse_existing(out, force=force, read=(loads, history))
+    past = _history(history, policy)
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
     hardware = Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks)
@@ -70,7 +74,7 @@ def plan(
         policy=policy,
         objective=objective,
         options=PlanOptions(cross_node=cross_node),
-        history=None if history is None else LoadMatrix.load(history),
+        history=past,
     )
     console = screen(as_json=as_json)
     explanation = None if entry is None else made.explain(*entry)
@@ -83,6 +87,17 @@ def plan(
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
         print_json(document(made, explanation, out))
+
+
+def _history(path: Path | None, policy: str) -> "LoadMatrix | None":
+    from equipoise.cli.step_loads import read_history
+    from equipoise.core import InfeasiblePlanError
+
+    if path is None and policy == "eplb-history":
+        raise InfeasiblePlanError(
+            "--policy eplb-history places experts by an earlier window's loads; add --history with their file (.npz)"
+        )
+    return read_history(path, [policy])
 
 
 def _entry(words: str) -> tuple[int, int]:

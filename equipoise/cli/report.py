@@ -38,7 +38,7 @@ def report(
     """Show a result, and write its page and its trace."""
     from equipoise.report import Beside, build_page, chrome_trace, write_page
 
-    refuse_existing(out, trace, force=force)
+    refuse_existing(out, trace, force=force, read=(result, doctor, measured))
     console = screen(as_json=as_json)
     page = build_page(result, title=title, beside=Beside(doctor=doctor, measured=measured))
     events = None if trace is None else chrome_trace(page.document)

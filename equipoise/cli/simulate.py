@@ -91,11 +91,13 @@ def simulate(
     """Compare policies on a step, with every cost charged."""
     from equipoise.cli.report import publish
     from equipoise.cli.simulation import Step, run
-    from equipoise.core import Cluster, LoadMatrix
+    from equipoise.cli.step_loads import read_history
+    from equipoise.core import Cluster
     from equipoise.sim.summary import summary
 
-    results.refuse_existing()
     dump, axes = split_words(words or [], sweep or [])
+    results.refuse_existing(dump, history)
+    names = [name.strip() for name in policies.split(",")]
     hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
     shape, windows = step_source(dump, reading, packing, demo=demo)
     step = Step(
@@ -104,9 +106,9 @@ def simulate(
         cluster=hardware,
         setting=setting.to_step(),
         slots=slots,
-        history=None if history is None else LoadMatrix.load(history),
+        history=read_history(history, names),
     )
-    found = run(step, [name.strip() for name in policies.split(",")], axes=axes, break_even=break_even)
+    found = run(step, names, axes=axes, break_even=break_even)
     name, console = "a generated step" if dump is None else dump.name, screen(as_json=results.as_json)
     console.print(summary(found, title=name), soft_wrap=True, end="")
     publish(found, console, title=name, results=results)
@@ -125,7 +127,13 @@ def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[s
         raise RoutesError(f"give one dump, not {len(dumps)}: {', '.join(dumps)}")
     if len(split) > 0 and not sweep:
         raise InfeasiblePlanError(f"{split[0]} names an axis; write --sweep {' '.join(split)}")
-    return (Path(dumps[0]) if dumps else None), dict(_axis(word) for word in split)
+    axes = [_axis(word) for word in split]
+    named = [name for name, _ in axes]
+    if twice := [name for name in AXES if named.count(name) > 1]:
+        raise InfeasiblePlanError(
+            f"--sweep names the axis {twice[0]} twice; write all its values behind one {twice[0]}="
+        )
+    return (Path(dumps[0]) if dumps else None), dict(axes)
 
 
 def _axis(word: str) -> tuple[str, tuple[int, ...]]:

@@ -7,13 +7,16 @@ A dump is one of
 Knows files and options. Does not know how anything is counted: that is `loads`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from equipoise.cli.kinds import COUNTS, LOADS, npz_kind
 from equipoise.cli.options import Packing, Reading, count_dump, find_model
 from equipoise.cli.output import progress
 from equipoise.core import (
+    InfeasiblePlanError,
     LoadMatrix,
     ModelShape,
     RouteCounts,
@@ -23,11 +26,9 @@ from equipoise.core import (
     ScheduleError,
     TopologyError,
 )
-from equipoise.core import loads as loads_file
 from equipoise.loads import (
     TokenPolicy,
     count_step,
-    counts_file,
     generate_counts,
     load_counts,
     read_schedules,
@@ -86,14 +87,20 @@ def demo_counts(dump: Path | None, model: str | None, *, demo: bool, samples: in
     return generate_counts(find_model(model or DEMO_MODEL), samples=samples, mean_tokens=4096) if demo else None
 
 
+def refuse_loads(dump: Path) -> None:
+    """Raise if the dump is loads already."""
+    if npz_kind(dump) == LOADS:
+        raise ScheduleError(f"{dump} holds loads, which are scheduled already; equipoise plan takes them as they are")
+
+
 def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
     """Return the model and the loads of every window of the step."""
-    kind = _npz_kind(dump)
-    if kind == loads_file.FORMAT:
+    kind = npz_kind(dump)
+    if kind == LOADS:
         if packing != Packing(ep=packing.ep):
             raise ScheduleError(f"{dump} holds loads, which are scheduled already; of the options keep --ep alone")
         return find_model(reading.model, dump=dump), (LoadMatrix.load(dump),)
-    if kind == counts_file.FORMAT:
+    if kind == COUNTS:
         counts = load_counts(dump)
         _check_model(dump, counts.model, reading.model)
         return counts.model, count_windows(counts, packing)
@@ -138,15 +145,12 @@ def _check_model(dump: Path, counted: ModelShape, named: str | None) -> None:
             raise RoutesError(f"{dump} holds histograms of {counted.name!r}: {figure} is {have}, not {want}")
 
 
-def _npz_kind(path: Path) -> str:
-    """What an `.npz` file of ours says it is; empty for anything else, whose reader then says what is wrong."""
-    if path.suffix != ".npz" or not path.is_file():
-        return ""
-    try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            return ""
-        with file:
-            return str(file["format"]) if "format" in file.files else ""
-    except (*loads_file.NPZ_ERRORS, OSError, ValueError, EOFError, KeyError, RuntimeError):
-        return ""
+def read_history(path: Path | None, policies: Sequence[str]) -> LoadMatrix | None:
+    """The loads of an earlier step or window, None where none are named; refused where no policy looks at them."""
+    if path is None:
+        return None
+    if "eplb-history" not in policies:
+        raise InfeasiblePlanError(
+            f"--history {path} is for the policy eplb-history, which was not asked for; add it, or leave --history out"
+        )
+    return LoadMatrix.load(path)

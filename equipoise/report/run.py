@@ -8,8 +8,8 @@ The document, made from `config.toml` and `metrics.jsonl` (each figure: `docs/me
 Figures of a run are measured, but for `static_s` and `saved_s`, which its plans predicted.
 
 Invariants (asserted by the tests):
-1. A folder without metrics, or with a broken line, is refused by name; the unfinished last line of a run that is still
-   being written is left out.
+1. A folder without metrics, with a broken line or with broken settings is refused by name; the unfinished last line of
+   a run that is still being written is left out.
 2. What a run without expert parallelism cannot have, such as skew after, is not drawn.
 """
 
@@ -45,8 +45,17 @@ def read_run(folder: Path) -> Document:
             raise EquipoiseError(f"{metrics}, line {number}, is not JSON ({error})") from error
     if not steps:
         raise EquipoiseError(f"{metrics} has no step yet; wait for the first one")
-    config = tomllib.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
-    return {"format": FORMAT, "settings": config, "steps": steps}
+    return {"format": FORMAT, "settings": _read_settings(settings), "steps": steps}
+
+
+def _read_settings(path: Path) -> Document:
+    """Every setting of the run; none where the folder does not have them."""
+    if not path.exists():
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EquipoiseError(f"{path} is not TOML ({error}); write the run again, or take the file away") from error
 
 
 def run_page(document: Document, *, title: str) -> Page:

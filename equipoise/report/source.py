@@ -73,6 +73,11 @@ def build_page(result: Result, *, title: str | None = None, beside: Beside = NOT
         raise EquipoiseError(
             f"{name} says it is {form} but has no field {error}; write it again with this version"
         ) from error
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise EquipoiseError(
+            f"{name} says it is {form} but a field of it is not what it should be ({error}); write it again with this "
+            "version"
+        ) from error
     return _with_beside(page, beside)
 
 

@@ -14,6 +14,7 @@ Invariants (asserted by the tests):
 4. A native store is mapped, not read, and refused for another model.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,9 +148,9 @@ def resolve_model(model: ModelShape | str | Path | None) -> ModelShape:
     if not isinstance(model, str | Path):
         raise RoutesError(f"model must be a shape, a preset name or a path, got a {type(model).__name__}")
     is_preset = isinstance(model, str) and model.lower().replace("_", "-") in preset_names()
-    if is_preset or not Path(model).exists():
-        return ModelShape.preset(str(model))
-    return ModelShape.from_config(Path(model))
+    is_path = Path(model).exists() or Path(model).suffix == ".json" or os.sep in str(model)
+    # What looks like a path is not answered with a list of presets.
+    return ModelShape.from_config(Path(model)) if is_path and not is_preset else ModelShape.preset(str(model))
 
 
 def _open(dump: Any, format: str | None) -> tuple[Source, Format]:

@@ -109,6 +109,8 @@ def _sources(
     if plans:
         return [GivenPlans.of(plans, step.windows, pipeline_stages=step.setting.pipeline_stages)]
     names = [one for one in given if isinstance(one, str)]
+    if len(set(names)) < len(names):
+        raise InfeasiblePlanError(f"a policy is named twice in {', '.join(names)}; name each once")
     return [
         PolicyPlans(
             policy=name,

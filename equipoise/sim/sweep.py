@@ -33,6 +33,8 @@ from equipoise.sim.trial import WORTH, Progress
 
 AXES = ("ep", "slots", "micro", "tokens")
 """What can be swept: EP width, replica slots, samples per micro-step, tokens per rank and micro-step."""
+_MOST = {"ep": 65536, "slots": 65536, "micro": 2**20, "tokens": 2**24}
+"""Largest value of each: far beyond any cluster, and small enough for loads and prices to be whole numbers."""
 COMPARED = ("static", "balanced")
 """Policies beside equipoise that a point needs; they do not depend on slots."""
 TOKENS = tuple(2**i for i in range(7, 16))
@@ -134,7 +136,10 @@ def checked_axis(name: str, values: Sequence[int]) -> tuple[int, ...]:
     if not values:
         raise InfeasiblePlanError(f"axis {name!r} has no values; write {name}=1,2,4")
     low = 0 if name == "slots" else 1
-    return tuple(require_int(f"sweep {name}", value, low=low, error=InfeasiblePlanError) for value in values)
+    found = [require_int(f"sweep {name}", v, low=low, high=_MOST[name], error=InfeasiblePlanError) for v in values]
+    if len(set(found)) < len(found):
+        raise InfeasiblePlanError(f"axis {name!r} has a value twice: {', '.join(map(str, found))}; write each once")
+    return tuple(found)
 
 
 def mean_tokens(step: Sequence[LoadMatrix], model: ModelShape) -> float:

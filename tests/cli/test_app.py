@@ -62,6 +62,7 @@ FLAGS = {
         "--slots",
         "--objective",
         "--policy",
+        "--cross-node",
         "--history",
         "-o",
         "--out",

@@ -105,6 +105,21 @@ def test_what_is_no_profile_is_refused_before_anything_is_measured(equipoise, tm
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--check", "absent.json"], "no hardware profile 'absent.json'"),
+        (["--check", "."], "profile . cannot be read: Is a directory"),
+        (["-o", "p.json", "--cluster", "abacus"], "no cluster preset 'abacus'"),
+    ],
+)
+def test_a_wrong_name_is_told_before_a_missing_gpu(equipoise, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    outcome = equipoise("calibrate", *arguments)
+    assert (outcome.code, words in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize(
     ("device", "given", "rate"), [("NVIDIA H200", None, 450), ("NVIDIA A100-SXM4-80GB", None, 300)]
 )
 def test_the_links_rate_is_that_of_the_devices_preset(monkeypatch, device, given, rate):

@@ -134,3 +134,16 @@ def test_self_check_from_the_command_line(run):
     checks = [f["check"] for f in json.loads(result.stdout.splitlines()[-1])["findings"]]
     assert "slicing cp4 sp2 pp3" in checks
     assert "schedule cp3 sp4" in checks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["dump.eqr", "--self-check"], "looks at no dump; leave out dump.eqr"),
+        (["--self-check", "--second", "other.eqr"], "looks at no dump; leave out other.eqr"),
+        (["dump.eqr", "--second-format", "slime"], "--second-format slime says how --second is read"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(equipoise, arguments, words):
+    outcome = equipoise("doctor", *arguments)
+    assert (outcome.code, words in outcome.err) == (2, True)

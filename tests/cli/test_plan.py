@@ -104,6 +104,8 @@ def test_baselines_can_be_planned(equipoise, loads_file, policy):
         (["--policy", "juggle"], "no policy 'juggle'; known: equipoise, static"),
         (["--nodes", "1", "--ranks-per-node", "4"], "ep is 8; 1 nodes of 4 ranks have only 4"),
         (["--slots", "-1"], "slots is -1"),
+        (["--policy", "eplb-history"], "add --history"),
+        (["--history", "absent.npz"], "--history absent.npz is for the policy eplb-history"),
         (["--cluster", "abacus"], "no cluster preset 'abacus'"),
         (["--model", "qwen3-30b-a3b"], "loads have 16 layers of 64 experts, 'qwen3-30b-a3b' has 48 of 128"),
     ],
@@ -138,6 +140,12 @@ def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
     assert [w["rows"] for w in outcome.document["windows"]] == [int(w.load_MLRE.sum()) for w in windows]
     again = equipoise("loads", dump, "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz")
     assert (again.code, "already exists" in again.err) == (2, True)
+
+
+def test_loads_are_not_scheduled_again(equipoise, loads_file, tmp_path):
+    outcome = equipoise("loads", loads_file, "--model", "olmoe", "-o", tmp_path / "again.npz")
+    assert (outcome.code, "holds loads, which are scheduled already" in outcome.err) == (2, True)
+    assert not (tmp_path / "again.npz").exists()
 
 
 def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):

@@ -78,6 +78,9 @@ def test_words_are_a_dump_and_axes():
         ([], ["ep=eight"], InfeasiblePlanError, "whole numbers"),
         ([], ["width=8"], InfeasiblePlanError, "no axis 'width'"),
         ([], ["ep="], InfeasiblePlanError, "whole numbers"),
+        (["ep=16"], ["ep=8"], InfeasiblePlanError, "names the axis ep twice"),
+        ([], ["slots=1,1"], InfeasiblePlanError, "'slots' has a value twice: 1, 1"),
+        ([], ["tokens=99999999999999999999"], InfeasiblePlanError, "must be from 1 to 16777216"),
     ],
 )
 def test_words_that_make_no_sense_are_named(words, sweep, error, message):
@@ -93,6 +96,8 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
         (("--demo", "--ep", "7"), "do not divide by 7 ranks"),
         (("--demo", "--cluster", "abacus"), "no cluster preset 'abacus'"),
         (("--demo", "--rollout-s", "-1"), "rollout_s is -1"),
+        (("--demo", "--policies", "static,static"), "named twice"),
+        (("--demo", "--policies", "static", "--history", "l.npz"), "--history l.npz is for the policy eplb-history"),
     ],
 )
 def test_what_users_get_wrong_is_one_message(equipoise, options, words):

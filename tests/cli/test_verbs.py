@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import ModelShape, Routes, SampleRoutes
-from equipoise.loads import count_routes, generate_routes, load_counts
+from equipoise.loads import count_routes, generate_routes, load_counts, save_counts
 from equipoise.routes import format_names, open_store, write_routes
 
 MODEL = ModelShape.preset("olmoe")
@@ -120,6 +120,43 @@ def test_no_verb_overwrites_a_file_unasked(equipoise, tmp_path, arguments):
     assert refused.code == 2
     assert f"{target} already exists; add --force to replace it" in refused.err
     assert (refused.out, target.read_text()) == ("", "precious")
+
+
+def test_what_is_read_is_never_replaced_and_nothing_is_written_twice(equipoise, dump, tmp_path):
+    before = dump.read_bytes()
+    over = equipoise("count", dump, "--model", "olmoe", "-o", dump, "--force")
+    assert (over.code, f"{dump} would be replaced by what is made of it" in over.err) == (2, True)
+    assert dump.read_bytes() == before
+    twice = equipoise("analyze", dump, "--model", "olmoe", "-o", tmp_path / "a", "--report", tmp_path / "a")
+    assert (twice.code, "be written twice" in twice.err) == (2, True)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("verb", [("ingest", "-o", "x.eqr"), ("count", "-o", "x.npz"), ("doctor",)], ids=lambda v: v[0])
+def test_histograms_in_place_of_routes_are_called_what_they_are(equipoise, routes, tmp_path, verb):
+    name, *out = verb
+    save_counts(count_routes(routes), tmp_path / "histograms")
+    for model in ((), ("--model", "olmoe")):
+        outcome = equipoise(name, tmp_path / "histograms", *model, *out)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert "holds histograms, not routes; equipoise loads, analyze and simulate take them" in outcome.err
+
+
+@pytest.mark.parametrize("verb", ["analyze", "simulate"])
+def test_a_file_that_is_not_there_is_missed_before_its_model(equipoise, tmp_path, verb):
+    outcome = equipoise(verb, tmp_path / "absent.npz")
+    assert (outcome.code, outcome.err) == (2, f"equipoise: no dump at {tmp_path / 'absent.npz'}\n")
+
+
+def test_a_model_that_looks_like_a_path_is_missed_as_a_file(equipoise, tmp_path):
+    outcome = equipoise("generate", "--model", tmp_path / "absent" / "config.json", "-o", tmp_path / "x.eqr")
+    assert (outcome.code, "absent/config.json" in outcome.err) == (2, True)
+    assert "no model preset" not in outcome.err
+
+
+def test_histograms_are_known_by_content_whatever_their_name(equipoise, dump, tmp_path):
+    assert equipoise("count", dump, "--model", "olmoe", "-o", tmp_path / "histograms").code == 0
+    assert equipoise("analyze", tmp_path / "histograms", "--no-plan").code == 0
 
 
 def test_a_folder_that_does_not_exist_is_named(equipoise, dump, tmp_path):

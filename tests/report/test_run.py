@@ -96,6 +96,10 @@ def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path):
         build_page(tmp_path / "empty")
     with pytest.raises(EquipoiseError, match="has no step yet"):
         build_page(write_run(tmp_path / "fresh", []))
+    odd = write_run(tmp_path / "odd", [metrics(0)])
+    (odd / "config.toml").write_text("ranks = [")
+    with pytest.raises(EquipoiseError, match=r"odd/config\.toml is not TOML"):
+        build_page(odd)
 
 
 def test_errors_of_a_rank_replay_can_stand_beside_it(run, tmp_path):

@@ -67,6 +67,8 @@ def test_write_report_is_a_verb_of_the_package(tmp_path):
         ("{}", "has format None"),
         ('{"format": "equipoise-simulation-1"}', "has no field 'cluster'|has no field 'policies'"),
         ('{"format": "equipoise-analysis-2"}', "write it again with this version"),
+        ('{"format": "equipoise-run-1", "steps": [], "settings": {}}', "not what it should be .*write it again"),
+        ('{"format": "equipoise-simulation-1", "policies": null}', "not what it should be .*write it again"),
     ],
 )
 def test_what_is_no_result_is_refused_by_name(tmp_path, content, words):
