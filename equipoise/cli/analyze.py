@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.options import ClusterOption, Packing, Reading, Results
-from equipoise.cli.output import progress, screen
+from equipoise.cli.output import progress
 
 if TYPE_CHECKING:
     from equipoise.core import LoadMatrix, ModelShape
@@ -63,9 +63,8 @@ def analyze(
             activations="kept" if keep_activations else "recomputed",
             progress=report,
         )
-    name, console = "a generated step" if dump is None else dump.name, screen(as_json=results.as_json)
-    show(analysis, console, source=name)
-    publish(analysis, console, title=name, results=results)
+    name = "a generated step" if dump is None else dump.name
+    publish(analysis, lambda console: show(analysis, console, source=name), title=name, results=results)
     if analysis.memory.fits is False:
         raise typer.Exit(1)
 

@@ -104,7 +104,8 @@ def show(diagnosis: "Diagnosis", console: "Console") -> None:
         if finding.rate_L:
             rates = " ".join(f"{rate:.3f}" for rate in finding.rate_L)
             console.print(f"{finding.check} by layer: {rates}")
-    console.print("good" if diagnosis.ok else f"{len(diagnosis.fired)} findings: {', '.join(diagnosis.fired)}")
+    fired = diagnosis.fired
+    console.print("good" if diagnosis.ok else f"{len(fired)} finding{'s'[: len(fired) > 1]}: {', '.join(fired)}")
 
 
 def _share(finding: "Finding") -> str:

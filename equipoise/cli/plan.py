@@ -76,14 +76,15 @@ def plan(
         options=PlanOptions(cross_node=cross_node),
         history=past,
     )
-    console = screen(as_json=as_json)
     explanation = None if entry is None else made.explain(*entry)
+    if out is not None:
+        made.save(out)
+    console = screen(as_json=as_json)
     if explanation is None:
         show(made, console, source=loads.name)
     else:
         console.print(str(explanation), soft_wrap=True)
     if out is not None:
-        made.save(out)
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
         print_json(document(made, explanation, out))

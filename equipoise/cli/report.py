@@ -7,6 +7,7 @@ Takes what `analyze -o` or `simulate -o` wrote, or the folder of a training run.
 Chrome trace, which ui.perfetto.dev opens beside one of torch.profiler. Computes nothing: `equipoise.report` does.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,16 +40,19 @@ def report(
     from equipoise.report import Beside, build_page, chrome_trace, write_page
 
     refuse_existing(out, trace, force=force, read=(result, doctor, measured))
-    console = screen(as_json=as_json)
     page = build_page(result, title=title, beside=Beside(doctor=doctor, measured=measured))
     events = None if trace is None else chrome_trace(page.document)
-    show(page, console)
+    written = []
     if out is not None:
         size = write_page(page, out)
-        console.print(f"\nWritten: {out} ({size / 1e6:.1f} MB); open it in a browser, no network needed")
+        written.append(f"Written: {out} ({size / 1e6:.1f} MB); open it in a browser, no network needed")
     if trace is not None:
         write_json(events, trace)
-        console.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing")
+        written.append(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing")
+    console = screen(as_json=as_json)
+    show(page, console)
+    for place, line in enumerate(written):
+        console.print(line if place else f"\n{line}", soft_wrap=True)
     if as_json:
         print_json(_document(page, out=out, trace=trace))
 
@@ -65,16 +69,24 @@ def show(page: "Page", console: "Console") -> None:
             console.print(Text(line), soft_wrap=True)
 
 
-def publish(result: Any, console: "Console", *, title: str, results: Results) -> None:
-    """Write a result's document and its page where other verbs were asked to, say where, and print the JSON line."""
+def publish(result: Any, show: Callable[["Console"], None], *, title: str, results: Results) -> None:
+    """Bring a result of another verb out: its files where asked for, then what `show` prints, then the JSON line.
+
+    Files come first: a reader of our output, such as head, may go before the last line.
+    """
     from equipoise.report import write_report
 
+    written = []
     if results.out is not None:
         write_json(result.to_dict(), results.out, indent=1)
-        console.print(f"Written: {results.out}", soft_wrap=True)
+        written.append(f"Written: {results.out}")
     if results.report is not None:
         write_report(result, results.report, title=title)
-        console.print(f"Written: {results.report}; open it in a browser, no network needed", soft_wrap=True)
+        written.append(f"Written: {results.report}; open it in a browser, no network needed")
+    console = screen(as_json=results.as_json)
+    show(console)
+    for line in written:
+        console.print(line, soft_wrap=True)
     if results.as_json:
         print_json(result.to_dict())
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import typer
 
 from equipoise.cli.options import ClusterOption, Packing, Reading, Results
-from equipoise.cli.output import screen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,9 +108,9 @@ def simulate(
         history=read_history(history, names),
     )
     found = run(step, names, axes=axes, break_even=break_even)
-    name, console = "a generated step" if dump is None else dump.name, screen(as_json=results.as_json)
-    console.print(summary(found, title=name), soft_wrap=True, end="")
-    publish(found, console, title=name, results=results)
+    name = "a generated step" if dump is None else dump.name
+    text = summary(found, title=name)
+    publish(found, lambda console: console.print(text, soft_wrap=True, end=""), title=name, results=results)
 
 
 def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:

@@ -13,7 +13,9 @@ Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file,
 Exit code 0: trained, or all modes agree; 1: modes differ; 2: something is wrong with what was given; 130: interrupted.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +34,9 @@ INTERRUPTED = 130
 def train(
     preset: Annotated[str | None, typer.Option(help="A preset, or a TOML file of settings.  [default: tiny]")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: a.b=value.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks to start; short for --set ranks=N.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Ranks to start; short for --set ranks=N.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Folder of a HF checkpoint; short for --set model.path.")] = None,
     reward: Annotated[str | None, typer.Option(help="module:function of (prompt, response, answer).")] = None,
     allow_missing_routes: Annotated[
@@ -68,18 +72,21 @@ def train(
     several = {"--report": report, "--record": record, "--resume": resume, "--out": out}
     _refuse_together("--compare", compare, several, why="is of one run, --compare trains several and keeps none")
     _refuse_together("--resume", resume, {"--out": out, "--preset": preset}, why="is the resumed run's own")
-    given = {"ranks": ranks, "model.path": model, "task.reward": reward}
-    changes = [*(settings or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    changes = [*(settings or []), *([] if ranks is None else [f"ranks={ranks}"])]
+    texts = {"model.path": model, "task.reward": reward}
+    # In quotes: the name of a folder may look like a number or a date.
+    changes += [f"{name}={json.dumps(text, ensure_ascii=False)}" for name, text in texts.items() if text is not None]
     changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
     _require_torch()
     config = read_config((preset or "tiny") if resume is None else _find_run(resume), settings=changes)
-    refuse_unwritable(report)
+    folder = resume or out or Path("out/train")
+    # The run's own folder is made with the run.
+    refuse_unwritable(report if report is None or report.parent != folder or folder.is_dir() else None)
     with open_view(as_json=as_json) as view:
         _refuse_too_few(config, view)
         if compare:
             raise typer.Exit(_compare(config, compare, view))
         places = {"record": record, "report": report}
-        folder = resume or out or Path("out/train")
         raise typer.Exit(_train(config, folder, view, is_resumed=resume is not None, **places))
 
 
@@ -88,20 +95,25 @@ def _train(
 ) -> int:
     from equipoise.rl.environment import find_torchrun
     from equipoise.rl.launch import launch
-    from equipoise.rl.preflight import check_places, check_settings
-    from equipoise.rl.run import Places, run
+    from equipoise.rl.lock import hold
+    from equipoise.rl.preflight import check_places, check_resumed, check_settings
+    from equipoise.rl.run import Places, prepare, run
 
     check_settings(config)
-    if (torchrun := find_torchrun()) is None or torchrun.rank == 0:
+    if is_resumed:
+        check_resumed(config, out)
+    is_first = (torchrun := find_torchrun()) is None or torchrun.rank == 0
+    if is_first:
         check_places(out=out, record=record, is_resumed=is_resumed)
-        if not is_resumed:
-            _clear(out)
     places = Places(out=out, record=record, is_resumed=is_resumed)
-    try:
-        summary = launch(run, config, places, show=view.show)
-    except KeyboardInterrupt:
-        view.say(f"interrupted; go on with: equipoise train --resume {out}")
-        return INTERRUPTED
+    with hold(out) if is_first else nullcontext():
+        if is_first and not is_resumed:
+            prepare(config, out)
+        try:
+            summary = launch(run, config, places, show=view.show)
+        except KeyboardInterrupt:
+            view.say(f"interrupted; go on with: equipoise train --resume {out}")
+            return INTERRUPTED
     if summary and report is not None:
         from equipoise.report import write_report
 
@@ -143,19 +155,6 @@ def _find_run(folder: Path) -> Path:
     from equipoise.rl.preflight import find_run
 
     return find_run(folder)
-
-
-def _clear(out: Path) -> None:
-    """Make room for a new run, in a folder that is new, empty or holds an old run."""
-    import shutil
-
-    from equipoise.core import TrainingError
-
-    shutil.rmtree(out, ignore_errors=True)
-    try:
-        out.mkdir(parents=True)
-    except OSError as error:
-        raise TrainingError(f"--out {out} cannot be made ({error.strerror}); give another folder") from error
 
 
 def _refuse_too_few(config: "TrainConfig", view: "View") -> None:

@@ -23,7 +23,7 @@ _MISSING = (
 
 def analysis_page(document: Document, *, title: str) -> Page:
     """Make the page of an analysis."""
-    where = f"{document['model']} on {document['cluster']}, EP {document['ep']}"
+    where = f"{document['model']} on {document['cluster'].upper()}, EP {document['ep']}"
     return Page(
         title=title,
         kind=f"Analysis of one step, {where}",

@@ -63,7 +63,7 @@ def run_page(document: Document, *, title: str) -> Page:
     steps, settings = document["steps"], document["settings"]
     has_skew = all(step["skew_after"] is not None for step in steps)
     charts = [_reward(steps), _skew(steps, has_after=has_skew), _time(steps)]
-    if any(step["bytes"] for step in steps):
+    if any(any(step["bytes"].values()) for step in steps):
         charts.append(_bytes(steps))
     if any(step["static_s"] for step in steps):
         charts.append(_predicted(steps, settings.get("balance", {}).get("objective")))
@@ -136,13 +136,16 @@ def _figures(steps: Steps, *, has_after: bool) -> tuple[Figure, ...]:
 
 def _reward(steps: Steps) -> Chart:
     first, last = _quarters(steps, "right_share")
+    right = f"{percent(first)} in the first quarter, {percent(last)} in the last"
+    # Two lines that are one would hide each other.
+    is_share = all(step["reward"] == step["right_share"] for step in steps)
     return _lines(
         steps,
-        {"reward": "reward", "right answers": "right_share"},
+        {"reward": "reward"} if is_share else {"reward": "reward", "right answers": "right_share"},
         styles={"reward": (BLUE, "solid"), "right answers": (GREEN, "dot")},
         name="reward",
         title="Reward over steps",
-        caption=f"Right answers: {percent(first)} in the first quarter, {percent(last)} in the last.",
+        caption=f"Reward is the share of right answers: {right}." if is_share else f"Right answers: {right}.",
         y="mean over samples",
         terms=("reward",),
     )
@@ -205,7 +208,7 @@ def _time(steps: Steps) -> Chart:
 
 
 def _bytes(steps: Steps) -> Chart:
-    paths = sorted({path for step in steps for path in step["bytes"]})
+    paths = sorted({path for step in steps for path, moved in step["bytes"].items() if moved})
     colours = {path: (ORANGE, BLUE, GREEN, PURPLE, *SERIES)[place] for place, path in enumerate(paths)}
     moved = sum(sum(step["bytes"].values()) for step in steps)
     return _stacked(

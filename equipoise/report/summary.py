@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass
 
 from equipoise.report.page import Cell, Chart, Page, Table
-from equipoise.report.words import plural
+from equipoise.report.words import num_bytes, plural
 
 MAX_ROWS = 12
 """A table longer than this is for the page and its CSV, not for a terminal."""
@@ -66,7 +66,9 @@ def _table_lines(table: Table, width: int) -> tuple[str, ...]:
 
 
 def _column(cells: list[Cell], name: str) -> list[str]:
-    """A column's header and cells, all equally wide, with as many decimals in every row."""
+    """A column's header and cells, all equally wide, with as many decimals in every row; bytes in their units."""
+    if name == "bytes":
+        cells = [num_bytes(cell) if isinstance(cell, int | float) else cell for cell in cells]
     numbers = [abs(cell) for cell in cells if isinstance(cell, float) and cell]
     decimals = max(0, min(9, 2 - math.floor(math.log10(max(numbers))))) if numbers else 0
     texts = [name, *(_text(cell, decimals) for cell in cells)]

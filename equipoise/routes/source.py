@@ -217,8 +217,8 @@ def _load(path: Path, suffix: str) -> Any:
     if suffix not in _WHOLE_FILE:
         if suffix == ".eqr":
             raise RoutesError(
-                f"{path} is named like a native store (.eqr) but is not read as one: it is empty or cut, or another form "
-                "was named"
+                f"{path} is named like a native store (.eqr) but is not read as one: it is empty or cut, or another "
+                "form was named"
             )
         raise RoutesError(
             f"{path} has suffix {suffix!r}; known: .eqr, {', '.join(SUFFIXES)}, or a folder of such files"

@@ -68,7 +68,7 @@ def test_findings_exit_1_and_name_place_and_remedy(run, samples, tmp_path):
     assert "0.1% of routes" in line
     assert "sample 's1', token 5, layer 3" in line
     assert "write -1 for rows that were not recorded" in line
-    assert result.stdout.rstrip().endswith("1 findings: equal-rows")
+    assert result.stdout.rstrip().endswith("1 finding: equal-rows")
 
 
 def test_json_is_the_last_line(run, samples, tmp_path):

@@ -83,3 +83,18 @@ def test_train_writes_the_page_of_its_run(equipoise, tmp_path, monkeypatch):
     refused = equipoise("train", "--compare", "off,static", "--report", tmp_path / "page.html")
     assert refused.code == 2
     assert "leave out --report or --compare" in refused.err
+
+
+def leave(*_: object, **__: object) -> None:
+    """What printing does when the reader of our output has gone."""
+    raise BrokenPipeError
+
+
+def test_files_are_written_even_if_nobody_reads_what_is_printed(equipoise, result, tmp_path, monkeypatch):
+    monkeypatch.setattr("equipoise.cli.report.show", leave)
+    assert equipoise("report", result, "-o", tmp_path / "page.html", "--trace", tmp_path / "t.json").code == 0
+    assert (tmp_path / "page.html").exists() and (tmp_path / "t.json").exists()
+    monkeypatch.setattr("equipoise.cli.analysis_view.show", leave)
+    given = ("--demo", "--model", "olmoe", "--no-plan")
+    assert equipoise("analyze", *given, "-o", tmp_path / "a.json", "--report", tmp_path / "a.html").code == 0
+    assert (tmp_path / "a.json").exists() and (tmp_path / "a.html").exists()

@@ -84,6 +84,9 @@ def test_switches_show_one_view_after_the_other(opened, page):
             assert opened.evaluate(READ_CHART, chart.name)["visible"] == list(view.visible)
             pressed = opened.locator(f"#section-{chart.name} .switch [aria-pressed=true]")
             assert pressed.all_inner_texts() == [view.label]
+            shown = {trace["name"] for trace, visible in zip(chart.traces, view.visible, strict=True) if visible}
+            listed = opened.locator(f"#section-{chart.name} .legend li:visible").all_inner_texts()
+            assert listed == [name for name, _, _ in chart.legend if name in shown]
 
 
 def test_the_timeline_zooms_by_dragging_and_goes_back_by_a_double_click(opened):

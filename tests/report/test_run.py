@@ -66,6 +66,20 @@ def test_a_run_without_expert_parallelism_has_no_skew_after_and_moves_nothing(tm
     assert [c.name for c in page.charts] == ["reward", "skew-over-steps", "time-over-steps"]
 
 
+def test_a_reward_that_is_the_share_of_right_answers_is_one_line(tmp_path):
+    steps = [metrics(step, reward=0.1 * step, right_share=0.1 * step) for step in range(4)]
+    drawn = chart(build_page(write_run(tmp_path / "same", steps)), "reward")
+    assert [trace["name"] for trace in drawn.traces] == ["reward"]
+    assert drawn.caption == "Reward is the share of right answers: 0 % in the first quarter, 30.0 % in the last."
+
+
+def test_a_path_that_moved_nothing_is_not_spoken_of(tmp_path):
+    moved = write_run(tmp_path / "one", [metrics(step, bytes={"peer": 2**20, "store": 0}) for step in range(2)])
+    assert chart(build_page(moved), "bytes-over-steps").caption.endswith("by the path they took: peer.")
+    still = write_run(tmp_path / "none", [metrics(0, bytes={"peer": 0, "store": 0})])
+    assert "bytes-over-steps" not in [c.name for c in build_page(still).charts]
+
+
 def test_a_run_says_that_its_predicted_seconds_were_not_measured(run, tmp_path):
     parts = {part.title: part for part in build_page(run).missing}
     assert "Not measured: a run times its steps" in parts["Measured seconds of expert layers"].words

@@ -4,7 +4,7 @@ import pytest
 
 from equipoise.report import as_text, build_page, summarise
 from equipoise.report.summary import MAX_ROWS
-from tests.report.documents import simulation
+from tests.report.documents import simulation, small_analysis
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,10 @@ def test_short_tables_are_aligned_and_long_ones_are_left_to_the_page(page):
     end = header.index("compute") + len("compute")
     assert all(row[end - 1].isdigit() and row[end] == " " for row in rows)
     assert len(blocks["Load of each rank in each micro-step"].lines) < MAX_ROWS
+
+
+def test_bytes_are_written_in_their_units():
+    blocks = {block.heading: block for block in summarise(build_page(small_analysis(), title="x"))}
+    lines = [line.split() for line in blocks["Memory per rank"].lines if line.startswith("  ")]
+    assert lines[0][-1] == "bytes" and len(lines) > 2
+    assert all(line[-1] in ("GiB", "MiB", "KiB") for line in lines[1:])

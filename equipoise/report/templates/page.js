@@ -18,7 +18,16 @@
     return patch;
   }
 
+  // A series that the shown view does not draw is not in its legend.
+  function listSeries(chart, visible) {
+    const shown = new Set(chart.traces.filter((_, place) => visible[place]).map((trace) => trace.name));
+    for (const item of document.querySelectorAll(`[data-legend="${CSS.escape(chart.name)}"]`)) {
+      item.hidden = !shown.has(item.dataset.series);
+    }
+  }
+
   async function draw(chart) {
+    if (chart.views.length) listSeries(chart, chart.views[0].visible);
     await Plotly.newPlot(chart.name, chart.traces, chart.layout, CONFIG);
     await Plotly.relayout(chart.name, colours(chart, scheme()));
   }
@@ -38,6 +47,7 @@
     const chart = data.charts.find((candidate) => candidate.name === button.dataset.chart);
     const view = chart.views[Number(button.dataset.view)];
     for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
+    listSeries(chart, view.visible);
     return Plotly.update(chart.name, { visible: view.visible }, view.layout);
   }
 
