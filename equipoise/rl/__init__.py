@@ -13,8 +13,9 @@
     learner.py      the model being trained: experts on every rank, at owners, or as planned
     stages.py       recompute and update, replay and arrival checked
     sync.py         canonical weights to the rollout copy, proved by fingerprint.py
-    metrics.py      one line per step; JSONL, TensorBoard, W&B; clock.py, seconds by stage
-    checkpoint.py   whole or not there
+    metrics.py      one line per step; clock.py, seconds by stage
+    sinks.py        where the lines go: JSONL, TensorBoard, W&B
+    checkpoint.py   whole or not there; lock.py, one run at a time in a folder
     run.py          a whole run on one rank
     compare.py      the proof that training is unchanged
     kernels.py      the planning process, started early

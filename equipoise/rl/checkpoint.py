@@ -16,7 +16,7 @@ Knows files and agreement. Does not know training. On several machines the folde
 Invariants (asserted by the tests):
 1. Killed or out of disk at any point of a write, the newest checkpoint before it is still the newest, and whole.
 2. A run that is resumed has the bits of one that was not interrupted: weights, optimizer, samples, metrics.
-3. A checkpoint of other ranks, EP size, mode or seed is refused by name.
+3. A checkpoint of other ranks, EP size, mode or seed is refused by name, and so is one that is damaged.
 """
 
 import io
@@ -26,6 +26,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -65,8 +66,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint."""
-        found = sorted(self._folder.glob("step-*/meta.json"))
-        return found[-1].parent if found else None
+        return newest_checkpoint(self._folder)
 
     def save(self, state: State, *, save_model: Callable[[Path], None]) -> Path:
         """Write a checkpoint. Every rank must call this.
@@ -94,18 +94,24 @@ class Checkpoints:
 
     def load(self, path: Path) -> State:
         """Read this rank's part of a checkpoint; its weights are in `model/`."""
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        for name, value in {"format": FORMAT, **self._facts}.items():
-            if meta.get(name) != value:
-                raise TrainingError(f"checkpoint {path}: {name} is {meta.get(name)!r}, this run has {value!r}")
-        own = torch.load(path / self._own_name, weights_only=True)
-        reference = path / "reference.pt"
-        return State(
-            step=meta["step"],
-            optimizer=own["optimizer"],
-            random=own["random"],
-            reference=torch.load(reference, weights_only=True) if reference.exists() else None,
-        )
+        try:
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            for name, value in {"format": FORMAT, **self._facts}.items():
+                if meta.get(name) != value:
+                    raise TrainingError(f"checkpoint {path}: {name} is {meta.get(name)!r}, this run has {value!r}")
+            own = torch.load(path / self._own_name, weights_only=True)
+            reference = path / "reference.pt"
+            return State(
+                step=meta["step"],
+                optimizer=own["optimizer"],
+                random=own["random"],
+                reference=torch.load(reference, weights_only=True) if reference.exists() else None,
+            )
+        except (OSError, EOFError, json.JSONDecodeError, UnpicklingError, RuntimeError) as error:
+            first = str(error).partition(". ")[0] or "it ends too early"
+            raise TrainingError(
+                f"checkpoint {path} is damaged ({first}); remove its folder to go on from the one before"
+            ) from error
 
     @property
     def _own_name(self) -> str:
@@ -147,6 +153,17 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             trouble = f"rank {self._layout.rank}: {getattr(error, 'strerror', None) or error}"
         return next((words for words in gather_objects(trouble, self._layout) if words), None)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run's folder `checkpoints`."""
+    found = sorted(folder.glob("step-*/meta.json"))
+    return found[-1].parent if found else None
+
+
+def trained_steps(checkpoint: Path) -> int:
+    """How many steps were trained before a checkpoint, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def write_torch(path: Path, content: Any) -> None:

@@ -112,8 +112,14 @@ class Comparison:
             return [*lines, "every mode made its own rollouts: no verdict"]
         for pair in self.pairs:
             lines.append(_words(pair))
-        lines += self.trouble
-        return [*lines, "training is unchanged" if self.is_good else "TRAINING DIFFERS"]
+        return [*lines, *self.trouble, self.verdict]
+
+    @property
+    def verdict(self) -> str:
+        """The last word."""
+        if not all(pair.is_good for pair in self.pairs):
+            return "TRAINING DIFFERS"
+        return "NOTHING IS PROVED" if self.trouble else "training is unchanged"
 
     def to_dict(self) -> dict[str, Any]:
         """As one JSON document."""

@@ -233,7 +233,8 @@ def change(config: TrainConfig, **parts: Any) -> TrainConfig:
     return replace(config, **values)
 
 
-def _setting(config: TrainConfig, name: str) -> Any:
+def setting_of(config: TrainConfig, name: str) -> Any:
+    """The value of a setting, by its full name such as `update.kl`."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -242,14 +243,14 @@ def _setting(config: TrainConfig, name: str) -> Any:
 
 def _check_ranges(config: TrainConfig) -> None:
     for name, low in _LOWEST.items():
-        if not _setting(config, name) >= low:
-            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be at least {low:g}")
+        if not setting_of(config, name) >= low:
+            raise TrainingError(f"setting {name} is {setting_of(config, name)}; it must be at least {low:g}")
     for name, high in _HIGHEST.items():
-        if not _setting(config, name) <= high:
-            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be at most {high:g}")
+        if not setting_of(config, name) <= high:
+            raise TrainingError(f"setting {name} is {setting_of(config, name)}; it must be at most {high:g}")
     for name in _POSITIVE:
-        if not 0 < _setting(config, name) < inf:
-            raise TrainingError(f"setting {name} is {_setting(config, name)}; it must be above 0, and a number")
+        if not 0 < setting_of(config, name) < inf:
+            raise TrainingError(f"setting {name} is {setting_of(config, name)}; it must be above 0, and a number")
 
 
 def _check_model(config: ModelConfig) -> None:

@@ -131,7 +131,12 @@ def _fit(hint: Any, value: Any, *, name: str) -> Any:
     return value
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text, in quotes where it looks like something else: '\"2026\"'",
+    bool: "true or false",
+}
 
 
 def _toml(value: Any) -> str:

@@ -20,7 +20,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -57,13 +58,24 @@ def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show =
                 ours, theirs = context.Pipe()
                 meeting = (rank, str(Path(folder) / "store"))
                 process = context.Process(target=_serve, args=(theirs, meeting, function, config, args))
-                process.start()
+                with _deaf():
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
             return _follow(pipes, processes, show)
         finally:
             _end(processes, is_patient=not sys.exc_info()[0])
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Start a process in a `with` block that does not hear Ctrl-C, not even while it imports: the starter decides."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(processes: list[Any], *, is_patient: bool) -> None:
@@ -137,7 +149,7 @@ def _ending(code: int | None) -> str:
 
 def _serve(pipe: Connection, meeting: tuple[int, str], function: RankFunction, config: TrainConfig, args: Any) -> None:
     """Run in a started rank."""
-    # The starter decides on Ctrl-C, also for the planning process that this rank will start.
+    # Also where a rank is forked and not started anew; and for the planning process that it will start.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, store = meeting

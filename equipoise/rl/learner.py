@@ -10,8 +10,10 @@ Invariants (asserted by the tests):
 1. After `step`, what is not sharded has the same bits on every rank.
 2. The gradient norm is the one over the whole model, each expert counted once.
 3. `state_dict` is the whole model in canonical order, in every mode.
+4. A gradient that is no number stops every rank before the optimizer runs.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from equipoise.adapters import transformers as adapter
 from equipoise.adapters.transformers_families import family_of
 from equipoise.balancer import Balancer, BalancerOptions
-from equipoise.core import ModelShape, Stage
+from equipoise.core import ModelShape, Stage, TrainingError
 from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import WindowRoutes
 from equipoise.planning.worker import PlanWorker
@@ -117,6 +119,11 @@ class Learner:
         """Reduce gradients, clip them, and run the optimizer; return the norm. Every rank must call this."""
         self._reduce()
         norm = self._gradient_norm()
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"the gradient norm is {norm}, so the weights are left as they are; lower update.learning_rate (now "
+                f"{self._config.update.learning_rate:g}) and resume from the last checkpoint"
+            )
         if norm > self._config.update.max_grad_norm:
             scale = self._config.update.max_grad_norm / (norm + 1e-6)
             for parameter in self.model.parameters():

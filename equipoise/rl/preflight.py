@@ -1,7 +1,7 @@
 """What can be wrong with a run, found before anything is made: before a rank is started or an old result replaced.
 
     settings    the reward, the questions, the model's shape and tokenizer, the source of rollouts, extras, devices
-    places      folders to write to, and the run to go on with
+    places      folders to write to, the run to go on with, and what it keeps
 
 Each check opens the very thing that training will open, so that both say the same. Knows the order of checks. Does not
 start anything, and changes no file.
@@ -18,7 +18,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from equipoise.core.errors import TrainingError
-from equipoise.rl.config import TrainConfig
+from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
+from equipoise.rl.config import TrainConfig, setting_of
+from equipoise.rl.config_file import read_config
 from equipoise.rl.forecast import shape_of
 from equipoise.rl.layout import build_cluster
 from equipoise.rl.model import Limits, check_checkpoint, check_weights, limits_of, open_tokenizer
@@ -77,6 +79,37 @@ def find_run(folder: Path) -> Path:
 
 
 _GIVE = "give the folder that the run wrote to, its --out (out/train if none was given)"
+
+
+def check_resumed(config: TrainConfig, folder: Path) -> None:
+    """Raise if the settings are not those that the newest checkpoint of a run was made with, where that matters."""
+    newest = newest_checkpoint(folder / "checkpoints")
+    if newest is None:
+        # Nothing was trained that could not fit: training begins anew.
+        return
+    before = read_config(find_run(folder))
+    for name in _KEPT:
+        now, then = setting_of(config, name), setting_of(before, name)
+        if now != then:
+            raise TrainingError(
+                f"setting {name} is {now!r}, the run in {folder} has {then!r}; a resumed run keeps it: leave it out, "
+                "or begin a new run with -o"
+            )
+    if config.update.kl and not before.update.kl:
+        raise TrainingError(
+            f"setting update.kl is {config.update.kl}, the run in {folder} has 0 and kept no weights to measure it "
+            "from: leave it out, or begin a new run with -o"
+        )
+    if config.steps < trained_steps(newest):
+        raise TrainingError(
+            f"setting steps is {config.steps}, the run in {folder} has trained {trained_steps(newest)} already; give "
+            "at least as many, or begin a new run with -o"
+        )
+
+
+_MODEL = ("path", "family", "layers", "hidden", "heads", "experts", "top_k", "expert_width", "vocabulary", "dtype")
+_KEPT = ("seed", "ranks", "ep", "balance.mode", *(f"model.{name}" for name in _MODEL))
+"""Settings that weights, optimizer and random state of a checkpoint depend on."""
 
 
 def _check_folder(flag: str, folder: Path) -> None:

@@ -12,11 +12,12 @@ With `record`, the routes of every step go to a folder of their own, as vLLM's H
 Knows the order of a run. Does not know how a step is trained (`train`).
 
 Invariants (asserted by the tests):
-1. A run that is resumed leaves what an uninterrupted one leaves, but for times.
+1. A run that is resumed leaves what an uninterrupted one leaves, but for times; from its first moment on it can be.
 2. Recorded routes pass the doctor with no finding.
 """
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from equipoise.adapters.transformers import inspect
+from equipoise.core.errors import TrainingError
+from equipoise.core.whole_file import whole_file
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.checkpoint import Checkpoints, State
 from equipoise.rl.config import TrainConfig
@@ -34,9 +37,9 @@ from equipoise.rl.config_file import write_config
 from equipoise.rl.events import Event, Show
 from equipoise.rl.kernels import StartedPlanner, start_planner
 from equipoise.rl.layout import Layout
-from equipoise.rl.metrics import Sinks
 from equipoise.rl.model import build_model, load_model, open_tokenizer
 from equipoise.rl.sample import Sample, to_routes
+from equipoise.rl.sinks import Sinks, read_lines
 from equipoise.rl.task import open_task
 from equipoise.rl.train import Trainer
 from equipoise.rl.warmup import warm_up
@@ -59,6 +62,27 @@ class _Opened(NamedTuple):
     planner: StartedPlanner | None
     first: int
     """The first step to train."""
+
+
+def prepare(config: TrainConfig, out: Path) -> None:
+    """Make `out` the folder of a new run: what an old one left goes, and the settings are written.
+
+    Before any rank starts, so that a run which ends in its first moments can be resumed like any other.
+    """
+    try:
+        for entry in out.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise TrainingError(f"--out {out} cannot be emptied ({error}); give another folder") from error
+    _write_settings(config, out)
+
+
+def _write_settings(config: TrainConfig, out: Path) -> None:
+    with whole_file(out / "config.toml", error=TrainingError) as draft:
+        draft.write_text(write_config(config), encoding="utf-8")
 
 
 def run(
@@ -96,7 +120,8 @@ def run(
         sinks.close()
     summary = _summary(places, layout)
     if layout.is_first:
-        (places.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        with whole_file(places.out / "summary.json", error=TrainingError) as draft:
+            draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     trainer.close()
     if planner is not None:
         planner.close()
@@ -170,7 +195,7 @@ def _begin(config: TrainConfig, layout: Layout, show: Show, places: Places, *, t
         )
     )
     if layout.is_first:
-        (places.out / "config.toml").write_text(write_config(config), encoding="utf-8")
+        _write_settings(config, places.out)
 
 
 def _open_sinks(config: TrainConfig, layout: Layout, places: Places, *, first: int) -> Sinks | None:
@@ -224,8 +249,7 @@ def _summary(places: Places, layout: Layout) -> dict[str, Any]:
     """What the whole run did, read back from its metrics, so that a resumed run says the same."""
     if not layout.is_first:
         return {}
-    lines = (places.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = read_lines(places.out / "metrics.jsonl")
     quarter = max(1, len(steps) // 4)
     first, last = steps[:quarter], steps[-quarter:]
     return {

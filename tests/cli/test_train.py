@@ -8,6 +8,7 @@ from rich.console import Console
 from equipoise.cli.train_view import View, summary_lines
 from equipoise.rl.compare import build_comparison
 from equipoise.rl.events import Event
+from equipoise.rl.lock import hold
 from tests.rl.test_compare import leg
 
 # Few steps of a small model: what is tested is the way from the command line to the results.
@@ -54,6 +55,9 @@ def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch
     [
         (["--set", "stepz=2"], "unknown setting stepz; did you mean steps?"),
         (["--preset", "huge"], "no preset and no file 'huge'; presets: qwen3-30b-a3b-64gpu, small-gpu, tiny"),
+        (["--ranks", "two"], "setting ranks is 'two'; it must be a whole number"),
+        (["--model", "2026-11-15", "-o", "new"], "no HF checkpoint at 2026-11-15: it has no config.json"),
+        (["--report", "deep/page.html"], "deep/page.html cannot be written: there is no folder deep"),
         (["--compare", "off,magic"], "--compare 'off,magic': give two or three different ones"),
         (["--compare", "off,static", "--record", "r"], "--record r is of one run, --compare trains several"),
         (["--compare", "off,static", "--reward", "absent:f"], "reward 'absent:f' cannot be imported"),
@@ -71,6 +75,34 @@ def test_what_is_wrong_is_one_line_and_exit_code_2_and_nothing_is_made(
     shown = equipoise("train", *arguments)
     assert shown.code == 2 and words in shown.err and shown.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_interrupted_at_once_can_be_resumed(equipoise, tmp_path, monkeypatch):
+    out, resumed = tmp_path / "run", []
+
+    def interrupt(*arguments, show):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("equipoise.rl.launch.launch", interrupt)
+    shown = equipoise("train", "--set=seed=7", "-o", out, "--report", out / "page.html")
+    assert (
+        shown.code == 130 and shown.out.splitlines()[-1] == f"interrupted; go on with: equipoise train --resume {out}"
+    )
+    monkeypatch.setattr(
+        "equipoise.rl.launch.launch", lambda run, config, places, show: resumed.append((config, places))
+    )
+    assert equipoise("train", "--resume", out).code == 0
+    ((config, places),) = resumed
+    assert config.seed == 7 and places.out == out and places.is_resumed
+
+
+def test_a_folder_in_use_is_left_alone(equipoise, tmp_path):
+    (tmp_path / "config.toml").write_text("steps = 3\n")
+    with hold(tmp_path):
+        for arguments in (["-o", tmp_path], ["--resume", tmp_path]):
+            shown = equipoise("train", *arguments)
+            assert shown.code == 2 and f"{tmp_path} is in use by a run that has not ended" in shown.err
+    assert (tmp_path / "config.toml").read_text() == "steps = 3\n"
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(equipoise, tmp_path):

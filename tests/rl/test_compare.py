@@ -90,6 +90,7 @@ def test_a_comparison_in_which_nothing_moved_or_was_learnt_proves_nothing():
     idle = [replace(one, sizes=((0.0, 0.0),), losses=((0.0, 0.0),)) for one in (leg("off"), leg("equipoise"))]
     comparison = build_comparison(idle, is_free=False)
     assert not comparison.is_good and any("no sample earned more" in line for line in comparison.lines())
+    assert still.verdict == comparison.verdict == comparison.lines()[-1] == "NOTHING IS PROVED"
 
 
 def test_modes_are_parsed_in_a_fixed_order_and_strangers_refused():

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -148,6 +149,25 @@ def fails(config, layout, show, kind):
 def test_a_rank_that_fails_is_named_with_its_words(kind, error, words):
     with pytest.raises(error, match=words):
         launch(fails, CONFIG, kind, context=context())
+
+
+def test_ranks_are_started_deaf_to_ctrl_c_and_the_starter_is_not(interruptible):
+    heard = []
+
+    class Rank:
+        """A rank that is interrupted while it is started."""
+
+        def __init__(self, **_):
+            pass
+
+        def start(self):
+            heard.append(signal.getsignal(signal.SIGINT))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(fails, CONFIG, "refuses", context=SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Rank))
+    assert heard == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.dist(2)

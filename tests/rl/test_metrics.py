@@ -1,6 +1,5 @@
-"""Metrics: documented one by one, put together over ranks as documented, and never in the way of training."""
+"""Metrics: documented one by one, and put together over ranks as documented."""
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,22 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from equipoise.core import RoutesError, TrainingError
+from equipoise.core import RoutesError
 from equipoise.cost import CostModel
 from equipoise.rl.clock import StageClock
-from equipoise.rl.config import TrackConfig
 from equipoise.rl.forecast import shape_of
 from equipoise.rl.layout import build_cluster
-from equipoise.rl.metrics import (
-    JsonLines,
-    RankFigures,
-    Sinks,
-    lost_seconds,
-    numbers,
-    skew_after,
-    skew_before,
-    step_metrics,
-)
+from equipoise.rl.metrics import RankFigures, lost_seconds, skew_after, skew_before, step_metrics
 from equipoise.rl.stages import StepTally, check_arrival
 from tests.rl import work
 
@@ -100,59 +89,6 @@ def test_seconds_are_lost_where_a_rank_has_more_rows_and_nowhere_else():
 def test_every_metric_is_documented_and_every_documented_one_is_written():
     named = set(re.findall(r"^\| `(\w+)`", DOCS.read_text(), flags=re.MULTILINE))
     assert named == set(step_metrics(0, [figures(t) for t in two_ranks()], ep=2, costs={}))
-
-
-def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for first, written in ((0, (0, 1, 2)), (1, (1,))):
-        sink = JsonLines(path, first_step=first)
-        for step in written:
-            sink.write({"step": step, "first": first})
-        sink.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 0, "first": 0},
-        {"step": 1, "first": 1},
-    ]
-
-
-def test_tensorboard_gets_every_number(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sinks = Sinks(tmp_path, TrackConfig(tensorboard=True), first_step=0, settings={})
-    sinks.write({"step": 4, "reward": 0.5, "skew_after": None, "bytes": {"shm": 7}})
-    sinks.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert set(found.Tags()["scalars"]) == {"reward", "bytes.shm"}
-    assert [(e.step, e.value) for e in found.Scalars("reward")] == [(4, 0.5)]
-
-
-def test_wandb_that_is_not_installed_is_told_before_training(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(TrainingError, match=r"wandb is not installed; run: pip install 'equipoise\[wandb\]'"):
-        Sinks(tmp_path, TrackConfig(wandb_project="p"), first_step=0, settings={})
-
-
-def test_a_sink_that_fails_later_does_not_stop_training(tmp_path, caplog):
-    class Broken:
-        def write(self, metrics):
-            raise ConnectionError("gone")
-
-        def close(self):
-            raise AssertionError("it was dropped")
-
-    sinks = Sinks(tmp_path, TrackConfig(), first_step=0, settings={})
-    sinks._sinks.insert(0, Broken())
-    sinks.write({"step": 0})
-    sinks.write({"step": 1})
-    sinks.close()
-    assert "no longer written to Broken" in caplog.text
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_numbers_are_flat_and_without_what_is_unknown():
-    given = {"step": 1, "a": 2, "b": None, "bytes": {"p2p": 3}, "stage_s": {"sync": 0.5}}
-    assert numbers(given) == {"a": 2, "bytes.p2p": 3, "stage_s.sync": 0.5}
 
 
 def test_a_stage_lasts_until_the_next_begins():

@@ -77,7 +77,8 @@ def test_a_checkpoint_that_is_not_whole_is_refused_and_never_filled_up(tmp_path,
     assert (f"lacks 1 weights, the first of them {name!r}" in str(error.value)) == (what == "a weight is lost")
 
 
-def test_a_checkpoints_own_tokenizer_is_used(tmp_path):
+def save_tokenizer(folder):
+    """A tokenizer of a few characters, as it lies beside a checkpoint."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +86,11 @@ def test_a_checkpoints_own_tokenizer_is_used(tmp_path):
     words = Tokenizer(models.WordLevel(characters, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     words.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+
+
+def test_a_checkpoints_own_tokenizer_is_used(tmp_path):
+    save_tokenizer(tmp_path)
     tokenizer = open_tokenizer(ModelConfig(path=str(tmp_path)))
     assert tokenizer.end == 0 and tokenizer.encode("12+3=") == [2, 3, 11, 4, 12]
     assert tokenizer.decode([2, 3, 0, 4]) == "12"

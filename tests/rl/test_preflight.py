@@ -13,7 +13,8 @@ from equipoise.core import EquipoiseError
 from equipoise.rl.config import ModelConfig, change
 from equipoise.rl.config_file import read_config
 from equipoise.rl.model import build_model, family_config
-from equipoise.rl.preflight import check_places, check_settings, find_run
+from equipoise.rl.preflight import check_places, check_resumed, check_settings, find_run
+from equipoise.rl.run import prepare
 
 JUDGES = """
 def judge(prompt, response, answer):
@@ -165,3 +166,40 @@ def test_places_that_are_taken_or_cannot_be_written_are_refused(here):
         with pytest.raises(EquipoiseError) as error:
             check_places(**places)
         assert words.format(named, named) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("seed=5", "setting seed is 5, the run in run has 0; a resumed run keeps it"),
+        ("ranks=4", "setting ranks is 4, the run in run has 2"),
+        ("ep=1", "setting ep is 1, the run in run has 0"),
+        ("balance.mode=off", "setting balance.mode is 'off', the run in run has 'equipoise'"),
+        ("model.layers=3", "setting model.layers is 3, the run in run has 2"),
+        ("model.dtype=bfloat16", "setting model.dtype is 'bfloat16', the run in run has 'float32'"),
+        ("update.kl=0.1", "setting update.kl is 0.1, the run in run has 0 and kept no weights to measure it from"),
+        ("steps=2", "setting steps is 2, the run in run has trained 3 already; give at least as many"),
+    ],
+)
+def test_what_a_checkpoint_depends_on_cannot_change_when_a_run_goes_on(here, setting, words):
+    run = Path("run")
+    run.mkdir()
+    prepare(read_config("tiny"), run)
+    changed = read_config(run / "config.toml", settings=[setting])
+    check_resumed(changed, run)  # nothing was trained yet
+    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    (run / "checkpoints" / "step-000003" / "meta.json").touch()
+    with pytest.raises(EquipoiseError) as error:
+        check_resumed(changed, run)
+    assert words in str(error.value)
+    for allowed in ("steps=3", "steps=200", "update.learning_rate=0.5", "checkpoint.every=1", "track.tensorboard=true"):
+        check_resumed(read_config(run / "config.toml", settings=[allowed]), run)
+
+
+def test_a_new_run_finds_its_folder_empty_but_for_its_settings(here):
+    run, precious = old_run(here / "run"), here / "rollouts"
+    (run / "link").symlink_to(precious)
+    config = read_config("tiny", settings=["seed=7"])
+    prepare(config, run)
+    assert [path.name for path in run.iterdir()] == ["config.toml"] and list(precious.iterdir())
+    assert read_config(find_run(run)) == config

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, TrainingError
-from equipoise.rl.config import change
+from equipoise.rl.config import ModelConfig, change
 from equipoise.rl.metrics import TIMES
-from equipoise.rl.model import load_model
+from equipoise.rl.model import build_model, load_model, open_tokenizer
 from equipoise.routes import diagnose, stream_recordings
 from tests.rl import work
-from tests.rl.test_model import FAMILIES
+from tests.rl.test_model import FAMILIES, save_tokenizer, tiny
 
 BRIEF = {"warmup": {"steps": 2}, "checkpoint": {"every": 0}}
 
@@ -117,9 +117,22 @@ def test_recorded_routes_pass_the_doctor_with_no_finding(pool, tmp_path, family)
 
 
 @pytest.mark.dist(2)
-def test_a_checkpoint_of_another_seed_is_refused_by_name(pool, tmp_path):
-    config = work.small(steps=1, balance={"mode": "static"})
-    pool.run(work.train_run, 2, config, tmp_path)
-    said = pool.run(work.resume_error, 2, change(config, seed=5), tmp_path)
+def test_a_checkpoint_has_its_models_tokenizer_and_one_of_another_seed_is_refused(pool, tmp_path):
+    given, out = tmp_path / "given", tmp_path / "out"
+    out.mkdir()
+    build_model(tiny("qwen3-moe"), seed=0).save_pretrained(given)
+    save_tokenizer(given)
+    config = work.small(steps=1, model={"path": str(given)}, task={"domains": ["add"]}, balance={"mode": "static"})
+    pool.run(work.train_run, 2, config, out)
+    saved, own = (open_tokenizer(ModelConfig(path=str(p))) for p in (out / "checkpoints/step-000001/model", given))
+    assert saved.encode("1+2=3") == own.encode("1+2=3") and saved.end == own.end == 0
+    said = pool.run(work.resume_error, 2, change(config, seed=5), out)
     assert said[0] == said[1]
     assert said[0][0] == TrainingError.__name__ and "seed is 0, this run has 5" in said[0][1]
+
+
+@pytest.mark.dist(2)
+def test_a_gradient_that_is_no_number_stops_every_rank_before_the_weights_change(pool):
+    for words, is_same in pool.run(work.lose_a_gradient, 2, work.small(balance={"mode": "static"})):
+        assert words.startswith("the gradient norm is nan, so the weights are left as they are; lower update.learning")
+        assert is_same

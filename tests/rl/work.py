@@ -125,6 +125,23 @@ def planned_in_the_tail(group, config):
     return events, metrics
 
 
+def lose_a_gradient(group, config):
+    """What an optimizer step says when an expert of the last rank has a gradient that is no number."""
+    trainer = trainer_of(group, config)
+    learner, before = trainer.learner, gathered(trainer.learner)
+    for parameter in learner.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if group.rank() == group.size() - 1:
+        next(iter(learner.model._equipoise.expert_parameters.values())).grad[0, 0] = torch.nan
+    try:
+        learner.step()
+    except EquipoiseError as error:
+        return str(error), same_weights(before, gathered(learner))
+    finally:
+        trainer.close()
+    return "", False
+
+
 def same_weights(first, second):
     """Whether two state dicts have the same bits."""
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
