@@ -7,8 +7,9 @@ equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
 Loads are made by `equipoise loads`. A plan that saves nothing is a normal answer, said in words, with exit code 0.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -16,24 +17,21 @@ from equipoise.cli.options import ClusterOption, ForceFlag, JsonFlag, find_model
 from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
-    from equipoise.core import LoadMatrix
+    from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
 
 
-def plan(
-    loads: Annotated[Path, typer.Argument(help="Loads of one window, made by `equipoise loads`.", show_default=False)],
-    model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
-    cluster: ClusterOption = "h100",
-    nodes: Annotated[
-        int | None, typer.Option(help="Nodes of the EP group; by default as many as its ranks need.")
-    ] = None,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
-    slots: Annotated[int, typer.Option(help="Replica slots per rank; 0 for placement alone.")] = 1,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How the window is planned."""
+
+    SECTION: ClassVar[str] = "The plan"
+    slots: Annotated[int, typer.Option(help="Replica slots per rank; 0 for placement alone.")] = 1
     objective: Annotated[
         Literal["seconds", "skew"], typer.Option(help="What is minimised: seconds with every cost, or rows alone.")
-    ] = "seconds",
+    ] = "seconds"
     policy: Annotated[
         str, typer.Option(help="equipoise, or a baseline: static, eplb-oracle, lplb, reactive, balanced ...")
-    ] = "equipoise",
+    ] = "equipoise"
     cross_node: Annotated[
         bool,
         typer.Option(
@@ -41,10 +39,46 @@ def plan(
             help="In a recompute window, let replicas stand in any node where that pays; every node then needs host "
             "memory for all experts.",
         ),
-    ] = False,
-    history: Annotated[
-        Path | None, typer.Option(help="Loads of the window before, for the policy eplb-history.")
+    ] = False
+    history: Annotated[Path | None, typer.Option(help="Loads of the window before, for the policy eplb-history.")] = (
+        None
+    )
+
+    def run(self, window: "LoadMatrix", *, cluster: "Cluster", model: "ModelShape") -> "Plan":
+        """Plan the window, once everything that was asked for has been found to make sense."""
+        from equipoise.cli.slots import check_slots
+        from equipoise.cli.step_loads import read_history
+        from equipoise.core import InfeasiblePlanError
+        from equipoise.planner import PlanOptions
+        from equipoise.planner import plan as plan_window
+
+        if self.history is None and self.policy == "eplb-history":
+            raise InfeasiblePlanError(
+                "--policy eplb-history places experts by an earlier window's loads; add --history with their .npz file"
+            )
+        check_slots(self.slots, cluster=cluster, model=model)
+        return plan_window(
+            window,
+            cluster=cluster,
+            model=model,
+            slots=self.slots,
+            policy=self.policy,
+            objective=self.objective,
+            options=PlanOptions(cross_node=self.cross_node),
+            history=read_history(self.history, [self.policy]),
+        )
+
+
+def plan(
+    loads: Annotated[Path, typer.Argument(help="Loads of one window, made by `equipoise loads`.", show_default=False)],
+    *,
+    model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
+    cluster: ClusterOption = "h100",
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes of the EP group; by default as many as its ranks need.")
     ] = None,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
+    planning: Planning,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The plan to write, for example plan.npz.")] = None,
     explain: Annotated[
         str | None, typer.Option(metavar="M,L", help="Show one decision: micro-step and layer index, such as 3,17.")
@@ -54,28 +88,13 @@ def plan(
 ) -> None:
     """Plan one window."""
     from equipoise.cli.plan_view import document, show
-    from equipoise.cli.slots import check_slots
     from equipoise.core import Cluster, LoadMatrix
-    from equipoise.planner import PlanOptions
-    from equipoise.planner import plan as plan_window
 
-    refuse_existing(out, force=force, read=(loads, history))
-    past = _history(history, policy)
+    refuse_existing(out, force=force, read=(loads, planning.history))
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
     hardware = Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks)
-    shape = find_model(model)
-    check_slots(slots, cluster=hardware, model=shape)
-    made = plan_window(
-        window,
-        cluster=hardware,
-        model=shape,
-        slots=slots,
-        policy=policy,
-        objective=objective,
-        options=PlanOptions(cross_node=cross_node),
-        history=past,
-    )
+    made = planning.run(window, cluster=hardware, model=find_model(model))
     explanation = None if entry is None else made.explain(*entry)
     if out is not None:
         made.save(out)
@@ -88,17 +107,6 @@ def plan(
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
         print_json(document(made, explanation, out))
-
-
-def _history(path: Path | None, policy: str) -> "LoadMatrix | None":
-    from equipoise.cli.step_loads import read_history
-    from equipoise.core import InfeasiblePlanError
-
-    if path is None and policy == "eplb-history":
-        raise InfeasiblePlanError(
-            "--policy eplb-history places experts by an earlier window's loads; add --history with their file (.npz)"
-        )
-    return read_history(path, [policy])
 
 
 def _entry(words: str) -> tuple[int, int]:
