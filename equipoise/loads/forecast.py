@@ -119,10 +119,7 @@ def forecast_memory(
     numbers = windows[worst].layer_numbers_L
     fixes: tuple[Fix, ...] = ()
     if limit is not None and peak > limit:
-        candidates = _fixes(windows, model, needs=needs, peak=peak, limit=limit, activations=activations)
-        enough = [fix for fix in candidates if fix.peak_bytes <= limit]
-        # Of several larger EP groups only the smallest is worth naming.
-        fixes = tuple({fix.name: fix for fix in reversed(enough)}.values())[::-1]
+        fixes = _enough(_fixes(windows, model, needs=needs, peak=peak, limit=limit, activations=activations), limit)
     return MemoryForecast(
         peak_rows=int(rows[worst][m, layer, rank]),
         peak_bytes=peak,
@@ -179,6 +176,12 @@ def _fixes(
         if model.experts % wider == 0 and all(w.num_experts == model.experts for w in windows):
             found.append(_wider(windows, model, now=now, wider=wider, activations=activations))
     return found
+
+
+def _enough(candidates: Sequence[Fix], limit: int) -> tuple[Fix, ...]:
+    """Those that fit; of several larger EP groups only the smallest is worth naming."""
+    enough = [fix for fix in candidates if fix.peak_bytes <= limit]
+    return tuple({fix.name: fix for fix in reversed(enough)}.values())[::-1]
 
 
 def _wider(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, wider: int, activations: Activations) -> Fix:

@@ -43,7 +43,7 @@ from equipoise.loads.forecast import Activations, MemoryForecast, forecast_memor
 from equipoise.loads.skew import Distribution, SkewSummary, skew
 from equipoise.planner.estimate import complete
 from equipoise.sim.prediction import Prediction, predict
-from equipoise.sim.trial import WORTH, Progress, Trial, try_plans
+from equipoise.sim.trial import WORTH, Groups, Progress, Trial, try_plans
 
 WIDTHS = (8, 16, 32, 64)
 """EP widths that are compared."""
@@ -144,34 +144,26 @@ def analyze_loads(
         progress: called with (layers planned, layers in all)
     """
     shape = _check(windows, model)
-    numbers = windows[0].layer_numbers_L
-    rows = sum(int(w.load_MLRE.sum()) for w in windows)
-    padding = sum(int(w.padding_MLRE.sum()) for w in windows if w.padding_MLRE is not None)
-    groups = [_groups(w, cluster.ep) for w in windows]
-    flat = [loads for window in groups for loads in window]
-    memory = forecast_memory(flat, model, ep=cluster.ep, limit_gib=memory_gib, activations=activations)
-    window, group = [(w, g) for w, window in enumerate(groups) for g in range(len(window))][memory.place.window]
+    groups = [_groups(window, cluster.ep) for window in windows]
+    memory, group = _forecast(groups, model, ep=cluster.ep, limit_gib=memory_gib, activations=activations)
     no_trial = _why_not(windows, cluster.ep, slots)
-    completed = [tuple(complete(loads)[0] for loads in window) for window in groups]
-    predictions = [predict(window, cluster=cluster, model=shape) for window in completed]
     trial = None
     if not no_trial and slots is not None:
-        # The planner completes loads itself, and says how much of them it estimated.
         trial = try_plans(groups, cluster=cluster, model=shape, slots=slots, progress=progress)
-        predictions = [replace(p, planned=s) for p, s in zip(predictions, trial.seconds, strict=True)]
+    predictions = _predictions(groups, trial, cluster=cluster, model=shape)
     return Analysis(
         model=model,
         cluster=cluster,
         profile=Profile.read(cluster.name),
-        layer_numbers=tuple(range(windows[0].num_layers)) if numbers is None else tuple(numbers.tolist()),
-        micro_steps=sum(w.num_micro_steps for w in windows),
-        rows=rows,
+        layer_numbers=_layer_numbers(windows[0]),
+        micro_steps=sum(window.num_micro_steps for window in windows),
+        rows=_rows(windows),
         coverage=_coverage(windows),
-        padding=padding / rows if rows else 0.0,
+        padding=_padding_share(windows),
         stages=_stages(windows, predictions, model=model, ep=cluster.ep),
         trial=trial,
         no_trial=no_trial,
-        memory=replace(memory, place=memory.place._replace(window=window)),
+        memory=memory,
         memory_group=group,
     )
 
@@ -202,9 +194,30 @@ def _why_not(windows: Sequence[LoadMatrix], ep: int, slots: int | None) -> str:
     return ""
 
 
-def _groups(window: LoadMatrix, ep: int) -> tuple[LoadMatrix, ...]:
+def _groups(window: LoadMatrix, ep: int) -> Groups:
     """The window's EP groups; the whole window where its ranks do not fill such groups."""
     return window.split_groups(ep) if window.num_ranks % ep == 0 else (window,)
+
+
+def _forecast(
+    groups: Sequence[Groups], model: ModelShape, *, ep: int, limit_gib: float | None, activations: Activations
+) -> tuple[MemoryForecast, int]:
+    """The worst of all windows and groups, and the group it is in."""
+    flat = [(w, g, loads) for w, window in enumerate(groups) for g, loads in enumerate(window)]
+    found = forecast_memory([loads for *_, loads in flat], model, ep=ep, limit_gib=limit_gib, activations=activations)
+    window, group, _ = flat[found.place.window]
+    return replace(found, place=found.place._replace(window=window)), group
+
+
+def _predictions(
+    groups: Sequence[Groups], trial: Trial | None, *, cluster: Cluster, model: ModelShape
+) -> list[Prediction]:
+    """Seconds of every window, with those of the plan that was tried; unknown routes are estimated, as in planning."""
+    completed = [tuple(complete(loads)[0] for loads in window) for window in groups]
+    found = [predict(window, cluster=cluster, model=model) for window in completed]
+    if trial is None:
+        return found
+    return [replace(now, planned=seconds) for now, seconds in zip(found, trial.seconds, strict=True)]
 
 
 def _stages(
@@ -225,6 +238,20 @@ def _stages(
 
 def _skew(windows: Sequence[LoadMatrix], ep: int) -> SkewSummary:
     return skew([loads for window in windows for loads in _groups(window, ep)], ep=ep)
+
+
+def _layer_numbers(window: LoadMatrix) -> tuple[int, ...]:
+    numbers = window.layer_numbers_L
+    return tuple(range(window.num_layers)) if numbers is None else tuple(numbers.tolist())
+
+
+def _rows(windows: Sequence[LoadMatrix]) -> int:
+    return sum(int(window.load_MLRE.sum()) for window in windows)
+
+
+def _padding_share(windows: Sequence[LoadMatrix]) -> float:
+    padding = sum(int(window.padding_MLRE.sum()) for window in windows if window.padding_MLRE is not None)
+    return padding / max(1, _rows(windows))
 
 
 def _coverage(windows: Sequence[LoadMatrix]) -> float:

@@ -3,10 +3,11 @@
 Knows settings. Computes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from equipoise.core import Cluster
 from equipoise.cost import Profile
+from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.sim.plans import PlanSource
 from equipoise.sim.setting import StepSetting
 from equipoise.sim.trial import Groups
@@ -31,9 +32,8 @@ def notes_of(
     """Say how these figures came about; `knows` tells whether history and pairs were given."""
     has_history, has_pairs = knows
     profile = Profile.read(cluster.name)
-    names = [source.policy for source in sources]
     made = "measured" if profile.kind == "measured" else "derived from an H200's measured figures by published ones"
-    notes = [
+    return (
         "Everything is simulated; no cluster was run.",
         f"Expert compute, attention and pulls: {profile.device}, {made}.",
         "All-to-all: modelled by the busiest link at a share of its published rate; all ranks meet in it, and expert "
@@ -43,21 +43,32 @@ def notes_of(
         "Attention: attention and shared experts of the MoE layers, at an assumed context of 4,096 tokens, and "
         "spreading tokens to rows.",
         "Left out unless given as seconds: optimizer, gradient reduction, embedding, head, dense layers, rollout.",
-    ]
-    if setting.planning_s and "equipoise" in names:
+        *_of_policies([source.policy for source in sources], setting, has_history=has_history),
+        *_of_shape(windows, setting),
+    )
+
+
+def _of_policies(names: Sequence[str], setting: StepSetting, *, has_history: bool) -> Iterator[str]:
+    """What single policies know and are charged."""
+    if "equipoise" in names and setting.planning_s:
         how = "hides behind what runs before the window" if setting.planning == "hidden" else "is not hidden"
-        notes.append(f"Planning takes {setting.planning_s:g} s per window and {how}.")
+        yield f"Planning takes {setting.planning_s:g} s per window and {how}."
     elif "equipoise" in names:
-        notes.append("Planning is assumed to take no time on the critical path.")
+        yield "Planning is assumed to take no time on the critical path."
     if "eplb-history" in names:
         known = "an earlier step's loads" if has_history else "the first half of each window's own micro-steps"
-        notes.append(f"eplb-history knows {known}.")
+        yield f"eplb-history knows {known}."
     if "reactive" in names:
-        notes.append(
-            "reactive is charged 0.08 ms of planning per layer and 0.255 ms of weight push, as UltraEP reports."
+        plan_ms, push_ms = REACTIVE_PLAN_NS / 1e6, REACTIVE_PUSH_NS / 1e6
+        yield (
+            f"reactive is charged {plan_ms:g} ms of planning per layer and {push_ms:g} ms of weight push, as UltraEP "
+            "reports."
         )
+
+
+def _of_shape(windows: Sequence[Groups], setting: StepSetting) -> Iterator[str]:
+    """How stages and groups meet."""
     if setting.pipeline_stages > 1:
-        notes.append(f"{setting.pipeline_stages} pipeline stages, one forward, one backward, not interleaved.")
+        yield f"{setting.pipeline_stages} pipeline stages, one forward, one backward, not interleaved."
     if max(len(groups) for groups in windows) > 1:
-        notes.append("A window takes its slowest EP group.")
-    return tuple(notes)
+        yield "A window takes its slowest EP group."
