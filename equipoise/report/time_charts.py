@@ -114,30 +114,34 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         caption: what is seen
     """
     drawn = {policy: sorted(found, key=lambda e: e["start_s"])[:MAX_EVENTS] for policy, found in events.items()}
-    used = [lane for lane in LANES if any(e["lane"] == lane for found in drawn.values() for e in found)]
-    lanes = [(policy, lane) for policy in drawn for lane in used if any(e["lane"] == lane for e in drawn[policy])]
+    bars = {(p, lane): [e for e in found if e["lane"] == lane] for p, found in drawn.items() for lane in LANES}
+    lanes = {key: found for key, found in bars.items() if found}
+    used = [lane for lane in LANES if lane in {name for _, name in lanes}]
     ranks = 1 + max(e["rank"] for found in events.values() for e in found)
-    layout = frame(height=max(260, min(760, 110 + 34 * ranks)), x="milliseconds since the micro-step began", y="rank")
-    layout |= {"barmode": "overlay", "bargap": 0}
-    layout["yaxis"] |= {"range": [ranks - 0.5, -0.5], "showgrid": False, "zeroline": False}
-    layout["yaxis"]["dtick"] = max(1, ranks // 16)
-    layout["xaxis"] |= {"range": [0, 1e3 * max(e["end_s"] for found in drawn.values() for e in found)]}
+    end_s = max(e["end_s"] for found in drawn.values() for e in found)
     columns = ("rank", "lane", "name", "start_s", "end_s")
-    table = Table(
-        columns=("policy", *columns),
-        rows=tuple((policy, *(e[c] for c in columns)) for policy, found in events.items() for e in found),
-    )
+    rows = tuple((policy, *(e[c] for c in columns)) for policy, found in events.items() for e in found)
     return Chart(
         name="timeline",
         title="Timeline of one micro-step",
         caption=caption,
-        traces=tuple(_lane(lane, used, [e for e in drawn[policy] if e["lane"] == lane]) for policy, lane in lanes),
-        layout=layout,
-        data=table,
+        traces=tuple(_lane(lane, used, found) for (_, lane), found in lanes.items()),
+        layout=_timeline_frame(ranks, end_s),
+        data=Table(columns=("policy", *columns), rows=rows),
         terms=("micro-step", "compute", "all-to-all", "pull", "return", "hidden"),
         views=switch([policy for policy, _ in lanes]),
         note=_cut_note(events, drawn),
     )
+
+
+def _timeline_frame(ranks: int, end_s: float) -> dict[str, Any]:
+    """Axes of the same reach for every policy: a row per rank, the first one on top."""
+    layout = frame(height=max(260, min(760, 110 + 34 * ranks)), x="milliseconds since the micro-step began", y="rank")
+    layout |= {"barmode": "overlay", "bargap": 0}
+    layout["yaxis"] |= {"range": [ranks - 0.5, -0.5], "showgrid": False, "zeroline": False}
+    layout["yaxis"]["dtick"] = max(1, ranks // 16)
+    layout["xaxis"] |= {"range": [0, 1e3 * end_s]}
+    return layout
 
 
 def _shown_parts(parts: Parts) -> list[str]:
