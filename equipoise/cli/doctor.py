@@ -52,9 +52,8 @@ def doctor(
 
     if second is None and second_form is not None:
         raise RoutesError(f"--second-format {second_form} says how --second is read; name that recording as well")
-    if self_check and (dump or second):
-        raise RoutesError(f"--self-check looks at no dump; leave out {dump or second}, or --self-check to check it")
     if self_check:
+        _refuse_dumps(dump, second)
         diagnosis = check_slicing(model or "qwen3-30b-a3b")
     elif dump is None:
         raise RoutesError("no dump named; give a file or folder of recorded routes, or --self-check")
@@ -68,6 +67,15 @@ def doctor(
     if as_json:
         print_json(diagnosis.as_json())
     raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def _refuse_dumps(*dumps: Path | None) -> None:
+    """Raise if a dump is named where none is looked at: `good` would be taken for a word on it."""
+    from equipoise.core import RoutesError
+
+    for dump in dumps:
+        if dump is not None:
+            raise RoutesError(f"--self-check looks at no dump; leave out {dump}, or --self-check to check it")
 
 
 def check_slicing(model: str) -> "Diagnosis":

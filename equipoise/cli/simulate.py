@@ -116,23 +116,28 @@ def simulate(
 def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:
     """Tell the dump from axes: an axis is NAME=VALUES; more than one other word is an error."""
     from equipoise.core import InfeasiblePlanError, RoutesError
-    from equipoise.sim.sweep import AXES
 
-    split = [word for given in sweep for word in given.split()]
-    is_axis = [word.partition("=")[0] in AXES and "=" in word for word in words]
-    dumps = [word for word, axis in zip(words, is_axis, strict=True) if not axis]
-    split += [word for word, axis in zip(words, is_axis, strict=True) if axis]
+    dumps = [word for word in words if not _names_axis(word)]
     if len(dumps) > 1:
         raise RoutesError(f"give one dump, not {len(dumps)}: {', '.join(dumps)}")
-    if len(split) > 0 and not sweep:
-        raise InfeasiblePlanError(f"{split[0]} names an axis; write --sweep {' '.join(split)}")
-    axes = [_axis(word) for word in split]
-    named = [name for name, _ in axes]
-    if twice := [name for name in AXES if named.count(name) > 1]:
-        raise InfeasiblePlanError(
-            f"--sweep names the axis {twice[0]} twice; write all its values behind one {twice[0]}="
-        )
-    return (Path(dumps[0]) if dumps else None), dict(axes)
+    given = [word for several in sweep for word in several.split()] + [word for word in words if _names_axis(word)]
+    if given and not sweep:
+        raise InfeasiblePlanError(f"{given[0]} names an axis; write --sweep {' '.join(given)}")
+    axes: dict[str, tuple[int, ...]] = {}
+    for word in given:
+        name, values = _axis(word)
+        if name in axes:
+            raise InfeasiblePlanError(f"--sweep names the axis {name} twice; write all its values behind one {name}=")
+        axes[name] = values
+    return (Path(dumps[0]) if dumps else None), axes
+
+
+def _names_axis(word: str) -> bool:
+    from equipoise.sim.sweep import AXES
+
+    name, equals, _ = word.partition("=")
+    # A file may have an equals sign in its name.
+    return bool(equals) and name in AXES
 
 
 def _axis(word: str) -> tuple[str, tuple[int, ...]]:
