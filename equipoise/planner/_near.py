@@ -3,7 +3,8 @@
 Experts are swapped between nodes as in `_level.polish`, pair of nodes by pair; rows by node and rows that cross are
 kept up to date (`Tally`), and a swap is judged by the two nodes it changes.
 
-Integers only; ties by expert id. Knows rows and two weights. Does not know seconds, slots or replicas.
+Integers only; of swaps that lower the value the first is taken, experts in turn (`in_turn`). Knows rows and two
+weights. Does not know seconds, slots or replicas.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,7 @@ def near(
 ) -> np.ndarray:
     """Swap experts between nodes as long as fuller nodes cost less than what crosses. See `reference.near`."""
     load_EMR, start_N = _by_expert(load_MRE, node_R)
-    group_E, nodes = group_E.copy(), len(start_N) - 1
+    group_E, nodes, turn_E = group_E.copy(), len(start_N) - 1, in_turn(load_MRE.shape[2], load_MRE.shape[1])
     tally = _tally(load_EMR, group_E, start_N)
     rest_M2 = np.zeros((load_EMR.shape[1], 2), dtype=np.int64)
     room = budget - (group_E != owner_E).sum()
@@ -59,10 +60,10 @@ def near(
             for b in range(a + 1, nodes):
                 improved = False
                 now = _fill_rest(tally, a, b, weights, rest_M2)
-                for e in range(len(group_E)):
+                for e in turn_E:
                     if group_E[e] != a:
                         continue
-                    for f in range(len(group_E)):
+                    for f in turn_E:
                         if group_E[f] != b or checks >= max_checks:
                             continue
                         checks += 1
@@ -77,6 +78,16 @@ def near(
                             break
                 quiet = 0 if improved else quiet + 1
     return group_E
+
+
+@compiled
+def in_turn(experts: int, ranks: int) -> np.ndarray:
+    """[E] experts in the order in which they are looked at: the first of every owner, then the second, and so on.
+
+    Of experts that serve as well, the first one found is displaced. In turn, these come from different owners, and at a
+    window's edges no owner's link has all of them.
+    """
+    return np.arange(experts).reshape(ranks, experts // ranks).T.copy().reshape(experts)
 
 
 @compiled

@@ -5,6 +5,7 @@
    tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all are tried without that, too.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
+   Nodes look at experts owner by owner in turn (`in_turn`), so that what is displaced spreads over the owners' links.
 3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, then with
    experts moved to where their sources are (`bring_near`), and with ranks level in what crosses, too (`with_far`).
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
-from equipoise.planner._near import far_rows
+from equipoise.planner._near import far_rows, in_turn
 
 Level = Callable[..., np.ndarray]
 """`reference.level` or its compiled twin."""
@@ -242,9 +243,19 @@ def level_nodes(
     node_R, experts = problem.node_R, len(start_E)
     owner_E = owners(experts, len(node_R))
     limits = problem.budget, problem.patience, problem.max_checks
-    cost_EN = node_prices(owner_E, problem)
-    groups = node_R[start_E], np.bincount(node_R), inputs.weight_M, cost_EN, affinity_EE, node_R[owner_E]
-    node_E = level(inputs.load_EM, inputs.share_EM, *groups, *limits)
+    # Skew does not ask what is displaced.
+    turn_E = np.arange(experts) if problem.by_skew else in_turn(experts, len(node_R))
+    cost_EN, affinity_EE = node_prices(owner_E, problem)[turn_E], affinity_EE[np.ix_(turn_E, turn_E)]
+    groups = (
+        node_R[start_E[turn_E]],
+        np.bincount(node_R),
+        inputs.weight_M,
+        cost_EN,
+        affinity_EE,
+        node_R[owner_E[turn_E]],
+    )
+    node_E = np.empty_like(owner_E)
+    node_E[turn_E] = level(inputs.load_EM[turn_E], inputs.share_EM[turn_E], *groups, *limits)
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
 
 

@@ -34,7 +34,7 @@ from equipoise.cost.kernels import COLUMNS, PULL, RETURN
 from equipoise.cost.model import Tables
 from equipoise.cost.reference import kept_permille, price
 from equipoise.planner import layer
-from equipoise.planner._near import MOST_STEPS
+from equipoise.planner._near import MOST_STEPS, in_turn
 from equipoise.planner.fill_reference import fill
 from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
 
@@ -164,18 +164,24 @@ def polish(
     common = int(np.lcm.reduce(ranks_G))
     # In rows of common parts nothing is rounded, because every group's ranks divide them.
     whole = load_EM * common, ranks_G, weight_M, cost_EG * common
-    return swap_down(group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), owner_E, budget, max_checks)
+    turn_E = np.arange(len(group_E))
+    return swap_down(
+        group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), turn_E, owner_E, budget, max_checks
+    )
 
 
 def swap_down(
     group_E: np.ndarray,
     groups: int,
     value_of: Callable[[np.ndarray], int],
+    turn_E: np.ndarray,
     owner_E: np.ndarray,
     budget: int,
     max_checks: int,
 ) -> np.ndarray:
     """Take each swap of two experts that lowers a value, pair of groups by pair, until none does or checks are spent.
+
+    Experts are looked at in the order of `turn_E`.
 
     Returns: [E] groups
     """
@@ -185,8 +191,8 @@ def swap_down(
     while quiet < len(pairs) and checks < max_checks:
         for a, b in pairs:
             quiet += 1
-            for e in range(len(group_E)):
-                for f in range(len(group_E)):
+            for e in turn_E:
+                for f in turn_E:
                     if group_E[e] != a or group_E[f] != b or checks >= max_checks:
                         continue
                     checks += 1
@@ -228,7 +234,7 @@ def near(
     def value_of(trial_E: np.ndarray) -> int:
         return burden(seen_MRE, trial_E, node_R, cost_EN, weights)
 
-    return swap_down(group_E, nodes, value_of, owner_E, budget, max_checks)
+    return swap_down(group_E, nodes, value_of, in_turn(*load_MRE.shape[:0:-1]), owner_E, budget, max_checks)
 
 
 def burden(

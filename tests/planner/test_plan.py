@@ -279,6 +279,19 @@ def test_crossing_is_left_where_bringing_experts_costs_more_than_it_saves():
     assert across.seconds == inside.seconds
 
 
+def test_what_is_displaced_spreads_over_the_owners_where_many_experts_serve_as_well():
+    # Node 0 owns all experts that are used; any of node 1's may come in exchange.
+    load = np.random.default_rng(5).integers(100, 900, size=(8, 2, 16, 256)) * (np.arange(256) % 9 + 1)
+    load[..., 128:] = 0
+    plan = planned(eq.LoadMatrix(load), node_R=(0,) * 8 + (1,) * 8)
+    node_R, owner_E = plan.cluster.node_array_R, plan.owner_E
+    for home_E in plan.home_LE:
+        left_E = node_R[home_E] != node_R[owner_E]
+        leaving_R = np.bincount(owner_E[left_E], minlength=16)
+        assert leaving_R.sum() > 32
+        assert leaving_R.max() <= 2 * leaving_R.mean()
+
+
 def test_partial_coverage_is_accepted_estimated_and_said():
     full = window(14)
     coverage = np.ones((3, 2, 8))
