@@ -18,9 +18,8 @@ from equipoise.calibrate.grid import Grid
 from equipoise.core import TopologyError
 from equipoise.cost.profile import SECTIONS
 
-LIMIT = 0.1
-"""Largest deviation that is let pass, of any judged figure."""
-JUDGED = ("_bytes_per_s", "bytes_per_s", "_flops_per_s")
+JUDGED = ("bytes_per_s", "flops_per_s")
+"""Ends of the names of figures that are judged, beside the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

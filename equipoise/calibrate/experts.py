@@ -26,6 +26,8 @@ ERROR_LIMIT = 2e-2
 EVEN_ROWS = 65536
 """At this many rows even groups are measured too."""
 VISIT = Visit(0, "forward", 0)
+KEYS = ("forward_ns", "update_ns", "even_forward_ns", "even_update_ns")
+"""Tables of a shape."""
 
 
 class EmptyBank:
@@ -147,9 +149,6 @@ def measure_table(shape: tuple[int, int], grid: Grid, *, bench: Bench, steps: St
         f"with exponent {ZIPF:g}, even ones in the tables named so; update writes weight gradients and does not "
         "accumulate them",
     }
-
-
-KEYS = ("forward_ns", "update_ns", "even_forward_ns", "even_update_ns")
 
 
 def _time_even(rows: int, experts: ExpertWeights, bench: Bench) -> tuple[float | None, float | None]:

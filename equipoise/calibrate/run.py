@@ -62,7 +62,7 @@ def calibrate(
         require_gpu()
     torch.manual_seed(0)
     bench = Bench.on(device, runs=runs)
-    steps = Steps(count_steps(grid)) if tell is None else Steps(count_steps(grid), tell)
+    steps = Steps(count_steps(grid), tell)
     return {
         **provenance(device, commit),
         "compute": [measure_table(shape, grid, bench=bench, steps=steps) for shape in grid.shapes],
@@ -124,8 +124,13 @@ def read_commit() -> str:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return f"equipoise {version('equipoise')}, installed"
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    is_dirty = _output("git", "-C", str(root), "status", "--porcelain", "--", *MEASURING)
+    try:
+        commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+        is_dirty = _output("git", "-C", str(root), "status", "--porcelain", "--", *MEASURING)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise TopologyError(
+            f"git cannot tell the commit of {root} ({error}), and a profile names it; give it with --commit (commit=)"
+        ) from error
     return f"{commit}-dirty" if is_dirty else commit
 
 

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from equipoise.calibrate.check import LIMIT, Deviation, compare, sample_of
+from equipoise.calibrate.check import Deviation, compare, sample_of
 from equipoise.calibrate.grid import Grid
 from equipoise.core import TopologyError
 
@@ -57,7 +57,7 @@ def test_a_figure_twice_as_large_deviates_by_its_whole_and_is_found():
     fresh["pull"]["host_fixed_ns"] *= 3
     off = [one for one in compare(FILED, fresh) if one.share != 0]
     assert [(one.is_judged, round(one.share, 6)) for one in off] == [(True, 1.0), (False, 2.0)]
-    assert [one.holds(LIMIT) for one in off] == [False, True]
+    assert [one.holds(0.1) for one in off] == [False, True]
     assert off[0].name.startswith("2048 x 1408, 8 slots, ") and off[1].name == "pull.host_fixed_ns"
 
 

@@ -1,6 +1,7 @@
 """A whole calibration on a CPU in small, and what is said where there is no GPU."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def test_nothing_about_the_makers_stays_unknown(measured):
 def test_the_commit_is_read_from_the_checkout():
     commit = run.read_commit().removesuffix("-dirty")
     assert len(commit) == 40 and int(commit, 16) > 0
+
+
+@pytest.mark.parametrize(
+    "failure", [FileNotFoundError("git"), subprocess.CalledProcessError(128, "git")], ids=["no git", "git refuses"]
+)
+def test_where_git_cannot_tell_the_commit_has_to_be_given(monkeypatch, failure):
+    def refuse(*_: str) -> str:
+        raise failure
+
+    monkeypatch.setattr(run, "_output", refuse)
+    with pytest.raises(TopologyError, match=r"git cannot tell the commit of .*give it with --commit"):
+        run.read_commit()
 
 
 def test_without_a_gpu_the_way_out_is_named(monkeypatch):
