@@ -41,7 +41,7 @@ def analyze(
     ] = False,
     results: Results,
 ) -> None:
-    """Show what uneven experts cost a step, and what a plan gives back."""
+    """Show what uneven experts cost, and what a plan gives back."""
     from equipoise.cli.analysis_view import show
     from equipoise.cli.report import publish
     from equipoise.cli.slots import check_slots

@@ -5,9 +5,11 @@ Knows which verbs exist and nothing of what they do. A verb's help ends with the
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from equipoise import __version__
 from equipoise.cli.analyze import analyze
 from equipoise.cli.calibrate import calibrate
 from equipoise.cli.count import count
@@ -49,12 +51,26 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    # A callback keeps the verb in the command even if only one verb is listed.
-    app.callback()(lambda: None)
+    app.callback()(_before_verbs)
     for verb in VERBS:
         app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(verb))
     return app
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"equipoise {__version__}")
+        raise typer.Exit
+
+
+def _before_verbs(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options before a verb; typer also keeps the verb in the command for it if only one is listed."""
 
 
 def _examples(verb: Callable[..., None]) -> str | None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -155,7 +156,7 @@ def test_verbs_and_flags_are_the_decided_ones():
         name: {flag for p in command.params if p.param_type_name == "option" for flag in (*p.opts, *p.secondary_opts)}
         for name, command in commands.items()
     }
-    assert {name: flags - {"--help"} for name, flags in found.items()} == FLAGS
+    assert {name: flags - {"-h", "--help"} for name, flags in found.items()} == FLAGS
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
@@ -175,6 +176,16 @@ def test_help_teaches_where_to_start(equipoise):
     assert shown.code == 0
     for words in ("equipoise analyze --demo", "Exit codes: 0 good, 1 findings, 2 bad input", "--json"):
         assert words in shown.out
+
+
+def test_the_version_is_the_packages(equipoise):
+    shown = equipoise("--version")
+    assert (shown.code, shown.out) == (0, f"equipoise {version('equipoise')}\n")
+
+
+@pytest.mark.parametrize("verb", [(), ("plan",)], ids=["app", "verb"])
+def test_help_has_a_short_form(equipoise, verb):
+    assert equipoise(*verb, "-h").out == equipoise(*verb, "--help").out != ""
 
 
 def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(equipoise, tmp_path):
