@@ -42,6 +42,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     except EquipoiseError as error:
         sys.stderr.write(f"equipoise: {error}\n")
         raise SystemExit(2) from None
-    except BrokenPipeError:
-        # The reader of our output, such as head, has gone: nothing is wrong and nothing can be said.
-        raise SystemExit(0) from None

@@ -19,6 +19,7 @@ from equipoise.cli.formats import formats
 from equipoise.cli.generate import generate
 from equipoise.cli.ingest import ingest
 from equipoise.cli.loads import loads
+from equipoise.cli.output import guarded
 from equipoise.cli.parity import parity
 from equipoise.cli.plan import plan
 from equipoise.cli.report import report
@@ -55,7 +56,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_before_verbs)
     for verb in VERBS:
-        app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(verb))
+        app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(guarded(verb)))
     return app
 
 

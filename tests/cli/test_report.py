@@ -85,16 +85,16 @@ def test_train_writes_the_page_of_its_run(equipoise, tmp_path, monkeypatch):
     assert "leave out --report or --compare" in refused.err
 
 
-def leave(*_: object, **__: object) -> None:
-    """What printing does when the reader of our output has gone."""
-    raise BrokenPipeError
+def test_files_are_written_before_a_word_is_printed(equipoise, result, tmp_path, monkeypatch):
+    written = []
 
+    def look(*_: object, **__: object) -> None:
+        written.append(sorted(path.name for path in tmp_path.iterdir()))
 
-def test_files_are_written_even_if_nobody_reads_what_is_printed(equipoise, result, tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.cli.report.show", leave)
+    monkeypatch.setattr("equipoise.cli.report.show", look)
     assert equipoise("report", result, "-o", tmp_path / "page.html", "--trace", tmp_path / "t.json").code == 0
-    assert (tmp_path / "page.html").exists() and (tmp_path / "t.json").exists()
-    monkeypatch.setattr("equipoise.cli.analysis_view.show", leave)
+    monkeypatch.setattr("equipoise.cli.analysis_view.show", look)
     given = ("--demo", "--model", "olmoe", "--no-plan")
     assert equipoise("analyze", *given, "-o", tmp_path / "a.json", "--report", tmp_path / "a.html").code == 0
-    assert (tmp_path / "a.json").exists() and (tmp_path / "a.html").exists()
+    first = ["page.html", "result.json", "t.json"]
+    assert written == [first, ["a.html", "a.json", *first]]
