@@ -45,6 +45,8 @@ from equipoise.routes.source import SUFFIXES, Source
 _AT_ONCE = 8
 """Requests that one rank has open."""
 _TIMEOUT_S = 600.0
+_SAID = 300
+"""Bytes of an engine's own error that are told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ class Engine:
             "seed": seed,
             "return_token_ids": True,
         }
-        return [{**self._post("/v1/completions", body), "request": {"token_ids": prompt}}]
+        return [{**one, "request": {"token_ids": prompt}} for one in self._post("/v1/completions", body)]
 
     def _ask_sglang(self, prompt: list[int], seed: int) -> list[Any]:
         config = self._outside.config
@@ -176,18 +178,31 @@ class Engine:
             "sampling_seed": seed,
         }
         body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
-        found = self._post("/generate", body)
-        return [{**one, "input_ids": prompt} for one in (found if isinstance(found, list) else [found])]
+        return [{**one, "input_ids": prompt} for one in self._post("/generate", body)]
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The JSON object, or the list of them, that the engine answers with."""
         request = urllib.request.Request(
             self._url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return json.loads(answer.read())
+                found = json.loads(answer.read())
         except (urllib.error.URLError, ValueError, OSError) as error:
-            raise TrainingError(f"the engine at {self._url}{path} gave no usable answer: {error}") from error
+            raise TrainingError(f"the engine at {self._url}{path} gave no usable answer: {_words(error)}") from error
+        answers = found if isinstance(found, list) else [found]
+        if not all(isinstance(one, dict) for one in answers):
+            raise TrainingError(
+                f"the engine at {self._url}{path} answered {str(found)[:60]}, which is no JSON object; is it a "
+                f"{self._outside.config.engine} server (setting rollout.engine)?"
+            )
+        return answers
+
+
+def _words(error: Exception) -> str:
+    """What went wrong, with what the engine itself says of it."""
+    said = error.read(_SAID).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+    return " ".join(f"{error} {said}".split())
 
 
 def _without_routes(record: Any, model: ModelShape) -> list[SampleRoutes]:

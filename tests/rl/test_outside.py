@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
@@ -125,15 +126,23 @@ class Speaker(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@contextmanager
+def served(handler):
+    """The address of a server that answers so."""
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def server():
-    server = HTTPServer(("127.0.0.1", 0), Speaker)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
     Speaker.asked.clear()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(Speaker) as url:
+        yield url
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -150,6 +159,39 @@ def test_an_engine_that_answers_over_http_gives_the_same_samples(server, engine)
 def test_an_engine_that_is_not_there_is_told_with_its_address():
     with pytest.raises(TrainingError, match=r"the engine at http://127.0.0.1:9/v1/completions gave no usable answer"):
         list(Engine("http://127.0.0.1:9", outside()).generate(REQUEST))
+
+
+class Wrong(BaseHTTPRequestHandler):
+    """Answers everything with one status and content."""
+
+    answer: ClassVar[tuple] = ()
+
+    def do_POST(self):
+        status, content = self.answer
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *words):
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((400, b'{"message": "max_tokens\\nis too large"}'), r"HTTP Error 400: Bad Request {\"message\": \"max_tokens"),
+        ((200, b"<html>"), "gave no usable answer: Expecting value"),
+        ((200, b"null"), "answered None, which is no JSON object; is it a {engine} server"),
+        ((200, b"[1, 2]"), r"answered \[1, 2\], which is no JSON object; is it a {engine} server"),
+    ],
+)
+def test_an_answer_that_is_of_no_use_is_told_with_what_the_engine_says(monkeypatch, engine, answer, words):
+    monkeypatch.setattr(Wrong, "answer", answer)
+    with served(Wrong) as url, pytest.raises(TrainingError, match=words.replace("{engine}", engine)) as error:
+        list(Engine(url, outside(engine=engine)).generate(REQUEST))
+    assert str(error.value).startswith(f"the engine at {url}/") and "\n" not in str(error.value)
 
 
 def broken_file(folder, *, what):
