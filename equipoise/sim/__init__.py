@@ -11,6 +11,7 @@
     summary.py     a simulation as text; demo.py, a generated step to show it with
     analysis.py    all that `equipoise analyze` says about one step
 
+Shape letters beside the package's: G EP group, Q pipeline stage, X rank over all stages of a group, C kind of seconds.
 `python -m equipoise.sim` shows a demo. May import core, loads, cost and planner; never torch, routes or runtime.
 """
 

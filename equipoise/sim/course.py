@@ -87,16 +87,16 @@ def in_order(courses: Sequence[Course]) -> list[tuple[int, Pass]]:
     """(index within its stage, pass) of all stages, each after those it waits for."""
     done: set[Pass] = set()
     ordered: list[tuple[int, Pass]] = []
-    next_P = [0] * len(courses)
+    next_Q = [0] * len(courses)
     total = sum(len(course.passes) for course in courses)
     while len(ordered) < total:
         for stage, course in enumerate(courses):
-            while next_P[stage] < len(course.passes):
-                one = course.passes[next_P[stage]]
+            while next_Q[stage] < len(course.passes):
+                one = course.passes[next_Q[stage]]
                 needed = waits_for(one, len(courses))
                 if needed is not None and needed not in done:
                     break
-                ordered.append((next_P[stage], one))
+                ordered.append((next_Q[stage], one))
                 done.add(one)
-                next_P[stage] += 1
+                next_Q[stage] += 1
     return ordered

@@ -29,8 +29,8 @@ class GroupOutcome(Value):
     """What one group's window took."""
 
     seconds: Parts
-    rank_s_KX: np.ndarray
-    """[K, X] seconds of each rank by kind, in the order of RANK_PARTS."""
+    rank_s_CX: np.ndarray
+    """[C, X] seconds of each rank by kind, in the order of RANK_PARTS."""
     paths: tuple[PathUse, ...]
     works: tuple[Work, ...]
 
@@ -41,7 +41,7 @@ def run_group(
     setting: StepSetting,
     depth: int,
     planning_s: float,
-    pairs_P: Sequence[np.ndarray | None],
+    pairs_Q: Sequence[np.ndarray | None],
 ) -> GroupOutcome:
     """Replay one group's window.
 
@@ -50,48 +50,48 @@ def run_group(
         setting: the step around the experts
         depth: visits ahead that pulls may start
         planning_s: seconds of planning that the window waits for
-        pairs_P: per stage, [L, E, E] tokens that chose both experts, or None
+        pairs_Q: per stage, [L, E, E] tokens that chose both experts, or None
     """
     works = [
         work_of(plan, activations=setting.activations, sends=setting.sends, pair_LEE=pair_LEE)
-        for plan, pair_LEE in zip(plans, pairs_P, strict=True)
+        for plan, pair_LEE in zip(plans, pairs_Q, strict=True)
     ]
     done = replay(works, depth=depth)
-    busy_P = done.part_PK.sum(axis=1) + np.array([work.publish + work.collect for work in works])
+    busy_Q = done.part_QC.sum(axis=1) + np.array([work.publish + work.collect for work in works])
     # The stage with most to do waits least: its parts are the critical ones.
-    busiest = int(busy_P.argmax())
-    part_K, work = [int(ns) / NANO for ns in done.part_PK[busiest]], works[busiest]
+    busiest = int(busy_Q.argmax())
+    part_C, work = [int(ns) / NANO for ns in done.part_QC[busiest]], works[busiest]
     seconds = Parts(
-        compute=part_K[COMPUTE],
-        all_to_all_inside=part_K[INSIDE],
-        all_to_all_across=part_K[ACROSS],
-        pull=part_K[PULL],
-        return_=part_K[RETURN],
+        compute=part_C[COMPUTE],
+        all_to_all_inside=part_C[INSIDE],
+        all_to_all_across=part_C[ACROSS],
+        pull=part_C[PULL],
+        return_=part_C[RETURN],
         publish=work.publish / NANO,
         collect=work.collect / NANO,
-        planning=part_K[PLANNING] + planning_s,
-        attention=part_K[ATTENTION],
-        bubble=(done.total - int(busy_P[busiest])) / NANO,
+        planning=part_C[PLANNING] + planning_s,
+        attention=part_C[ATTENTION],
+        bubble=(done.total - int(busy_Q[busiest])) / NANO,
     )
     return GroupOutcome(
         seconds=seconds,
-        rank_s_KX=_rank_seconds(works, done, busy_P, planning_s),
+        rank_s_CX=_rank_seconds(works, done, busy_Q, planning_s),
         paths=_paths(plans, done, busiest),
         works=tuple(works),
     )
 
 
-def _rank_seconds(works: Sequence[Work], done: Replayed, busy_P: np.ndarray, planning_s: float) -> np.ndarray:
+def _rank_seconds(works: Sequence[Work], done: Replayed, busy_Q: np.ndarray, planning_s: float) -> np.ndarray:
     stages = []
     for p, work in enumerate(works):
         times = 2 if work.repeats_forward else 1
         compute_R = (times * work.forward_MLR + work.backward_MLR).sum(axis=(0, 1))
         attention_R = (times * work.attention_MLR + work.attention_backward_MLR).sum(axis=(0, 1))
-        part_K = done.part_PK[p]
-        exchange = part_K[INSIDE] + part_K[ACROSS]
-        edges = work.publish + work.collect + part_K[PLANNING] + work.push_ML.sum()
-        wait_R = busy_P[p] - compute_R - attention_R - exchange - edges + round(planning_s * NANO)
-        kinds = (compute_R, attention_R, exchange, edges, wait_R, done.total - busy_P[p])
+        part_C = done.part_QC[p]
+        exchange = part_C[INSIDE] + part_C[ACROSS]
+        edges = work.publish + work.collect + part_C[PLANNING] + work.push_ML.sum()
+        wait_R = busy_Q[p] - compute_R - attention_R - exchange - edges + round(planning_s * NANO)
+        kinds = (compute_R, attention_R, exchange, edges, wait_R, done.total - busy_Q[p])
         stages.append(np.stack([np.broadcast_to(kind, wait_R.shape) for kind in kinds]))
     assert len(stages[0]) == len(RANK_PARTS), "one line per kind of seconds"
     return np.concatenate(stages, axis=1) / NANO
@@ -103,9 +103,9 @@ def _paths(plans: Sequence[Plan], done: Replayed, busiest: int) -> tuple[PathUse
     return tuple(
         PathUse(
             path=name,
-            moved_s=int(done.moved_P3[busiest, i]) / NANO,
-            exposed_s=int(done.exposed_P3[busiest, i]) / NANO,
-            bytes=int(done.count_P3[:, i].sum()) * each[i],
+            moved_s=int(done.moved_Q3[busiest, i]) / NANO,
+            exposed_s=int(done.exposed_Q3[busiest, i]) / NANO,
+            bytes=int(done.count_Q3[:, i].sum()) * each[i],
         )
         for i, name in enumerate(PATH_NAMES)
     )

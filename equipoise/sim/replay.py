@@ -75,7 +75,7 @@ class _Clock(NamedTuple):
     """[2, V, R] when a rank's pulls of a visit have arrived, by path, on the lanes' clock."""
     slowed_VR: np.ndarray
     """[V, R] what a visit's pulls still add to the compute beside them."""
-    part_K: np.ndarray
+    part_C: np.ndarray
     exposed_3: np.ndarray
     moved_3: np.ndarray
     """[3] what each path's transfers would take in the open, or did."""
@@ -89,13 +89,13 @@ class Replayed(Value):
 
     total: int
     """From the window's start to its end, edges included."""
-    part_PK: np.ndarray
-    """[pipeline stages, 7] busy time by part."""
-    exposed_P3: np.ndarray
-    moved_P3: np.ndarray
-    """[pipeline stages, 3] by path."""
-    count_P3: np.ndarray
-    """[pipeline stages, 3] experts moved by each path."""
+    part_QC: np.ndarray
+    """[Q, 7] busy time by part."""
+    exposed_Q3: np.ndarray
+    moved_Q3: np.ndarray
+    """[Q, 3] by path."""
+    count_Q3: np.ndarray
+    """[Q, 3] experts moved by each path."""
 
 
 def replay(works: list[Work], *, depth: int = 1) -> Replayed:
@@ -109,21 +109,21 @@ def replay(works: list[Work], *, depth: int = 1) -> Replayed:
     courses = [course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=stages) for p, work in enumerate(works)]
     figures = [_figures(work, course) for work, course in zip(works, courses, strict=True)]
     clocks = [_clock(work, course) for work, course in zip(works, courses, strict=True)]
-    now_P = [work.publish for work in works]
+    now_Q = [work.publish for work in works]
     ended: dict[Pass, int] = {}
     for index, one in in_order(courses):
         p, needed = one.pipeline_stage, waits_for(one, stages)
         # Pipeline stages cannot begin before what they need has been sent.
         ready = 0 if needed is None else ended[needed] + int(works[needed.pipeline_stage].send_M[one.micro_step])
         layers = works[p].shape[1]
-        now_P[p] = int(_run_pass(figures[p], clocks[p], index * layers, layers, max(now_P[p], ready)))
-        ended[one] = now_P[p]
+        now_Q[p] = int(_run_pass(figures[p], clocks[p], index * layers, layers, max(now_Q[p], ready)))
+        ended[one] = now_Q[p]
     return Replayed(
-        total=max(now + work.collect for now, work in zip(now_P, works, strict=True)),
-        part_PK=np.stack([clock.part_K for clock in clocks]),
-        exposed_P3=np.stack([clock.exposed_3 for clock in clocks]),
-        moved_P3=np.stack([np.maximum(clock.moved_3, clock.exposed_3) for clock in clocks]),
-        count_P3=np.stack([clock.count_3 for clock in clocks]),
+        total=max(now + work.collect for now, work in zip(now_Q, works, strict=True)),
+        part_QC=np.stack([clock.part_C for clock in clocks]),
+        exposed_Q3=np.stack([clock.exposed_3 for clock in clocks]),
+        moved_Q3=np.stack([np.maximum(clock.moved_3, clock.exposed_3) for clock in clocks]),
+        count_Q3=np.stack([clock.count_3 for clock in clocks]),
     )
 
 
@@ -174,8 +174,8 @@ def _react(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     """Plan and push in the open, where a policy does that."""
     m, _, layer = f.visit_V3[visit]
     planning, push = f.planning_ML[m, layer], f.push_ML[m, layer]
-    clock.part_K[PLANNING] += planning
-    clock.part_K[PULL] += push
+    clock.part_C[PLANNING] += planning
+    clock.part_C[PULL] += push
     clock.exposed_3[PEER] += push
     if push > 0:
         entry = m * f.exchange_ML.shape[1] + layer
@@ -220,7 +220,7 @@ def _exchange(f: _Figures, clock: _Clock, m: int, layer: int, now: int) -> int:
     """All ranks meet; lanes stand still."""
     took = f.exchange_ML[m, layer]
     clock.exchanged[0] += took
-    clock.part_K[ACROSS if f.is_across_ML[m, layer] else INSIDE] += took
+    clock.part_C[ACROSS if f.is_across_ML[m, layer] else INSIDE] += took
     return now + took
 
 
@@ -236,8 +236,8 @@ def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now:
             last, late_path = end, (PEER if peer >= host else HOST)
         level = max(level, compute_R[r])
     clock.slowed_VR[visit] = 0
-    clock.part_K[COMPUTE] += level
-    clock.part_K[PULL] += last - level
+    clock.part_C[COMPUTE] += level
+    clock.part_C[PULL] += last - level
     clock.exposed_3[late_path] += last - level
     return int(now + last)
 
@@ -246,7 +246,7 @@ def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now:
 def _forward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     m, _, layer = f.visit_V3[visit]
     attention = f.attention_MLR[m, layer].max()
-    clock.part_K[ATTENTION] += attention
+    clock.part_C[ATTENTION] += attention
     now = _exchange(f, clock, m, layer, now + attention)
     now = _experts(f, clock, visit, f.forward_MLR[m, layer], now)
     return _exchange(f, clock, m, layer, now)
@@ -268,8 +268,8 @@ def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     for r in range(len(attention_R)):
         if back_R[r] > 0:
             last = max(last, max(attention_R[r], back_R[r] - lane_now) + returns_R[r] * f.tables.add_ns)
-    clock.part_K[ATTENTION] += level
-    clock.part_K[RETURN] += last - level
+    clock.part_C[ATTENTION] += level
+    clock.part_C[RETURN] += last - level
     clock.exposed_3[BACK] += last - level
     return now + last
 

@@ -48,7 +48,7 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
                        points is a list of {tokens, saved_share}
 `Parts`: {compute, all_to_all_inside, all_to_all_across, pull, return, publish, collect, planning, attention, bubble,
 rollout, other, total}. `Balance`: {skew_M [M], busiest_M [M], mean_M [M], rank_load_MR [M][R], rank_load_LR [L][R]}.
-With pipeline stages X counts ranks stage by stage: X = P * R, rank r of stage p is p * R + r. Without, X = R.
+With pipeline stages X counts ranks stage by stage: X = Q * R, rank r of stage q is q * R + r. Without, X = R.
 
 Invariants (asserted by the tests):
 1. The parts of a window add up to the seconds of its slowest group.
@@ -207,8 +207,8 @@ class WindowResult(Value):
     """Of the slowest group."""
     slowest: int
     group_s_G: np.ndarray
-    rank_s_KGX: np.ndarray
-    """[K, G, X] seconds of every rank by kind, in the order of RANK_PARTS."""
+    rank_s_CGX: np.ndarray
+    """[C, G, X] seconds of every rank by kind, in the order of RANK_PARTS."""
     paths: tuple[PathUse, ...]
     after: Balance
     byte_RR: np.ndarray
@@ -219,7 +219,7 @@ class WindowResult(Value):
             "seconds": self.seconds.to_dict(),
             "slowest": self.slowest,
             "group_s": self.group_s_G.tolist(),
-            "ranks": {name: self.rank_s_KGX[k].tolist() for k, name in enumerate(RANK_PARTS)},
+            "ranks": {name: self.rank_s_CGX[k].tolist() for k, name in enumerate(RANK_PARTS)},
             "paths": [use.to_dict() for use in self.paths],
             "after": self.after.to_dict(),
             "byte_RR": self.byte_RR.tolist(),

@@ -206,7 +206,7 @@ class _Step:
                 setting=self.setting,
                 depth=self.options.depth,
                 planning_s=planning_s,
-                pairs_P=self._pairs(),
+                pairs_Q=self._pairs(),
             )
             if g == self.setting.shown.group:
                 shown = _Shown(plans, outcome)
@@ -235,7 +235,7 @@ class _Step:
             seconds=outcomes[slowest].seconds,
             slowest=slowest,
             group_s_G=group_s_G,
-            rank_s_KGX=np.stack([outcome.rank_s_KX for outcome in outcomes], axis=1),
+            rank_s_CGX=np.stack([outcome.rank_s_CX for outcome in outcomes], axis=1),
             paths=outcomes[slowest].paths,
             after=balance_of(rank_load_MLR),
             byte_RR=bytes_between(shown_plans, micro_step),
@@ -254,7 +254,7 @@ class _Step:
         """Bytes per rank of the shown group in one window."""
         model, plans = self.model, shown.plans
         stage, kept = plans[0].loads.stage, self.setting.activations
-        received_PR = [
+        received_QR = [
             received_bytes_MLR(work.rows_MLR, stage, model, kept).max(axis=(0, 1)) for work in shown.outcome.works
         ]
         layers = max(plan.loads.num_layers for plan in plans)
@@ -262,7 +262,7 @@ class _Step:
         return Memory(
             experts_bytes=layers * self.cluster.home_slots(model) * model.expert_bytes,
             replicas_bytes=source.slots * copies * replica_bytes(model, stage),
-            received_bytes_X=np.concatenate(received_PR),
+            received_bytes_X=np.concatenate(received_QR),
             limit_bytes=self.cluster.memory_bytes,
         )
 

@@ -12,7 +12,7 @@ Invariants (asserted by the tests):
 3. Progress ends at its total, and never runs backwards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -145,5 +145,6 @@ def _counting(report: Progress, *, first: int, last: int, total: int) -> LayerPl
     return plan_and_report
 
 
-def _distribution(rank_loads_P: Any) -> Distribution:
-    return Distribution(np.concatenate([skew_ML(load_MLR) for load_MLR in rank_loads_P]))
+def _distribution(loads: Iterable[np.ndarray]) -> Distribution:
+    """Skew of every micro-step and layer of several [M, L, R] loads of ranks."""
+    return Distribution(np.concatenate([skew_ML(load_MLR) for load_MLR in loads]))

@@ -66,7 +66,7 @@ def policy(rng, name, *, slots, slow, layers, ranks, steps=STEPS, timed=True):
                 seconds=parts,
                 slowest=0,
                 group_s_G=np.array([parts.total]),
-                rank_s_KGX=np.broadcast_to(kinds[:, None, None], (6, 1, ranks))
+                rank_s_CGX=np.broadcast_to(kinds[:, None, None], (6, 1, ranks))
                 * (0.9 + 0.1 * rng.random((1, 1, ranks))),
                 paths=(PathUse(path="peer", moved_s=0.02, exposed_s=0.002, bytes=2**30),) if slots else (),
                 after=balance(rng, micro_steps=count, layers=layers, ranks=ranks, spread=slow - 1),

@@ -60,20 +60,20 @@ def test_the_forms_agree_on_awkward_work(shape):
 def test_parts_add_up_to_the_clock_where_there_is_one_pipeline_stage(seed, shape, depth):
     (work,) = works_of(seed, 1, shape)
     done = replay([work], depth=depth)
-    assert done.part_PK.sum() + work.publish + work.collect == done.total
-    assert (done.moved_P3 >= done.exposed_P3).all()
-    assert (done.exposed_P3 >= 0).all()
-    assert done.exposed_P3[0, :2].sum() == done.part_PK[0, PULL]
-    assert done.exposed_P3[0, 2] == done.part_PK[0, RETURN]
+    assert done.part_QC.sum() + work.publish + work.collect == done.total
+    assert (done.moved_Q3 >= done.exposed_Q3).all()
+    assert (done.exposed_Q3 >= 0).all()
+    assert done.exposed_Q3[0, :2].sum() == done.part_QC[0, PULL]
+    assert done.exposed_Q3[0, 2] == done.part_QC[0, RETURN]
 
 
 def test_compute_and_attention_are_those_of_the_busiest_rank():
     work = random_work(np.random.default_rng(3), replicas=0)
     done = replay([work])
-    assert done.part_PK[0, COMPUTE] == (work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)).sum()
+    assert done.part_QC[0, COMPUTE] == (work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)).sum()
     attention = work.attention_MLR.max(axis=2) + work.attention_backward_MLR.max(axis=2)
-    assert done.part_PK[0, ATTENTION] == attention.sum()
-    assert done.total == done.part_PK.sum() + work.publish + work.collect
+    assert done.part_QC[0, ATTENTION] == attention.sum()
+    assert done.total == done.part_QC.sum() + work.publish + work.collect
 
 
 @given(st.integers(0, 10**6), shapes)
@@ -94,8 +94,8 @@ def test_what_is_pushed_in_the_open_is_all_exposed():
     before, after = replay([work]), replay([pushed])
     entries = work.exchange_ML.size
     assert after.total - before.total == entries * (255 + 80)
-    assert after.part_PK[0, PLANNING] == entries * 80
-    assert after.exposed_P3[0, 0] == entries * 255
+    assert after.part_QC[0, PLANNING] == entries * 80
+    assert after.exposed_Q3[0, 0] == entries * 255
 
 
 def test_pulls_hide_behind_long_visits_and_stand_out_behind_short_ones():
@@ -105,8 +105,8 @@ def test_pulls_hide_behind_long_visits_and_stand_out_behind_short_ones():
     long = random_work(rng, most_ns=50_000_000, transfers=transfers, slowdown_2=free)
     short = random_work(rng, most_ns=20, transfers=transfers, slowdown_2=free)
     # The very first visit has nothing before it to hide behind but its own attention.
-    assert replay([long]).part_PK[0, PULL] == 0
-    assert replay([short]).part_PK[0, PULL] > 0.5 * replay([short]).moved_P3[0, :2].max()
+    assert replay([long]).part_QC[0, PULL] == 0
+    assert replay([short]).part_QC[0, PULL] > 0.5 * replay([short]).moved_Q3[0, :2].max()
 
 
 def test_a_pull_slows_the_compute_beside_it_by_its_share():
@@ -126,15 +126,15 @@ def test_a_pull_slows_the_compute_beside_it_by_its_share():
         for share in (0, 200)
     )
     tables = random_work(rng, **shape).tables
-    assert free.part_PK[0, PULL] == 0
-    assert slowed.part_PK[0, PULL] == (tables.peer_ns + tables.peer_fixed_ns) * 200 // 1000
+    assert free.part_QC[0, PULL] == 0
+    assert slowed.part_QC[0, PULL] == (tables.peer_ns + tables.peer_fixed_ns) * 200 // 1000
 
 
 def test_deeper_prefetch_never_exposes_more():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         work = random_work(rng, micro_steps=4, layers=3, most_ns=150_000, replicas=5)
-        exposed = [int(replay([work], depth=depth).part_PK[0, PULL]) for depth in (1, 3)]
+        exposed = [int(replay([work], depth=depth).part_QC[0, PULL]) for depth in (1, 3)]
         assert exposed[1] <= exposed[0]
 
 
@@ -144,7 +144,7 @@ def test_a_pipeline_takes_at_least_its_busiest_stage_and_at_most_all_of_them_in_
             seed, 3, {"micro_steps": 4, "layers": 2, "ranks": 3, "stage": "update", "most_ns": 9_000, "replicas": 2}
         )
         done = replay(works)
-        busy = done.part_PK.sum(axis=1) + [w.publish + w.collect for w in works]
+        busy = done.part_QC.sum(axis=1) + [w.publish + w.collect for w in works]
         sends = sum(int(w.send_M.sum()) for w in works) * 2
         assert busy.max() <= done.total <= busy.sum() + sends
 

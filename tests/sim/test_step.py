@@ -79,9 +79,9 @@ def test_a_step_is_its_windows_and_what_was_given(simulated):
 def test_ranks_add_up_to_their_group_and_nothing_is_negative(simulated):
     for result in simulated.policies:
         for window in result.windows:
-            total_GX = window.rank_s_KGX.sum(axis=0)
+            total_GX = window.rank_s_CGX.sum(axis=0)
             assert np.allclose(total_GX, window.group_s_G[:, None])
-            assert (window.rank_s_KGX >= -1e-12).all()
+            assert (window.rank_s_CGX >= -1e-12).all()
             assert window.group_s_G[window.slowest] == pytest.approx(window.seconds.total)
             assert all(0 <= use.exposed_s <= use.moved_s for use in window.paths)
 
@@ -117,7 +117,7 @@ def test_pipeline_stages_share_the_layers_and_add_a_bubble(loads):
     assert two.seconds.bubble > 0
     # Each stage does about half; four micro-steps over two stages wait one more pass of each kind.
     assert 0.5 * one.seconds.total < two.seconds.total < one.seconds.total
-    assert two.windows[0].rank_s_KGX.shape == (6, 1, 16)
+    assert two.windows[0].rank_s_CGX.shape == (6, 1, 16)
     assert two.memory.experts_bytes * 2 == one.memory.experts_bytes
     assert two.seconds.compute < 0.7 * one.seconds.compute
 
