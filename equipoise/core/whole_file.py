@@ -26,7 +26,8 @@ def whole_file(path: str | Path, *, error: type[EquipoiseError] = EquipoiseError
     """
     target = Path(path).resolve()
     is_plain = target.is_file() or not target.exists()
-    draft = target.with_name(f".{target.name}.{os.getpid()}.draft") if is_plain else target
+    # Writers may look at the suffix.
+    draft = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}") if is_plain else target
     try:
         yield draft
         if is_plain:
