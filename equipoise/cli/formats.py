@@ -16,8 +16,7 @@ def formats(as_json: JsonFlag = False) -> None:
 
     table = Table("form", "what it is", "written to", title="Forms of recorded routes", title_justify="left")
     for form in FORMATS:
-        suffixes = " ".join("folder" if suffix == "/" else suffix for suffix in form.suffixes)
-        table.add_row(form.name, form.summary, suffixes)
+        table.add_row(form.name, form.summary, " ".join(form.suffixes))
     screen(as_json=as_json).print(table)
     if as_json:
         listed = [{"name": f.name, "summary": f.summary, "suffixes": list(f.suffixes)} for f in FORMATS]

@@ -1,4 +1,4 @@
-"""What the writers of the engine formats share: laying routes out as an engine would, or refusing.
+"""What the writers of formats share: laying routes out as an engine would, or refusing.
 
 Knows which rows, layers and markers a form has room for. Does not know any engine's field names, nor how to read
 (that is `_wire.py`).
@@ -18,7 +18,49 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import Routes, RoutesError, SampleRoutes, Segment
-from equipoise.routes.interpret import wire_rows
+
+
+def wire_rows(sample: SampleRoutes, routes: Routes, *, dtype: np.dtype | type, all_layers: bool = True) -> np.ndarray:
+    """Lay out a sample's rows as they stand on a wire: unknown rows -1, dense layers zero.
+
+    Args:
+        sample: one of `routes`
+        routes: whose layers and model they are
+        dtype: a signed dtype where a row is unknown
+        all_layers: whether the layer axis has all decoder layers, or just those of `routes`
+
+    Returns:
+        [rows, layers on the wire, K]
+    """
+    target = np.dtype(dtype)
+    _refuse_what_has_no_place(sample, routes, target, all_layers=all_layers)
+    ids_TLK = sample.ids_TLK.astype(target)
+    if sample.known_TL is not None:
+        ids_TLK[~sample.known_TL] = -1
+    if not all_layers:
+        return ids_TLK
+    rows = np.zeros((sample.num_rows, routes.model.hidden_layers, routes.model.top_k), dtype=target)
+    rows[:, list(routes.layer_numbers)] = ids_TLK
+    return rows
+
+
+def _refuse_what_has_no_place(sample: SampleRoutes, routes: Routes, dtype: np.dtype, *, all_layers: bool) -> None:
+    """Raise if ids, layers, padding or unknown rows do not fit the wire."""
+    model = routes.model
+    if model.experts - 1 > np.iinfo(dtype).max:
+        raise RoutesError(f"expert {model.experts - 1} does not fit {dtype}; write the native store instead")
+    if all_layers and routes.layer_numbers != model.layer_numbers:
+        raise RoutesError(
+            f"routes hold {len(routes.layer_numbers)} of {model.layers} MoE layers; this form cannot name them; "
+            "write the native store instead"
+        )
+    if sample.padding_T is not None and sample.padding_T.any():
+        raise RoutesError(
+            f"sample {sample.name!r}: {int(sample.padding_T.sum())} padding rows, which this form cannot mark; "
+            "write the native store instead"
+        )
+    if sample.known_TL is not None and not sample.known_TL.all() and dtype.kind != "i":
+        raise RoutesError(f"sample {sample.name!r}: {dtype} cannot hold -1, which marks unknown rows")
 
 
 def engine_rows(sample: SampleRoutes, routes: Routes, *, form: str, dtype: np.dtype) -> np.ndarray:

@@ -22,7 +22,7 @@ class Format:
     summary: str
     """One line for `--help` and for errors that list candidates."""
     suffixes: tuple[str, ...]
-    """File suffixes this form is written to, first one preferred; "/" for a folder."""
+    """File suffixes this form is written to, first one preferred."""
     matches: Callable[[Source], bool]
     """Whether the content (never the file name) can be this form; must not raise on foreign content."""
     read: Callable[[Source, ModelShape], Iterator[Recording]]

@@ -7,7 +7,7 @@ Steps, for each sample:
 4. Compare the rows with the tokens.
 
 Streams: holds the turns of one sample at a time. Does not know any format (readers decode) nor judge quality beyond
-what would make a route wrong (the doctor does). `wire_rows` is the way back, for writers.
+what would make a route wrong (the doctor does). The way back, for writers, is `wire_rows` in `_layout.py`.
 
 Invariants (asserted by the tests):
 1. The layer axis is mapped by global number (`layer_map.py`). A dense layer that holds ids is an error.
@@ -27,7 +27,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
+from equipoise.core import ModelShape, RoutesError, SampleRoutes, Segment
 from equipoise.core.routes import id_dtype
 from equipoise.routes.layer_map import LayerMap, map_recording
 from equipoise.routes.recording import Recording
@@ -72,43 +72,6 @@ def interpret(
     layer_map = map_recording(first, model)
     rules = _Rules(model=model, first=first, layer_map=layer_map, last_row=last_row, allow_short=allow_short)
     return SampleStream(_samples(chain([first], stream), rules), layer_map.numbers)
-
-
-def wire_rows(sample: SampleRoutes, routes: Routes, *, dtype: np.dtype | type, all_layers: bool = True) -> np.ndarray:
-    """Return a sample's rows as engines hand them out: unknown rows -1, dense layers zero. For writers.
-
-    Args:
-        sample: one sample of `routes`
-        routes: all of them, which know the model and the layers
-        dtype: a signed dtype where a row is unknown
-        all_layers: whether the layer axis has all decoder layers, or just those of `routes`
-
-    Returns:
-        [T, layers on the wire, K]
-    """
-    target = np.dtype(dtype)
-    if routes.model.experts - 1 > np.iinfo(target).max:
-        raise RoutesError(f"expert {routes.model.experts - 1} does not fit {target}; write the native store instead")
-    if all_layers and routes.layer_numbers != routes.model.layer_numbers:
-        raise RoutesError(
-            f"routes hold {len(routes.layer_numbers)} of {routes.model.layers} MoE layers; this form cannot name them; "
-            "write the native store instead"
-        )
-    if sample.padding_T is not None and sample.padding_T.any():
-        raise RoutesError(
-            f"sample {sample.name!r}: {int(sample.padding_T.sum())} padding rows, which this form cannot mark; "
-            "write the native store instead"
-        )
-    ids_TLK = sample.ids_TLK.astype(target)
-    if sample.known_TL is not None and not sample.known_TL.all():
-        if target.kind != "i":
-            raise RoutesError(f"sample {sample.name!r}: {target} cannot hold -1, which marks unknown rows")
-        ids_TLK[~sample.known_TL] = -1
-    if not all_layers:
-        return ids_TLK
-    rows = np.zeros((sample.num_rows, routes.model.hidden_layers, routes.model.top_k), dtype=target)
-    rows[:, list(routes.layer_numbers)] = ids_TLK
-    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

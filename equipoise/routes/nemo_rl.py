@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes._layout import check_names, encode_base64, refuse_versions, write_jsonl, write_npz
+from equipoise.routes._layout import check_names, encode_base64, refuse_versions, wire_rows, write_jsonl, write_npz
 from equipoise.routes._wire import (
     Response,
     decode_base64,
@@ -54,7 +54,6 @@ from equipoise.routes._wire import (
     token_array,
 )
 from equipoise.routes.format import Format
-from equipoise.routes.interpret import wire_rows
 from equipoise.routes.recording import Recording
 from equipoise.routes.source import Source, integer_array, plain_array, write_torch
 

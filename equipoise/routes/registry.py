@@ -12,6 +12,7 @@ Invariants (asserted by the tests):
 2. A dump of no known form, or of several, is an error that lists the forms; a named form is never second-guessed.
 3. `stream_routes` and `read_routes` give the same samples.
 4. A native store is mapped, not read, and refused for another model.
+5. A dump that cannot be written whole leaves what was there before.
 """
 
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 from equipoise.core import ModelShape, Routes, RoutesError
 from equipoise.core.model import preset_names
+from equipoise.core.whole_file import whole_file
 from equipoise.routes import megatron, nemo_rl, prime_rl, sglang, slime, store, verl, vllm
 from equipoise.routes.format import Format
 from equipoise.routes.interpret import LastRow, SampleStream, interpret
@@ -121,22 +123,20 @@ def stream_recordings(dump: Any, *, model: ModelShape | str | Path, format: str 
 
 
 def write_routes(routes: Routes, path: str | Path, *, format: str) -> None:
-    """Write routes in a form.
+    """Write routes in a form, whole or not at all.
 
     Args:
         routes: what to write
-        path: a file whose suffix the form has, or a folder where it is one
+        path: a file whose suffix the form has
         format: the name of the form
     """
     form, target = find_format(format), Path(path)
-    if "/" not in form.suffixes and target.suffix.lower() not in form.suffixes:
+    if target.suffix.lower() not in form.suffixes:
         raise RoutesError(f"{target}: form {form.name!r} is written to {' or '.join(form.suffixes)} files; rename it")
     if not target.parent.is_dir():
         raise RoutesError(f"{target} cannot be written: there is no folder {target.parent}")
-    try:
-        form.write(routes, target)
-    except OSError as error:
-        raise RoutesError(f"{target} cannot be written: {error.strerror or error}") from error
+    with whole_file(target, error=RoutesError) as draft:
+        form.write(routes, draft)
 
 
 def resolve_model(model: ModelShape | str | Path | None) -> ModelShape:

@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.routes._layout import wire_rows
 from equipoise.routes._wire import field
 from equipoise.routes.format import Format
-from equipoise.routes.interpret import wire_rows
 from equipoise.routes.recording import Recording
 from equipoise.routes.source import Source, integer_array, write_torch
 

@@ -170,7 +170,7 @@ def write_torch(content: Any, path: Path) -> None:
     try:
         import torch
     except ImportError as error:
-        raise RoutesError(f"{path} needs torch to be written; pip install 'equipoise[torch]'") from error
+        raise RoutesError(f"{path.suffix} needs torch to be written; pip install 'equipoise[torch]'") from error
 
     def with_tensors(value: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -61,7 +61,6 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
 from equipoise.core.value import require_int
-from equipoise.core.whole_file import whole_file
 from equipoise.routes import _store_layout as layout
 from equipoise.routes._store_map import StoredSamples, accept, walk
 from equipoise.routes.format import Format
@@ -233,11 +232,8 @@ def read(source: Source, model: ModelShape) -> Iterator[Recording]:
 
 
 def write(routes: Routes, path: Path) -> None:
-    """Write all samples to a new store, which takes the place of `path` once it is complete."""
-    with (
-        whole_file(path, error=RoutesError) as draft,
-        StoreWriter(draft, model=routes.model, layer_numbers=routes.layer_numbers) as writer,
-    ):
+    """Write all samples to a new store."""
+    with StoreWriter(path, model=routes.model, layer_numbers=routes.layer_numbers) as writer:
         for sample in routes:
             writer.append(sample)
 

@@ -35,9 +35,8 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes._layout import write_npz
+from equipoise.routes._layout import wire_rows, write_npz
 from equipoise.routes.format import Format
-from equipoise.routes.interpret import wire_rows
 from equipoise.routes.recording import Recording
 from equipoise.routes.source import Source, integer_array, is_tensor, plain_array, write_torch
 
@@ -268,7 +267,7 @@ def _save_nested(rows: list[np.ndarray], tokens: list[np.ndarray], path: Path) -
     try:
         import torch
     except ImportError as error:
-        raise RoutesError(f"{path} needs torch to be written; pip install 'equipoise[torch]', or write .npz") from error
+        raise RoutesError(f"{path.suffix} needs torch to be written; pip install 'equipoise[torch]', or write .npz") from error
 
     def nested(parts: list[np.ndarray]) -> Any:
         return torch.nested.as_nested_tensor([torch.from_numpy(np.array(p)) for p in parts], layout=torch.jagged)

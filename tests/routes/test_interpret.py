@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
-from equipoise.routes.interpret import interpret, wire_rows
+from equipoise.core import ModelShape, RoutesError, Segment
+from equipoise.routes.interpret import interpret
 from equipoise.routes.layer_map import map_layers, map_named_layers
 from equipoise.routes.recording import Recording
 
@@ -411,41 +411,3 @@ def test_it_streams():
             n += 1
 
     assert [s.name for s in islice(interpret(endless(), model=MODEL), 3)] == ["s0", "s1", "s2"]
-
-
-# The way back.
-
-
-def routes_of(sample, model=MODEL, **layers):
-    return Routes.of([sample], model=model, **layers)
-
-
-def test_wire_rows_are_what_engines_hand_out():
-    known = np.array([[True, True], [False, True]])
-    ids = np.array([[[1, 2], [3, 4]], [[0, 0], [5, 0]]], dtype=np.uint8)
-    sample = SampleRoutes(name="a", ids_TLK=ids, known_TL=known, num_tokens=3)
-    wire = wire_rows(sample, routes_of(sample), dtype=np.int16)
-    assert wire.tolist() == [[[0, 0], [1, 2], [0, 0], [3, 4]], [[0, 0], [-1, -1], [0, 0], [5, 0]]]
-    assert one(Recording(name="a", rows=wire, num_tokens=3)) == sample
-
-
-@pytest.mark.parametrize(
-    ("change", "dtype", "words"),
-    [
-        pytest.param({"known_TL": np.zeros((1, 2), dtype=bool)}, np.uint8, "cannot hold -1", id="unknown, unsigned"),
-        pytest.param({"padding_T": np.ones(1, dtype=bool)}, np.int16, "1 padding rows", id="padding"),
-    ],
-)
-def test_wire_rows_refuse_what_a_form_cannot_hold(change, dtype, words):
-    sample = SampleRoutes(name="a", ids_TLK=good_rows(1), num_tokens=2, **change)
-    with pytest.raises(RoutesError, match=words):
-        wire_rows(sample, routes_of(sample), dtype=dtype)
-
-
-def test_wire_rows_refuse_a_dtype_that_is_too_small_and_layers_without_names():
-    sample = SampleRoutes(name="a", ids_TLK=good_rows(1), num_tokens=2)
-    with pytest.raises(RoutesError, match="expert 299 does not fit int8"):
-        wire_rows(sample, routes_of(sample, MODEL.replace(experts=300)), dtype=np.int8)
-    part = SampleRoutes(name="a", ids_TLK=good_rows(1, layers=1), num_tokens=2)
-    with pytest.raises(RoutesError, match="1 of 2 MoE layers"):
-        wire_rows(part, routes_of(part, layer_numbers=(3,)), dtype=np.int8)

@@ -1,9 +1,11 @@
 """The registry: forms are found by content or by name, never by guess, and all of them round-trip."""
 
+import errno
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +70,7 @@ def test_names_are_unique_and_every_form_says_what_it_is():
 
 @pytest.mark.parametrize(("form", "suffix"), WRITTEN)
 def test_each_form_recognises_what_it_wrote_and_gives_it_back(tmp_path, form, suffix):
-    routes, path = good_routes(), tmp_path / f"dump{suffix.replace('/', '')}"
+    routes, path = good_routes(), tmp_path / f"dump{suffix}"
     write_routes(routes, path, format=form.name)
     assert [f.name for f in FORMATS if f.matches(registry.Source.of(path).opened())] == [form.name]
     back = read_routes(path, model=MODEL)
@@ -80,7 +82,7 @@ def test_each_form_recognises_what_it_wrote_and_gives_it_back(tmp_path, form, su
 
 @pytest.mark.parametrize(("form", "suffix"), WRITTEN)
 def test_streamed_and_read_are_the_same(tmp_path, form, suffix):
-    path = tmp_path / f"dump{suffix.replace('/', '')}"
+    path = tmp_path / f"dump{suffix}"
     write_routes(good_routes(), path, format=form.name)
     stream = stream_routes(path, model=MODEL)
     assert stream.layer_numbers == MODEL.layer_numbers
@@ -261,6 +263,21 @@ def test_an_empty_file_holds_no_record(tmp_path, name):
 def test_a_folder_that_is_not_there_is_our_error(tmp_path, form, suffix):
     with pytest.raises(RoutesError, match=r"dump.*cannot be written: there is no folder .*nowhere"):
         write_routes(good_routes(), tmp_path / "nowhere" / f"dump{suffix}", format=form.name)
+
+
+@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+def test_a_dump_that_cannot_be_written_whole_leaves_what_was_there_before(tmp_path, monkeypatch, form, suffix):
+    path = tmp_path / f"dump{suffix}"
+    path.write_text("precious")
+
+    def fill_the_disk(routes: Routes, target: Path) -> None:
+        form.write(routes, target)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(registry, "find_format", lambda name: replace(form, write=fill_the_disk))
+    with pytest.raises(RoutesError, match=rf"dump{suffix} cannot be written: No space left on device"):
+        write_routes(good_routes(), path, format=form.name)
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [(path.name, "precious")]
 
 
 def test_a_model_of_another_kind_is_refused():

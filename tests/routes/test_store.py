@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.routes import store
+from equipoise.routes.registry import write_routes
 from equipoise.routes.source import Source
 from equipoise.routes.store import StoreWriter, open_store
 
@@ -375,13 +376,13 @@ def test_the_format_yields_one_recording_per_segment_with_unknown_rows_as_minus_
         next(FORMAT.read(Source.of(path), WIDE))
 
 
-def test_writing_the_format_replaces_the_file_only_when_complete(tmp_path):
+def test_writing_a_store_anew_replaces_the_file_only_when_complete(tmp_path):
     path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b")])
     routes = open_store(path)
-    FORMAT.write(routes, path)
+    write_routes(routes, path, format="equipoise")
     assert open_store(path, verify="all") == routes
     damaged = Routes(model=MODEL, samples=[make_sample("c"), make_sample("bad", model=WIDE)], layer_numbers=(1, 2))
     with pytest.raises(RoutesError, match="'bad'"):
-        FORMAT.write(damaged, path)
+        write_routes(damaged, path, format="equipoise")
     assert open_store(path, verify="all") == routes
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.eqr"]
