@@ -267,7 +267,9 @@ def _save_nested(rows: list[np.ndarray], tokens: list[np.ndarray], path: Path) -
     try:
         import torch
     except ImportError as error:
-        raise RoutesError(f"{path.suffix} needs torch to be written; pip install 'equipoise[torch]', or write .npz") from error
+        raise RoutesError(
+            f"{path.suffix} needs torch to be written; pip install 'equipoise[torch]', or write .npz"
+        ) from error
 
     def nested(parts: list[np.ndarray]) -> Any:
         return torch.nested.as_nested_tensor([torch.from_numpy(np.array(p)) for p in parts], layout=torch.jagged)
