@@ -61,13 +61,17 @@ class Outside:
         """The samples of some records, each with its place for messages."""
         return [sample for place, record in records for sample in self._read_record(place, record, form)]
 
-    def place(self, samples: Sequence[SampleRoutes], request: Request) -> Iterator[tuple[int, Sample]]:
-        """Check that samples answer the request's questions, in order, and hand them out."""
+    def place(self, samples: Sequence[SampleRoutes], request: Request, *, where: str) -> Iterator[tuple[int, Sample]]:
+        """Check that samples answer the request's questions, in order, and hand them out.
+
+        Args:
+            where: they come from, for messages
+        """
         wanted = len(request.questions) * self.config.samples
         if len(samples) != wanted:
             raise RoutesError(
-                f"step {request.step}: {len(samples)} samples for {len(request.questions)} questions of "
-                f"{self.config.samples} samples each; {wanted} are needed"
+                f"{where}: {len(samples)} samples for {len(request.questions)} questions of {self.config.samples} "
+                f"samples each; {wanted} are needed"
             )
         for place, routes in enumerate(samples):
             question, number = divmod(place, self.config.samples)
@@ -75,7 +79,7 @@ class Outside:
             tokens = [] if routes.tokens_T is None else routes.tokens_T[: len(prompt)].tolist()
             if tokens != prompt:
                 raise RoutesError(
-                    f"step {request.step}: sample {routes.name!r} does not begin with question "
+                    f"{where}: sample {routes.name!r} does not begin with question "
                     f"{request.questions[question].prompt!r}; record rollouts of this task, seed and order"
                 )
             sample = from_routes(routes, self.model, num_prompt=len(prompt))
@@ -125,8 +129,9 @@ class RecordedRollouts:
         samples = self._outside.read(records)
         first, count = request.first, self._outside.config.samples
         share = samples[first * count : (first + len(request.questions)) * count]
+        placed = self._outside.place(share, request, where=str(path))
         # Short ones first, as they end in an engine that samples side by side.
-        yield from sorted(self._outside.place(share, request), key=lambda found: (len(found[1].response_T), found[0]))
+        yield from sorted(placed, key=lambda found: (len(found[1].response_T), found[0]))
 
     def _file(self, step: int) -> Path:
         named = [path for path in self._files if path.name.startswith(f"step-{step:06d}")]
@@ -151,10 +156,12 @@ class Engine:
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             # Question after question, so that a first window can be planned while the last ones are answered.
             for number, answers in enumerate(threads.map(ask, prompts, seeds)):
-                records = [(f"{self._url}, question {request.first + number}", answer) for answer in answers]
-                samples = self._outside.read(records, form="vllm-http" if is_vllm else "sglang")
+                where = f"{self._url}, question {request.first + number}"
+                samples = self._outside.read(
+                    [(where, answer) for answer in answers], form="vllm-http" if is_vllm else "sglang"
+                )
                 asked = replace(request, first=request.first + number, questions=request.questions[number : number + 1])
-                for place, sample in self._outside.place(samples, asked):
+                for place, sample in self._outside.place(samples, asked, where=where):
                     yield number * self._outside.config.samples + place, sample
 
     def _ask_vllm(self, prompt: list[int], seed: int) -> list[Any]:

@@ -24,7 +24,8 @@ from equipoise.rl.config_file import read_config
 from equipoise.rl.forecast import shape_of
 from equipoise.rl.layout import build_cluster
 from equipoise.rl.model import Limits, check_checkpoint, check_weights, limits_of, open_tokenizer
-from equipoise.rl.outside import find_rollouts
+from equipoise.rl.outside import Outside, RecordedRollouts, find_rollouts
+from equipoise.rl.rollout import Request
 from equipoise.rl.task import Question, find_reward, open_task
 
 _ANSWER_S = 5.0
@@ -149,6 +150,7 @@ def _check_source(config: TrainConfig) -> None:
         return
     if not source.startswith("http"):
         find_rollouts(source, steps=config.steps)
+        _check_rollouts(config)
         return
     try:
         address = urlsplit(source)
@@ -158,6 +160,15 @@ def _check_source(config: TrainConfig) -> None:
         raise TrainingError(
             f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
         ) from error
+
+
+def _check_rollouts(config: TrainConfig) -> None:
+    """The first step's recorded rollouts fit the model and answer the questions; later ones are read when due."""
+    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
+    questions = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=0)
+    asked = Request(step=0, first=0, questions=questions, seed=config.seed)
+    for _ in RecordedRollouts(config.rollout.source, outside).generate(asked):
+        pass
 
 
 def _check_extras(config: TrainConfig) -> None:

@@ -233,7 +233,7 @@ def test_another_tasks_rollouts_too_few_samples_and_missing_steps_are_refused(tm
     with pytest.raises(RoutesError, match="does not begin with question"):
         list(rollouts.generate(other))
     more = Request(step=0, first=0, questions=[*REQUEST.questions, *REQUEST.questions], seed=5)
-    with pytest.raises(RoutesError, match="6 samples for 6 questions of 2 samples each; 12 are needed"):
+    with pytest.raises(RoutesError, match=r"a.jsonl: 6 samples for 6 questions of 2 samples each; 12 are needed"):
         list(rollouts.generate(more))
     with pytest.raises(TrainingError, match="holds rollouts of 1 steps; step 3 has none"):
         list(rollouts.generate(Request(step=3, first=0, questions=REQUEST.questions, seed=5)))

@@ -5,6 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,9 +13,14 @@ from safetensors.torch import save_file
 from equipoise.core import EquipoiseError
 from equipoise.rl.config import ModelConfig, change
 from equipoise.rl.config_file import read_config
+from equipoise.rl.forecast import shape_of
 from equipoise.rl.model import build_model, family_config
 from equipoise.rl.preflight import check_places, check_resumed, check_settings, find_run
 from equipoise.rl.run import prepare
+from equipoise.rl.sample import Sample, to_routes
+from equipoise.rl.task import open_task
+from equipoise.rl.tokens import CharTokenizer
+from equipoise.routes import write_routes
 
 JUDGES = """
 def judge(prompt, response, answer):
@@ -57,6 +63,9 @@ def here(tmp_path, monkeypatch):
     Path("foreign").mkdir()
     Path("foreign/config.json").write_text(json.dumps(few.to_dict() | {"model_type": "stranger"}))
     Path("foreign/model.safetensors").touch()
+    Path("strange").mkdir()
+    for step in range(100):
+        Path(f"strange/{step}.jsonl").write_text("nonsense\n")
     Path("rollouts").mkdir()
     Path("rollouts/step-000000.jsonl").touch()
     return tmp_path
@@ -92,6 +101,7 @@ def here(tmp_path, monkeypatch):
         ("rollout.max_new_tokens=5000", "setting rollout.max_new_tokens is 5000; with prompts of"),
         ("rollout.source=absent", "setting rollout.source is 'absent', which is no folder"),
         ("rollout.source=rollouts", "rollouts holds rollouts of 1 steps"),
+        ("rollout.source=strange", "strange/0.jsonl: line 1 is not JSON"),
         ("rollout.source=http://127.0.0.1:9", "setting rollout.source is http://127.0.0.1:9, where nothing answers"),
         ("rollout.source=http://[x", "setting rollout.source is http://[x, where nothing answers"),
         ("rollout.source=http://:x", "setting rollout.source is http://:x, where nothing answers"),
@@ -114,6 +124,43 @@ def test_a_device_that_is_not_there_is_refused():
         check_settings(read_config("tiny", settings=["model.device=cuda"]))
 
 
+def record(config, *, of_other_questions=False):
+    """A folder with made-up rollouts of the first step."""
+    asked = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=int(of_other_questions))
+    tokens = [np.array([*CharTokenizer().encode(question.prompt), CharTokenizer.end]) for question in asked]
+    shape = shape_of(config)
+    one_TLK = np.broadcast_to(np.arange(shape.top_k), (max(map(len, tokens)), shape.layers, shape.top_k))
+    samples = [
+        Sample(
+            name=f"question {question} sample {number}",
+            tokens_T=tokens_T,
+            num_prompt=len(tokens_T) - 1,
+            ids_TLK=one_TLK[: len(tokens_T) - 1],
+            experts=shape.experts,
+        )
+        for question, tokens_T in enumerate(tokens)
+        for number in range(config.rollout.samples)
+    ]
+    folder = Path(f"recorded {of_other_questions}")
+    folder.mkdir()
+    write_routes(to_routes(samples, shape), folder / "step-000000.jsonl", format="vllm-http")
+    return str(folder)
+
+
+def test_recorded_rollouts_of_other_questions_or_another_model_are_refused(here):
+    config = read_config("tiny", settings=["steps=1"])
+    for source, changes, words in (
+        (record(config, of_other_questions=True), {}, "does not begin with question '17+6='"),
+        (record(config), {"model": {"layers": 3}}, "2 layers on the wire; 'qwen3-moe' has 3"),
+        ("recorded False", {"rollout": {"prompts": 128}}, "samples for 128 questions of 8 samples each"),
+    ):
+        changed = change(config, rollout={"source": source})
+        changed = change(changed, **changes)
+        with pytest.raises(EquipoiseError) as error:
+            check_settings(changed)
+        assert str(error.value).startswith(f"{source}/step-000000.jsonl") and words in str(error.value)
+
+
 def test_what_is_there_passes(here):
     config = read_config("tiny", settings=["task.reward=own_judges:judge", "steps=1"])
     build_model(change(config, model={"layers": 1}).model, seed=0).save_pretrained("whole")
@@ -124,8 +171,8 @@ def test_what_is_there_passes(here):
             {},
             {"task": {"data": "good.jsonl"}},
             {"model": {"path": "whole"}},
-            {"rollout": {"source": "rollouts"}},
             {"rollout": {"source": address}},
+            {"rollout": {"source": record(config)}},
         ):
             check_settings(change(config, **changes))
 
