@@ -42,3 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except EquipoiseError as error:
         sys.stderr.write(f"equipoise: {error}\n")
         raise SystemExit(2) from None
+    except MemoryError as error:
+        sys.stderr.write(
+            f"equipoise: there is not enough memory here ({error or 'no figure known'}); give less at once\n"
+        )
+        raise SystemExit(2) from None

@@ -35,6 +35,15 @@ from equipoise.core.value import Value, require_int
 ORDERS, LEVELS = 8, 32
 """Random orders of the experts, and draws through each: 256 candidate routes per sample and layer, one byte to pick."""
 
+_LIMITS = {
+    "samples": (1, 2**24),
+    "domains": (1, 4096),
+    "mean_tokens": (2, 2**20),
+    "seed": (0, 2**63 - 1),
+    "step": (0, 2**31 - 1),
+}
+"""Least and most of the whole figures; more would not fit into memory, or into the draws' seeds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload(Value):
@@ -57,8 +66,8 @@ class Workload(Value):
     """Radians per step by which popularity turns."""
 
     def __post_init__(self) -> None:
-        for name, low in (("samples", 1), ("domains", 1), ("mean_tokens", 2), ("seed", 0), ("step", 0)):
-            require_int(name, getattr(self, name), low=low, error=RoutesError)
+        for name, (least, most) in _LIMITS.items():
+            require_int(name, getattr(self, name), low=least, high=most, error=RoutesError)
         for name, high in (("length_sigma", 3.0), ("shared", 1.0), ("sample_sigma", 3.0), ("drift", 1.0)):
             if not 0 <= getattr(self, name) <= high:
                 raise RoutesError(f"{name} is {getattr(self, name)}; it must be from 0 to {high:g}")

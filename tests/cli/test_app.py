@@ -132,6 +132,16 @@ def test_words_that_are_not_understood_give_exit_code_2(equipoise, arguments):
     assert equipoise(*arguments).code == 2
 
 
+def test_too_little_memory_is_one_line_and_exit_code_2(equipoise, monkeypatch):
+    def allocate(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 3 TiB")
+
+    monkeypatch.setattr("equipoise.cli.formats.screen", allocate)
+    outcome = equipoise("formats")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == ("equipoise: there is not enough memory here (Unable to allocate 3 TiB); give less at once\n")
+
+
 def test_help_needs_neither_numba_nor_torch():
     code = (
         "import sys\n"

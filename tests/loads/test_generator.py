@@ -117,11 +117,13 @@ def test_popularity_drifts_slowly_with_the_step():
 @pytest.mark.parametrize(
     ("figure", "message"),
     [
-        ({"samples": 0}, "samples is 0; it must be at least 1"),
+        ({"samples": 0}, "samples is 0; it must be from 1 to 16777216"),
+        ({"domains": 10**12}, "domains is 1000000000000; it must be from 1 to 4096"),
+        ({"mean_tokens": 10**14}, "mean_tokens is 100000000000000; it must be from 2 to 1048576"),
         ({"shared": 1.5}, "shared is 1.5; it must be from 0 to 1"),
         ({"length_sigma": float("nan")}, "length_sigma is nan"),
     ],
-    ids=["samples", "shared", "nan"],
+    ids=["samples", "domains", "tokens", "shared", "nan"],
 )
 def test_figures_out_of_range_are_named(figure, message):
     with pytest.raises(RoutesError, match=message):
