@@ -94,19 +94,25 @@ def check_slicing(model: str) -> "Diagnosis":
 
 
 def show(diagnosis: "Diagnosis", console: "Console") -> None:
-    """Print a diagnosis as a table."""
+    """Print a diagnosis as a table; columns that would be empty are left out."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     title = f"{diagnosis.num_samples:,} samples, {diagnosis.num_rows:,} rows"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for column in ("check", "verdict", "share", "first place", "what to do"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("check", "verdict"))
-    for finding in diagnosis.findings:
-        words = Text(finding.advice) if finding.advice else Text(finding.detail, style="dim")
-        verdict = Text(finding.verdict, style=_COLOR[finding.verdict])
-        table.add_row(finding.check, verdict, _share(finding), Text(finding.first_place), words)
+    columns = {
+        "check": [Text(finding.check) for finding in diagnosis.findings],
+        "verdict": [Text(finding.verdict, style=_COLOR[finding.verdict]) for finding in diagnosis.findings],
+        "share": [Text(_share(finding)) for finding in diagnosis.findings],
+        "first place": [Text(finding.first_place) for finding in diagnosis.findings],
+        "what to do": [Text(f.advice) if f.advice else Text(f.detail, style="dim") for f in diagnosis.findings],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in shown:
+        table.add_column(name, overflow="fold", no_wrap=name in ("check", "verdict"))
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     console.print(table)
     for finding in diagnosis.findings:
         if finding.rate_L:
