@@ -225,7 +225,8 @@ def read(source: Source, model: ModelShape) -> Iterator[Recording]:
     if (routes.model.experts, routes.model.top_k) != (model.experts, model.top_k):
         raise RoutesError(
             f"{source.name} holds routes of {routes.model.name!r} ({routes.model.experts} experts, "
-            f"top-{routes.model.top_k}), not of {model.name!r} ({model.experts} experts, top-{model.top_k})"
+            f"top-{routes.model.top_k}), not of {model.name!r} ({model.experts} experts, top-{model.top_k}); "
+            "name the model that made them, or none"
         )
     for sample in routes:
         yield from _recordings(sample, routes.layer_numbers)
