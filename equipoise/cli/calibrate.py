@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import ForceFlag, JsonFlag, refuse_existing
+from equipoise.cli.options import ForceFlag, JsonFlag, refuse_existing, require_torch
 from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def calibrate(
         Cluster.preset(cluster)
     # What was filed is read before a GPU is asked for: a wrong name is the user's, a missing GPU the machine's.
     filed = None if check is None else _read(check)
-    _require_torch()
+    require_torch("calibrate")
     measured = _measure(filed, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
     console = screen(as_json=as_json)
     if filed is None:
@@ -174,15 +174,3 @@ def show_check(document: dict[str, Any], console: "Console") -> None:
     beyond = sum(not one["is_good"] for one in document["figures"])
     words = "the profile holds" if document["is_good"] else f"{beyond} figures are off: measure the device again"
     console.print(f"{words}; limit {document['limit_pct']:g} %", soft_wrap=True)
-
-
-def _require_torch() -> None:
-    from equipoise.core import AdapterError
-
-    try:
-        import torch  # noqa: F401  # asked for here, so that the words are ours
-    except ModuleNotFoundError as error:
-        raise AdapterError(
-            "equipoise calibrate measures a GPU and needs torch, which is not installed; "
-            "run: pip install 'equipoise[torch]'"
-        ) from error

@@ -174,3 +174,13 @@ def refuse_unwritable(*paths: Path | None) -> None:
             raise EquipoiseError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
         if not os.access(path.parent, os.W_OK):
             raise EquipoiseError(f"{path} cannot be written: no right to write to {path.parent}; choose another folder")
+
+
+def require_torch(verb: str) -> None:
+    """Raise, naming the extra to install, where a verb needs torch and it is not there."""
+    from importlib.util import find_spec
+
+    from equipoise.core import AdapterError
+
+    if find_spec("torch") is None:
+        raise AdapterError(f"equipoise {verb} needs torch, which is not installed; run: pip install 'equipoise[torch]'")

@@ -11,12 +11,11 @@ every measure is within its limit, 1: one is not, or nothing moved. What is meas
 `equipoise/parity/verdict.py`.
 """
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from equipoise.cli.options import JsonFlag
+from equipoise.cli.options import JsonFlag, require_torch
 from equipoise.cli.output import print_json, progress, screen
 
 if TYPE_CHECKING:
@@ -24,20 +23,6 @@ if TYPE_CHECKING:
 
     from equipoise.parity.case import ParityCase
     from equipoise.parity.verdict import Measure, Verdict
-
-
-class Dispatch(StrEnum):
-    """How tokens get to their experts."""
-
-    direct = "direct"
-    two_level = "two_level"
-
-
-class Device(StrEnum):
-    """Where the stack trains."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 def parity(
@@ -51,19 +36,22 @@ def parity(
         int | None, typer.Option(min=0, max=4, help="Replica slots per rank, 1 by default; 0 for placement alone.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Windows, each ended by an AdamW step.")] = 9,
-    dispatch: Annotated[Dispatch, typer.Option(help="One copy per expert, or one per node.")] = Dispatch.direct,
-    device: Annotated[Device, typer.Option(help="CPU in fp32, or one CUDA device in bf16.")] = Device.cpu,
+    dispatch: Annotated[
+        Literal["direct", "two_level"], typer.Option(help="One copy per expert, or one per node.")
+    ] = "direct",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="CPU in fp32, or one CUDA device in bf16.")] = "cpu",
     matrix: Annotated[
         bool, typer.Option("--matrix", help="Instead: 1 rank to --ranks (8), 1 and 2 nodes, 0 to 2 slots.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a small stack static and balanced, and compare."""
-    _require_torch(device.value)
+    require_torch("parity")
+    _refuse_missing(device)
     from equipoise.parity import verdict as verdicts
     from equipoise.parity.case import ParityCase, all_sizes
 
-    given: dict[str, Any] = {"steps": steps, "dispatch": dispatch.value, "device": device.value}
+    given: dict[str, Any] = {"steps": steps, "dispatch": dispatch, "device": device}
     if matrix:
         _check_matrix(nodes=nodes, slots=slots)
         cases = all_sizes(ParityCase(**given), most=ranks or 8)
@@ -175,16 +163,10 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-def _require_torch(device: str) -> None:
+def _refuse_missing(device: str) -> None:
+    import torch
+
     from equipoise.core import AdapterError
 
-    try:
-        # Asked for here, so that the words are ours.
-        import torch
-    except ModuleNotFoundError as error:
-        raise AdapterError(
-            "equipoise parity trains a small stack and needs torch, which is not installed; "
-            "run: pip install 'equipoise[torch]'"
-        ) from error
     if device == "cuda" and not torch.cuda.is_available():
         raise AdapterError("--device cuda: torch finds no CUDA device here; leave it out to train on the CPU")
