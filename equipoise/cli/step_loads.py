@@ -16,6 +16,7 @@ from equipoise.cli.kinds import COUNTS, LOADS, npz_kind
 from equipoise.cli.options import Packing, Reading, count_dump, find_model
 from equipoise.cli.output import progress
 from equipoise.core import (
+    Cluster,
     InfeasiblePlanError,
     LoadMatrix,
     ModelShape,
@@ -45,24 +46,38 @@ def schedule_step(packing: Packing, tokens_B: np.ndarray, *, policy: TokenPolicy
     """Schedule the samples of a step, as the trainer's file says or by rule."""
     if packing.is_file:
         return _read_schedule(packing)
-    way, _, number = packing.schedule.partition(":")
-    if way not in ("samples", "tokens") or not (number.isascii() and number.isdigit()):
-        raise ScheduleError(
-            f"--schedule is {packing.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
-        )
-    cuts = packing.cp * packing.sp
-    if packing.ep % cuts:
-        raise TopologyError(f"--cp {packing.cp} x --sp {packing.sp} does not divide the EP group of {packing.ep} ranks")
     step = step_schedules(
         tokens_B,
-        ranks=packing.ep // cuts,
+        ranks=packing.ep // (packing.cp * packing.sp),
         mini_batches=packing.mini_batches,
         recompute=packing.recompute,
         policy=policy,
-        samples_per_micro_step=int(number) if way == "samples" else None,
-        token_budget=int(number) if way == "tokens" else None,
+        **_way_of(packing),
     )
     return tuple(slice_sequence(slice_context(window, packing.cp), packing.sp) for window in step)
+
+
+def check_packing(packing: Packing, model: ModelShape) -> None:
+    """Raise if no samples of the model can be packed like this: before a dump is read, which may take minutes."""
+    if packing.is_file:
+        _read_schedule(packing)
+    else:
+        _way_of(packing)
+    if packing.ep % (packing.cp * packing.sp):
+        raise TopologyError(f"--cp {packing.cp} x --sp {packing.sp} does not divide the EP group of {packing.ep} ranks")
+    # Of any device: only the division of experts over ranks is asked for.
+    Cluster.preset("h100", ep=packing.ep).home_slots(model)
+
+
+def _way_of(packing: Packing) -> dict[str, int]:
+    """`samples:N` or `tokens:N` in the packer's words."""
+    way, _, number = packing.schedule.partition(":")
+    words = {"samples": "samples_per_micro_step", "tokens": "token_budget"}
+    if way not in words or not (number.isascii() and number.isdigit()):
+        raise ScheduleError(
+            f"--schedule is {packing.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
+        )
+    return {words[way]: int(number)}
 
 
 def _read_schedule(packing: Packing) -> tuple[Schedule, ...]:
@@ -104,6 +119,7 @@ def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShap
         counts = load_counts(dump)
         _check_model(dump, counts.model, reading.model)
         return counts.model, count_windows(counts, packing)
+    check_packing(packing, find_model(reading.model, dump=dump, form=reading.form))
     if packing.whole_samples:
         counts = count_dump(dump, reading)
         return counts.model, count_windows(counts, packing)
@@ -129,6 +145,7 @@ def _read(dump: Path, reading: Reading) -> Routes:
 
 def count_windows(counts: RouteCounts, packing: Packing) -> tuple[LoadMatrix, ...]:
     """Schedule and count histograms."""
+    check_packing(packing, counts.model)
     unknown_BL = counts.unknown_BL
     last_recorded = unknown_BL is None or bool((unknown_BL.min(axis=1) == 0).any())
     # A histogram that holds the last token's row cannot drop it again: then all tokens are forwarded.

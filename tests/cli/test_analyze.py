@@ -185,6 +185,12 @@ def test_bad_input_is_one_line_that_names_it(equipoise, store, options, words):
     assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("options", [("--ep", "3"), ("--cp", "3"), ("--schedule", "samples"), ("--schedule", "x.json")])
+def test_a_packing_that_cannot_be_is_refused_before_the_dump_is_read(equipoise, store, monkeypatch, options):
+    monkeypatch.setattr("equipoise.cli.step_loads.count_dump", lambda *_: pytest.fail("read"))
+    assert equipoise("analyze", store, *options).code == 2
+
+
 def test_without_a_dump_the_demo_is_pointed_to(equipoise, store):
     for arguments in ([], [store, "--demo"]):
         outcome = equipoise("analyze", *arguments)
