@@ -8,12 +8,14 @@ Knows processes. Does not know what they train.
 Invariants (asserted by the tests):
 1. A rank that raises, dies or is killed ends all ranks, and is named with its words; no process is left.
 2. Ctrl-C ends all ranks and stays a KeyboardInterrupt.
-3. Under torchrun nothing is started: this process is one of the ranks.
+3. A rank whose starter was killed ends itself, and leaves no file of the launch.
+4. Under torchrun nothing is started: this process is one of the ranks.
 """
 
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -151,8 +153,8 @@ def _serve(pipe: Connection, meeting: tuple[int, str], function: RankFunction, c
     """Run in a started rank."""
     # Also where a rank is forked and not started anew; and for the planning process that it will start.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, store = meeting
+    threading.Thread(target=_end_with_parent, args=(Path(store).parent,), daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
         pipe.send_bytes(pickle.dumps((kind, value)))
@@ -194,8 +196,10 @@ def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, 
         dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
+    """Wait until the starter is gone, which is only before this rank's end if it was killed; then clean up for it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

@@ -41,6 +41,7 @@ from equipoise.rl.model import build_model, load_model, open_tokenizer
 from equipoise.rl.sample import Sample, to_routes
 from equipoise.rl.sinks import Sinks, read_lines
 from equipoise.rl.task import open_task
+from equipoise.rl.tokens import CharTokenizer
 from equipoise.rl.train import Trainer
 from equipoise.rl.warmup import warm_up
 from equipoise.routes import write_routes
@@ -194,6 +195,8 @@ def _begin(config: TrainConfig, layout: Layout, show: Show, places: Places, *, t
             },
         )
     )
+    if config.model.path and isinstance(trainer.tokenizer, CharTokenizer):
+        show(Event("note", {"words": f"tokenizer: {trainer.tokenizer.words}"}))
     if layout.is_first:
         _write_settings(config, places.out)
 

@@ -13,7 +13,7 @@ import torch
 
 from equipoise.core import TrainingError, TransferError
 from equipoise.rl.config import change
-from equipoise.rl.launch import launch
+from equipoise.rl.launch import _end_with_parent, launch
 from equipoise.rl.run import Places, run
 from tests.pool import PRELOAD
 from tests.rl import work
@@ -149,6 +149,18 @@ def fails(config, layout, show, kind):
 def test_a_rank_that_fails_is_named_with_its_words(kind, error, words):
     with pytest.raises(error, match=words):
         launch(fails, CONFIG, kind, context=context())
+
+
+def test_a_rank_whose_starter_is_gone_ends_and_leaves_no_file(tmp_path, monkeypatch):
+    done = []
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    (folder / "store").touch()
+    starter = SimpleNamespace(join=lambda: done.append("the starter is gone"))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: starter)
+    monkeypatch.setattr(os, "_exit", lambda code: done.append((code, folder.exists())))
+    _end_with_parent(folder)
+    assert done == ["the starter is gone", (1, False)]
 
 
 def test_ranks_are_started_deaf_to_ctrl_c_and_the_starter_is_not(interruptible):
