@@ -8,14 +8,13 @@ Knows processes. Does not know what they train.
 Invariants (asserted by the tests):
 1. A rank that raises, dies or is killed ends all ranks, and is named with its words; no process is left.
 2. Ctrl-C ends all ranks and stays a KeyboardInterrupt.
-3. A rank whose starter was killed ends itself, and leaves no file of the launch.
+3. A rank whose starter was killed ends itself.
 4. Under torchrun nothing is started: this process is one of the ranks.
 """
 
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
@@ -154,7 +153,7 @@ def _serve(pipe: Connection, meeting: tuple[int, str], function: RankFunction, c
     # Also where a rank is forked and not started anew; and for the planning process that it will start.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, store = meeting
-    threading.Thread(target=_end_with_parent, args=(Path(store).parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
         pipe.send_bytes(pickle.dumps((kind, value)))
@@ -196,10 +195,12 @@ def _run(function: RankFunction, config: TrainConfig, args: Any, show: Show, *, 
         dist.destroy_process_group()
 
 
-def _end_with_parent(folder: Path) -> None:
-    """Wait until the starter is gone, which is only before this rank's end if it was killed; then clean up for it."""
+def _end_with_parent() -> None:
+    """Wait until the starter is gone, which is only before this rank's end if it was killed; then end at once.
+
+    Not even the place where ranks meet may be removed first: torch waits for it for ever, and lets no thread run.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

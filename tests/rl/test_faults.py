@@ -151,16 +151,13 @@ def test_a_rank_that_fails_is_named_with_its_words(kind, error, words):
         launch(fails, CONFIG, kind, context=context())
 
 
-def test_a_rank_whose_starter_is_gone_ends_and_leaves_no_file(tmp_path, monkeypatch):
+def test_a_rank_whose_starter_is_gone_ends(monkeypatch):
     done = []
-    folder = tmp_path / "meeting"
-    folder.mkdir()
-    (folder / "store").touch()
     starter = SimpleNamespace(join=lambda: done.append("the starter is gone"))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: starter)
-    monkeypatch.setattr(os, "_exit", lambda code: done.append((code, folder.exists())))
-    _end_with_parent(folder)
-    assert done == ["the starter is gone", (1, False)]
+    monkeypatch.setattr(os, "_exit", lambda code: done.append(code))
+    _end_with_parent()
+    assert done == ["the starter is gone", 1]
 
 
 def test_ranks_are_started_deaf_to_ctrl_c_and_the_starter_is_not(interruptible):
