@@ -6,9 +6,8 @@
 What bounds it: `balanced`, every rank computing the mean; results are given as a share of it.
 
 Set-up, after ReLibra's: EP16 and EP32 on 8-GPU Hopper nodes with NVLink and 400 Gb/s per GPU, one batch of 1,024
-samples in 32 micro-steps, recompute and update. All policies have the same loads, 2 replica slots and prices. Our
-replicas stay in their node in the update; in recompute they come from host stores that hold all experts, and may stand
-in any node. Workloads are described in `paper_cases.py`, ablations in `paper_ablations.py`.
+samples in 32 micro-steps, recompute and update. All policies have the same loads, 2 replica slots and prices. Workloads
+are described in `paper_cases.py`, ablations in `paper_ablations.py`.
 
 Simulated, no cluster was run: expert compute, attention and transfers from figures measured on one H200, all-to-all
 modelled. Both ways of crossing nodes are shown: every row on its own (Megatron's alltoall), or a token once per node
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.paper_ablations import OPTIONS, SLOTS, ablations
+from benchmarks.paper_ablations import SLOTS, ablations
 from benchmarks.paper_cases import Case, cases, generated_case
 from benchmarks.paper_report import write_report
 from benchmarks.results import Limit, format_table, publish
@@ -79,7 +78,7 @@ def compare(case: Case) -> Iterator[Row]:
 
 
 def _planned(loads: Any, case: Case, policy: str) -> Plan:
-    return plan(loads, cluster=case.cluster, model=case.model, slots=SLOTS, policy=policy, options=OPTIONS)
+    return plan(loads, cluster=case.cluster, model=case.model, slots=SLOTS, policy=policy)
 
 
 def _replayed(plans: Sequence[Plan], case: Case, sends: Sends) -> Simulation:

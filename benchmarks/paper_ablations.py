@@ -3,10 +3,9 @@
     base only          homes move, no replica
     replicas only      replicas, homes stay at their owners
     both               the method
-    inside nodes       the method, but recompute's replicas stay in their nodes, as the update's do
     placement only     its replicas, but every holder of an expert takes an equal share of its rows
     split only         replicas at fixed places for the whole window, only their rows are chosen (LPLB, at no charge)
-    peer path alone, host path alone     inside nodes, and every pull takes the same path
+    peer path alone, host path alone     every pull takes the same path
     0, 1, 2, 4 slots
 
 Knows plans. Does not know workloads.
@@ -23,22 +22,18 @@ from equipoise.core.plan import Plan
 from equipoise.planner import PlanOptions, plan
 
 SLOTS = 2
-OPTIONS = PlanOptions(cross_node=True)
-"""The method: in recompute, where no gradient returns, replicas may stand in any node where that pays."""
-INSIDE = PlanOptions()
 Change = Callable[[LoadMatrix, Case], Plan]
 
 
 def ablations() -> Iterator[tuple[str, Change]]:
     """(name, how its plan is made)."""
     yield "base only", lambda loads, case: _plan(loads, case, slots=0)
-    yield "replicas only", lambda loads, case: _plan(loads, case, options=replace(OPTIONS, max_displaced=0))
+    yield "replicas only", lambda loads, case: _plan(loads, case, options=PlanOptions(max_displaced=0))
     yield "both", _plan
-    yield "inside nodes", lambda loads, case: _plan(loads, case, options=INSIDE)
     yield "placement only", lambda loads, case: shared_evenly(_plan(loads, case))
     yield "split only", lambda loads, case: uncharged(_plan(loads, case, policy="lplb"))
-    yield "peer path alone", lambda loads, case: on_path(_plan(loads, case, options=INSIDE), 0)
-    yield "host path alone", lambda loads, case: on_path(_plan(loads, case, options=INSIDE), 1)
+    yield "peer path alone", lambda loads, case: on_path(_plan(loads, case), 0)
+    yield "host path alone", lambda loads, case: on_path(_plan(loads, case), 1)
     for slots in (0, 1, 2, 4):
         yield f"{slots} slots", lambda loads, case, slots=slots: _plan(loads, case, slots=slots)  # type: ignore[misc]
 
@@ -49,7 +44,7 @@ def _plan(
     *,
     slots: int = SLOTS,
     policy: str = "equipoise",
-    options: PlanOptions = OPTIONS,
+    options: PlanOptions | None = None,
 ) -> Plan:
     return plan(loads, cluster=case.cluster, model=case.model, slots=slots, policy=policy, options=options)
 
