@@ -23,7 +23,8 @@ class PlanOptions:
     max_displaced: int | None = None
     """Most experts per layer whose home may leave the owner; 0 keeps homes at owners, None sets no limit."""
     cross_node: bool = False
-    """In recompute windows, take replicas from any node: needs a host store that holds every expert."""
+    """In recompute windows, take replicas from any node where that pays: needs a host store that holds every expert.
+    Links are priced row by row: an engine that sends a token once per node has less of a busiest link to relieve."""
     memory_bytes: int | None = None
     """Bytes per rank for replica buffers, instead of `slots`."""
     effort: int = 1

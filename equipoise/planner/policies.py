@@ -100,11 +100,12 @@ def _react(task: Task, layer: int, push_ns: int) -> LayerPlan:
     from equipoise.planner.plan import layer_problem
 
     problem = layer_problem(task, budget=0)
-    is_gated = bool(problem.gated)
+    # It pushes weights between ranks of one node, whatever host stores hold.
+    problem, is_gated = problem._replace(domain_DR=problem.domain_DR[:1], gated=0), bool(problem.gated)
     load_MRE = np.array(task.loads.load_MLRE[:, layer], order="C")
     tables = task.cost.tables(task.cluster.home_slots(task.model) + task.slots)
     none_EE = np.zeros((0, 0), dtype=np.int64)
-    made = plan_layer(load_MRE, owner_homes(task)[layer], none_EE, problem._replace(gated=0), tables)
+    made = plan_layer(load_MRE, owner_homes(task)[layer], none_EE, problem, tables)
     line_MC, has_replicas_M = made.line_MC.copy(), (made.rep_rows_MRS > 0).any(axis=(1, 2))
     line_MC[:, PULL] = has_replicas_M * push_ns
     if not is_gated:

@@ -1,11 +1,13 @@
 """Baselines: every one is a checked plan of the same loads, charged as its system would be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from equipoise.core import InfeasiblePlanError
 from equipoise.loads import skew
-from equipoise.planner import plan
+from equipoise.planner import PlanOptions, plan
 from equipoise.planner.policies import POLICIES, REACTIVE_PLAN_NS, REACTIVE_PUSH_NS, cut_evenly
 from tests.planner.cases import awkward_loads, cluster_of, model_of, skewed_loads
 
@@ -93,6 +95,13 @@ def test_reactive_keeps_homes_at_owners_and_replicas_inside_nodes():
     loads = skewed_loads(5, ranks=16, rows=HEAVY)
     made = made_by("reactive-free", loads)
     assert not made.displaced_LE.any() and not made.cross_node and len(made.replica_table) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_baseline_changes_where_our_replicas_may_cross_nodes(policy):
+    loads = replace(skewed_loads(5, ranks=16, rows=HEAVY), stage="recompute")
+    inside, across = (made_by(policy, loads, options=PlanOptions(cross_node=cross)) for cross in (False, True))
+    assert across == inside
 
 
 @pytest.mark.parametrize("policy", ["eplb-oracle", "lplb"])
