@@ -16,6 +16,7 @@ from equipoise.core import Plan
 from equipoise.core.explain import Explanation
 from equipoise.cost.model import replica_bytes
 from equipoise.loads import rank_loads, skew_ML
+from equipoise.report.words import plural
 
 MIB = 2**20
 PARTS = {
@@ -87,8 +88,8 @@ def show(plan: Plan, console: Console, *, source: str) -> None:
     cluster, loads = plan.cluster, plan.loads
     console.print(Text(f"{source}: {plan.model.name} on {cluster.name}, {plan.policy}, by {plan.objective}", "bold"))
     console.print(
-        f"{cluster.ep} ranks on {cluster.num_ep_nodes} nodes, {loads.num_micro_steps} micro-steps of "
-        f"{loads.num_layers} layers, {loads.stage}"
+        f"{plural(cluster.ep, 'rank')} on {plural(cluster.num_ep_nodes, 'node')}, "
+        f"{plural(loads.num_micro_steps, 'micro-step')} of {plural(loads.num_layers, 'layer')}, {loads.stage}"
     )
     console.print(_answer(plan))
     console.print(_figures("Predicted milliseconds", asdict(plan.seconds), PARTS, scale=1e3, total=plan.seconds.total))

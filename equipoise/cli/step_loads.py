@@ -146,6 +146,11 @@ def _read(dump: Path, reading: Reading) -> Routes:
 def count_windows(counts: RouteCounts, packing: Packing) -> tuple[LoadMatrix, ...]:
     """Schedule and count histograms."""
     check_packing(packing, counts.model)
+    if packing.cp > 1 or packing.sp > 1:
+        raise ScheduleError(
+            f"--cp {packing.cp} and --sp {packing.sp} cut samples, and histograms hold them whole; give the routes, or "
+            "leave both out"
+        )
     unknown_BL = counts.unknown_BL
     last_recorded = unknown_BL is None or bool((unknown_BL.min(axis=1) == 0).any())
     # A histogram that holds the last token's row cannot drop it again: then all tokens are forwarded.

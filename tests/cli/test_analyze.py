@@ -88,6 +88,16 @@ def test_slices_are_counted_from_the_routes(equipoise, routes, store):
     assert outcome.document["padding"] == pytest.approx(loads.padding_MLRE.sum() / loads.load_MLRE.sum())
 
 
+def test_histograms_are_not_cut(equipoise, routes, tmp_path):
+    save_counts(count_routes(routes), tmp_path / "counts.npz")
+    for given in ((tmp_path / "counts.npz",), ("--demo", "--model", "olmoe")):
+        refused = equipoise("analyze", *given, "--cp", "2")
+        assert (refused.code, "--cp 2 and --sp 1 cut samples, and histograms hold them whole" in refused.err) == (
+            2,
+            True,
+        )
+
+
 def test_a_trainers_own_schedule_is_used(equipoise, routes, store, tmp_path):
     schedule = Schedule.of([(3, 0, 20, 0, 0), (5, 2, 9, 1, 7)], ranks=8)
     write_schedules([schedule], tmp_path / "step.json")
