@@ -97,16 +97,11 @@ def simulate(
     dump, axes = split_words(words or [], sweep or [])
     results.refuse_existing(dump, history)
     names = [name.strip() for name in policies.split(",")]
+    # What can be wrong is asked before the dump is read, which may take minutes.
     hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
+    around, past = setting.to_step(), read_history(history, names)
     shape, windows = step_source(dump, reading, packing, demo=demo)
-    step = Step(
-        windows=windows,
-        model=shape,
-        cluster=hardware,
-        setting=setting.to_step(),
-        slots=slots,
-        history=read_history(history, names),
-    )
+    step = Step(windows=windows, model=shape, cluster=hardware, setting=around, slots=slots, history=past)
     found = run(step, names, axes=axes, break_even=break_even)
     name = "a generated step" if dump is None else dump.name
     text = summary(found, title=name)

@@ -95,7 +95,8 @@ class View:
             self.say(line)
 
     def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 1))
+        # One space between columns, so that all of them are whole in a terminal of 80 characters.
+        table = Table(box=None, padding=(0, 1, 0, 0))
         for column in COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)
         for values in self._steps[-ROWS:]:
