@@ -56,6 +56,11 @@ class ReplayCounters:
         return int(self._differing)
 
     @property
+    def rows(self) -> tuple[int, int, int]:
+        """Given, used and differing rows so far."""
+        return self.given_rows, self.used_rows, self.differing_rows
+
+    @property
     def differing_share(self) -> float:
         """Differing rows of all given ones; 0 where none was given."""
         return self.differing_rows / max(1, self.given_rows)

@@ -108,7 +108,9 @@ class Learner:
         """What the balancer says of the last window."""
         return None if self.balancer is None else self.balancer.report
 
-    def forward(self, micro_step: int, batch: MicroBatch, *, replay: bool = True, record: bool = False) -> Any:
+    def forward(
+        self, micro_step: int, batch: MicroBatch, *, replay: bool = True, record: bool = False
+    ) -> tuple[Tensor, Any]:
         """Return (logits [T, V], recorded ids [L, T, K] or None) of one micro-batch. Every rank must call this."""
         ids = batch.ids_LTK if replay else None
         with self.routers.turn(micro_step, ids=ids, record=record) as recorded:

@@ -35,6 +35,7 @@ from equipoise.rl.config import TrainConfig
 from equipoise.rl.grpo import Terms, grpo_terms, token_log_probs
 from equipoise.rl.layout import Layout, sum_over
 from equipoise.rl.learner import Learner
+from equipoise.rl.model import packed_inputs
 from equipoise.rl.sample import Sample
 
 Window = list[MicroBatch]
@@ -157,14 +158,9 @@ class Stages:
     def _forward(self, micro_step: int, batch: MicroBatch, *, replay: bool, record: bool = False) -> tuple[Tensor, Any]:
         """[T] log-probabilities of the targets, and recorded ids; replay is checked row by row."""
         counters = self._learner.routers.counters
-        before = (counters.given_rows, counters.used_rows, counters.differing_rows)
+        before = counters.rows
         logits_TV, ids_LTK = self._learner.forward(micro_step, batch, replay=replay, record=record or not replay)
-        given, used, differing = (
-            now - then
-            for now, then in zip(
-                (counters.given_rows, counters.used_rows, counters.differing_rows), before, strict=True
-            )
-        )
+        given, used, differing = (now - then for now, then in zip(counters.rows, before, strict=True))
         if replay:
             self._check_replay(micro_step, batch, given=given, used=used)
             self.tally.given_rows += given
@@ -211,8 +207,6 @@ class Stages:
 
     @torch.no_grad()
     def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
-        from equipoise.rl.model import packed_inputs
-
         logits_TV = self._reference(**packed_inputs(self._reference, batch.input_T, batch.position_T)).logits[0]
         return token_log_probs(logits_TV, batch.target_T, temperature=self._config.rollout.temperature)
 

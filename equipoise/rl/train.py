@@ -17,12 +17,14 @@ Invariants (asserted by the tests):
 2. Losses and weights do not depend on the mode, within the limits of `compare`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core import Stage
@@ -40,7 +42,7 @@ from equipoise.rl.model import copy_model, open_tokenizer
 from equipoise.rl.outside import Engine, Outside, RecordedRollouts
 from equipoise.rl.rollout import Request, Sampler
 from equipoise.rl.sample import Sample
-from equipoise.rl.stages import Stages
+from equipoise.rl.stages import Stages, Window
 from equipoise.rl.sync import sync_weights
 from equipoise.rl.task import Question, find_reward, open_task
 from equipoise.rl.tokens import Tokenizer
@@ -195,12 +197,17 @@ def seed_of(*parts: int) -> int:
     return int(np.random.SeedSequence(list(parts)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _rollout_kl(samples: list[Sample], windows: Any, old: Any) -> float:
-    """Mean k3 estimate of the KL between the engine's log-probabilities and recompute's, on response tokens."""
-    if any(sample.log_probs_T is None for sample in samples):
+def _rollout_kl(samples: Sequence[Sample], windows: Sequence[Window], old: Sequence[Sequence[Tensor]]) -> float:
+    """Mean k3 estimate of the KL between the engine's log-probabilities and recompute's, on response tokens.
+
+    Args:
+        windows: of the update, whose micro-batches hold the samples in order
+        old: recompute's log-probabilities, by window and micro-batch
+    """
+    engine = [sample.log_probs_T for sample in samples if sample.log_probs_T is not None]
+    if len(engine) < len(samples):
         return 0.0
-    batches = [batch for window in windows for batch in window]
-    trainer = torch.cat([o[b.is_response_T] for o, b in zip([o for w in old for o in w], batches, strict=True)]).cpu()
-    engine = torch.from_numpy(np.concatenate([s.log_probs_T for s in samples if s.log_probs_T is not None])).float()
-    gap = trainer.float() - engine
+    pairs = zip(chain.from_iterable(old), chain.from_iterable(windows), strict=True)
+    trainer = torch.cat([old_T[batch.is_response_T] for old_T, batch in pairs]).cpu()
+    gap = trainer.float() - torch.from_numpy(np.concatenate(engine)).float()
     return float((torch.expm1(gap) - gap).mean())

@@ -1,11 +1,12 @@
 """`equipoise train` as a user meets it: a whole run, a comparison, a resumed run, words for what is wrong."""
 
+import io
 import json
 
 import pytest
 from rich.console import Console
 
-from equipoise.cli.train_view import View, summary_lines
+from equipoise.cli.train_view import COLUMNS, View, summary_lines
 from equipoise.rl.compare import build_comparison
 from equipoise.rl.events import Event
 from equipoise.rl.lock import hold
@@ -157,6 +158,17 @@ def test_plain_lines_show_progress_and_every_step():
     assert "compiling planner kernels, once per machine: 10 s" in text
     rows = [line.split() for line in text.splitlines() if line.split()[0] in "12"]
     assert [row[0] for row in rows] == ["1", "2"] and rows[0][6:8] == ["1.500", "1.000"] and rows[1][7] == "-"
+
+
+def test_the_live_table_is_whole_in_a_narrow_terminal():
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    view = View(console, as_json=False, live=None)
+    large = {"step": 9999, "right_share": 1.0, "loss": -0.1234, "grad_norm": 12.345, "tokens_per_s": 123456.0}
+    view.show(Event("metrics", METRICS | large | {"planning_s": 1.234, "waited_s": 1.234}))
+    console.print(view._table())
+    header, row = console.file.getvalue().splitlines()[-2:]
+    assert header.split() == " ".join(COLUMNS).split()
+    assert " ".join(row.split()) == "9999 0.500 100.0% -0.1234 12.345 0.0100 1.500 1.000 123456 1234 1234"
 
 
 def test_the_summary_of_a_run_without_expert_parallelism_says_so():
