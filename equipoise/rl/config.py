@@ -243,8 +243,9 @@ def setting_of(config: TrainConfig, name: str) -> Any:
 
 def _check_ranges(config: TrainConfig) -> None:
     for name, low in _LOWEST.items():
-        if not setting_of(config, name) >= low:
-            raise TrainingError(f"setting {name} is {setting_of(config, name)}; it must be at least {low:g}")
+        if not low <= (value := setting_of(config, name)) < inf:
+            limit = f"at least {low:g}" if value != inf else "finite"
+            raise TrainingError(f"setting {name} is {value}; it must be {limit}")
     for name, high in _HIGHEST.items():
         if not setting_of(config, name) <= high:
             raise TrainingError(f"setting {name} is {setting_of(config, name)}; it must be at most {high:g}")
