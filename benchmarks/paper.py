@@ -25,10 +25,9 @@ from benchmarks.paper_ablations import SLOTS, ablations
 from benchmarks.paper_cases import Case, cases, generated_case
 from benchmarks.paper_report import write_report
 from benchmarks.results import Limit, format_table, publish
-from equipoise.core.plan import Plan
-from equipoise.planner import plan
+from equipoise.core.plan import Plan, Sends
+from equipoise.planner import PlanOptions, plan
 from equipoise.sim import Simulation, StepSetting, simulate
-from equipoise.sim.setting import Sends
 from equipoise.sim.sweep import mean_skew
 from equipoise.sim.windows import joined
 
@@ -69,16 +68,19 @@ def setting_of(case: Case, sends: Sends) -> StepSetting:
 
 
 def compare(case: Case) -> Iterator[Row]:
-    """One row per way of crossing nodes; every policy's plans are made once."""
+    """One row per way of crossing nodes, which every policy's plans are priced for."""
     windows = [joined([case.loads], "recompute"), case.loads]
-    plans = {policy: [_planned(loads, case, policy) for loads in windows] for policy in POLICIES}
     for sends in SENDS:
-        found = {policy: _replayed(plans[policy], case, sends) for policy in POLICIES}
+        found = {
+            policy: _replayed([_planned(loads, case, policy, sends) for loads in windows], case, sends)
+            for policy in POLICIES
+        }
         yield row_of(case, sends, found)
 
 
-def _planned(loads: Any, case: Case, policy: str) -> Plan:
-    return plan(loads, cluster=case.cluster, model=case.model, slots=SLOTS, policy=policy)
+def _planned(loads: Any, case: Case, policy: str, sends: Sends) -> Plan:
+    options = PlanOptions(sends=sends)
+    return plan(loads, cluster=case.cluster, model=case.model, slots=SLOTS, policy=policy, options=options)
 
 
 def _replayed(plans: Sequence[Plan], case: Case, sends: Sends) -> Simulation:
@@ -114,13 +116,14 @@ def row_of(case: Case, sends: Sends, found: dict[str, Simulation]) -> Row:
 def take_apart(case: Case) -> Iterator[Row]:
     """Speed-up over static of the method and of its halves."""
     windows = [joined([case.loads], "recompute"), case.loads]
-    static = [_planned(loads, case, "static") for loads in windows]
-    balanced = [_planned(loads, case, "balanced") for loads in windows]
-    made = [("static", static), *((n, [change(loads, case) for loads in windows]) for n, change in ablations())]
     for sends in SENDS:
+        static, balanced = (
+            [_planned(loads, case, policy, sends) for loads in windows] for policy in ("static", "balanced")
+        )
         floor = _replayed(static, case, sends).policies[0].seconds
         ceiling = _replayed(balanced, case, sends).policies[0].seconds
-        for name, plans in made:
+        changed = ((name, [change(loads, case) for loads in windows]) for name, change in ablations(sends))
+        for name, plans in (("static", static), *changed):
             result = _replayed(plans, case, sends).policies[0]
             yield {
                 "table": "ablation",

@@ -18,35 +18,32 @@ import numpy as np
 
 from benchmarks.paper_cases import Case
 from equipoise.core import LoadMatrix
-from equipoise.core.plan import Plan
+from equipoise.core.plan import Plan, Sends
 from equipoise.planner import PlanOptions, plan
 
 SLOTS = 2
 Change = Callable[[LoadMatrix, Case], Plan]
 
 
-def ablations() -> Iterator[tuple[str, Change]]:
-    """(name, how its plan is made)."""
-    yield "base only", lambda loads, case: _plan(loads, case, slots=0)
-    yield "replicas only", lambda loads, case: _plan(loads, case, options=PlanOptions(max_displaced=0))
-    yield "both", _plan
-    yield "placement only", lambda loads, case: shared_evenly(_plan(loads, case))
-    yield "split only", lambda loads, case: uncharged(_plan(loads, case, policy="lplb"))
-    yield "peer path alone", lambda loads, case: on_path(_plan(loads, case), 0)
-    yield "host path alone", lambda loads, case: on_path(_plan(loads, case), 1)
+def ablations(sends: Sends) -> Iterator[tuple[str, Change]]:
+    """(name, how its plan is made) for one way of crossing nodes."""
+    usual = PlanOptions(sends=sends)
+    yield "base only", _change(usual, slots=0)
+    yield "replicas only", _change(replace(usual, max_displaced=0))
+    yield "both", _change(usual)
+    yield "placement only", lambda loads, case: shared_evenly(_change(usual)(loads, case))
+    yield "split only", lambda loads, case: uncharged(_change(usual, policy="lplb")(loads, case))
+    yield "peer path alone", lambda loads, case: on_path(_change(usual)(loads, case), 0)
+    yield "host path alone", lambda loads, case: on_path(_change(usual)(loads, case), 1)
     for slots in (0, 1, 2, 4):
-        yield f"{slots} slots", lambda loads, case, slots=slots: _plan(loads, case, slots=slots)  # type: ignore[misc]
+        yield f"{slots} slots", _change(usual, slots=slots)
 
 
-def _plan(
-    loads: LoadMatrix,
-    case: Case,
-    *,
-    slots: int = SLOTS,
-    policy: str = "equipoise",
-    options: PlanOptions | None = None,
-) -> Plan:
-    return plan(loads, cluster=case.cluster, model=case.model, slots=slots, policy=policy, options=options)
+def _change(options: PlanOptions, *, slots: int = SLOTS, policy: str = "equipoise") -> Change:
+    def made(loads: LoadMatrix, case: Case) -> Plan:
+        return plan(loads, cluster=case.cluster, model=case.model, slots=slots, policy=policy, options=options)
+
+    return made
 
 
 def shared_evenly(made: Plan) -> Plan:

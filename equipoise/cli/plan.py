@@ -40,6 +40,10 @@ class Planning:
             "memory for all experts.",
         ),
     ] = False
+    sends: Annotated[
+        Literal["rows", "tokens"],
+        typer.Option(help="What crosses nodes: every row (Megatron's alltoall), or a token once per node (DeepEP)."),
+    ] = "rows"
     history: Annotated[Path | None, typer.Option(help="Loads of the window before, for the policy eplb-history.")] = (
         None
     )
@@ -64,7 +68,7 @@ class Planning:
             slots=self.slots,
             policy=self.policy,
             objective=self.objective,
-            options=PlanOptions(cross_node=self.cross_node),
+            options=PlanOptions(cross_node=self.cross_node, sends=self.sends),
             history=read_history(self.history, [self.policy]),
         )
 

@@ -33,6 +33,9 @@ from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, require_int
 
 Objective = Literal["seconds", "skew"]
+Sends = Literal["rows", "tokens"]
+"""What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which is
+then handed on inside (DeepEP)."""
 
 
 class Replica(NamedTuple):

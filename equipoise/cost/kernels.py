@@ -21,6 +21,8 @@ from equipoise.cost.links import (
     Holders,
     Traffic,
     home_nodes,
+    kept_by_chance,
+    kept_permille,
     nodes_of,
     reroute,
     reroute_near,
@@ -60,6 +62,14 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
         i += 1
     rise = ns_X[i] - ns_X[i - 1]
     return ns_X[i - 1] + rise * (rows - rows_X[i - 1]) // (rows_X[i] - rows_X[i - 1])
+
+
+@compiled
+def kept_rows(load_MRE: np.ndarray, node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, tables: Tables) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it: by pairs; without them all, or by chance as tokens cross."""
+    if tables.forwards == 1 and len(pair_EE) == 0:
+        return kept_by_chance(load_MRE.sum(axis=0).sum(axis=0), node_E, nodes, tables.top_k)
+    return kept_permille(node_E, nodes, pair_EE, tables.top_k)
 
 
 @compiled
@@ -146,14 +156,16 @@ def _exchange(
 ) -> None:
     """Time of the busiest link, sending or receiving, inside and across nodes.
 
-    A rank receives what its node keeps; what it sends is thinned by the mean of all nodes.
+    A rank receives what its node keeps; what it sends is thinned by the mean of all nodes. Where tokens are handed on
+    inside a node, all rows from other nodes arrive over its links.
     """
     mean_keep = keep_permille_N.sum() // len(keep_permille_N)
     inside, across = np.int64(0), np.int64(0)
     for r in range(len(link_R4)):
         sent = link_R4[r, SENT_ACROSS] * mean_keep // 1000
         received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[node_R[r]] // 1000
-        inside = max(inside, max(link_R4[r, SENT_INSIDE], link_R4[r, RECEIVED_INSIDE]))
+        handed_on = link_R4[r, RECEIVED_ACROSS] * tables.forwards
+        inside = max(inside, max(link_R4[r, SENT_INSIDE], link_R4[r, RECEIVED_INSIDE] + handed_on))
         across = max(across, max(sent, received))
         line[INSIDE] += link_R4[r, SENT_INSIDE]
         line[ACROSS] += received

@@ -118,6 +118,27 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
 
 
 @compiled
+def kept_by_chance(load_E: np.ndarray, node_E: np.ndarray, nodes: int, top_k: int) -> np.ndarray:
+    """[N] the same where pairs were not counted, if every token chooses its experts independently of each other.
+
+    A node is missed by a token that chose none of its experts. Shares are in 2^-20, rows in at most 31 bits.
+    """
+    whole, shift, one = load_E.sum(), 0, np.int64(2**20)
+    while (whole >> shift) >= 2**31:
+        shift += 1
+    miss_N, came_N = np.full(nodes, one), np.zeros(nodes, dtype=np.int64)
+    for e in range(len(load_E)):
+        share = min(one, (load_E[e] >> shift) * top_k * one // max(np.int64(1), whole >> shift))
+        miss_N[node_E[e]] = miss_N[node_E[e]] * (one - share) // one
+        came_N[node_E[e]] += share
+    kept_N = np.full(nodes, 1000)
+    for node in range(nodes):
+        if came_N[node] > 0:
+            kept_N[node] = max(np.int64(1), ((one - miss_N[node]) * 1000 + came_N[node] - 1) // came_N[node])
+    return kept_N
+
+
+@compiled
 def reroute(
     link_R4: np.ndarray,
     load_RE: np.ndarray,

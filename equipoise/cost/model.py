@@ -9,7 +9,8 @@ What is priced, per (micro-step, layer):
   `recompute` forward only. Expert shapes that were not measured scale with their FLOPs from the two nearest that were,
   the nearer counting more, because both limits (arithmetic, reading weights) grow with hidden x width.
 - all-to-all: 2 exchanges forward, 2 more backward; each takes the busiest link, inside nodes and across them at once.
-  Rows are an upper bound across nodes (engines send a token once per node); co-activation counts lower it.
+  Rows are an upper bound across nodes for engines that send a token once per node (`sends="tokens"`, then handed on
+  inside): co-activation counts lower it, or, without them, the chance that a token has several experts in a node.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
   expert compute for each visit of depth.
 - return: replica gradients (fp32) beyond the attention backward that they hide behind, plus adding each of them to the
@@ -31,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core import Cluster, ModelShape, Stage
+from equipoise.core.plan import Sends
 from equipoise.core.value import Value
 from equipoise.cost.profile import ComputeTable, Profile, monotone
 
@@ -76,6 +78,8 @@ class Tables(NamedTuple):
     top_k: int
     prefers_host: int
     """1 where pulls take the host path as long as it fits in the window."""
+    forwards: int
+    """1 where a token crosses to each node once and is handed on there, row by row; 0 where every row crosses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +91,7 @@ class CostModel(Value):
     profile: Profile
     stage: Stage
     depth: int = 1
+    sends: Sends = "rows"
 
     @classmethod
     def of(
@@ -97,10 +102,11 @@ class CostModel(Value):
         stage: Stage = "update",
         profile: Profile | None = None,
         depth: int = 1,
+        sends: Sends = "rows",
     ) -> "CostModel":
         """Build the cost model of a cluster preset, or of a given profile."""
         used = Profile.read(cluster.name) if profile is None else profile
-        return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth)
+        return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends)
 
     @property
     def _nearest(self) -> tuple[ComputeTable, ...]:
@@ -184,6 +190,17 @@ class CostModel(Value):
         return self.model.expert_bytes
 
     @property
+    def even_keep(self) -> int:
+        """Thousandths of the rows into a node that cross if all experts are chosen alike."""
+        if self.sends == "rows":
+            return 1000
+        nodes, experts, top_k, one = self.cluster.num_ep_nodes, self.model.experts, self.model.top_k, 2**20
+        missed = one
+        for _ in range(experts // nodes):
+            missed = missed * (experts - top_k) // experts
+        return -(-(one - missed) * 1000 * nodes // (one * top_k))
+
+    @property
     def attention_flops(self) -> int:
         """Forward operations per token that a pull can hide behind: attention and shared experts of one layer."""
         model = self.model
@@ -218,6 +235,7 @@ class CostModel(Value):
             depth=self.depth,
             top_k=model.top_k,
             prefers_host=0 if update else 1,
+            forwards=int(self.sends == "tokens"),
         )
 
 

@@ -96,20 +96,6 @@ def level_rows(
     )
 
 
-def kept_by_chance(chance_E: np.ndarray, node_E: np.ndarray, nodes: int) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it, if a token is sent there once and chooses independently.
-
-    Args:
-        chance_E: [E] share of the tokens that choose each expert
-        node_E: [E] node of each expert
-    """
-    miss_N, rows_N = np.ones(nodes), np.zeros(nodes)
-    np.multiply.at(miss_N, node_E, 1 - np.minimum(1.0, chance_E))
-    np.add.at(rows_N, node_E, chance_E)
-    kept_N = np.divide(1 - miss_N, rows_N, out=np.ones(nodes), where=rows_N > 0)
-    return np.maximum(1, np.ceil(kept_N * 1000)).astype(np.int64)
-
-
 @compiled
 def compute_ns_of(tables: Tables, rows_MR: np.ndarray, busy_MR: np.ndarray) -> np.ndarray:
     """[M, R] nanoseconds of every rank's experts."""

@@ -67,7 +67,8 @@ def exchange(
     sent_R = across_RR.sum(axis=1) * (keep_permille_N.sum() // len(keep_permille_N)) // 1000
     received_R = across_RR.sum(axis=0) * keep_permille_N[node_R] // 1000
     line[INSIDE], line[ACROSS] = inside_RR.sum(), received_R.sum()
-    inside, across = max(inside_RR.sum(axis=0).max(), inside_RR.sum(axis=1).max()), max(sent_R.max(), received_R.max())
+    arrived_R = inside_RR.sum(axis=0) + (across_RR.sum(axis=0) if tables.forwards else 0)
+    inside, across = max(arrived_R.max(), inside_RR.sum(axis=1).max()), max(sent_R.max(), received_R.max())
     busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
 
@@ -141,3 +142,25 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
         if single:
             kept_N[node] = max(1, 1000 - 2000 * double // (top_k * single))
     return kept_N
+
+
+def kept_by_chance(load_E: np.ndarray, node_E: np.ndarray, nodes: int, top_k: int) -> np.ndarray:
+    """[N] the same by chance. See `links.kept_by_chance`."""
+    kept_N, whole, one = np.full(nodes, 1000), int(load_E.sum()), 2**20
+    shift = max(0, whole.bit_length() - 31)
+    for node in range(nodes):
+        rows = [int(load) >> shift for load in load_E[node_E == node]]
+        shares = [min(one, load * top_k * one // max(1, whole >> shift)) for load in rows]
+        miss = one
+        for share in shares:
+            miss = miss * (one - share) // one
+        if sum(shares):
+            kept_N[node] = max(1, -(-(one - miss) * 1000 // sum(shares)))
+    return kept_N
+
+
+def kept_rows(load_MRE: np.ndarray, node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, tables: Tables) -> np.ndarray:
+    """[N] the same, as the tables and counts allow. See `kernels.kept_rows`."""
+    if tables.forwards and len(pair_EE) == 0:
+        return kept_by_chance(load_MRE.sum(axis=(0, 1)), node_E, nodes, tables.top_k)
+    return kept_permille(node_E, nodes, pair_EE, tables.top_k)

@@ -49,7 +49,8 @@ class Task:
     """Prices of this window's stage."""
 
     def __post_init__(self) -> None:
-        cost = CostModel.of(self.cluster, self.model, stage=self.loads.stage, depth=self.options.depth)
+        options = self.options
+        cost = CostModel.of(self.cluster, self.model, stage=self.loads.stage, depth=options.depth, sends=options.sends)
         object.__setattr__(self, "cost", cost)
 
 

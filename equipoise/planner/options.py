@@ -4,9 +4,10 @@ Knows no loads. Config is never changed after construction; unknown names are er
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from equipoise.core import InfeasiblePlanError, ModelShape
+from equipoise.core.plan import Sends
 from equipoise.core.value import require_int
 
 Order = Literal["plain", "recompute", "1f1b"]
@@ -23,8 +24,9 @@ class PlanOptions:
     max_displaced: int | None = None
     """Most experts per layer whose home may leave the owner; 0 keeps homes at owners, None sets no limit."""
     cross_node: bool = False
-    """In recompute windows, take replicas from any node where that pays: needs a host store that holds every expert.
-    Links are priced row by row: an engine that sends a token once per node has less of a busiest link to relieve."""
+    """In recompute windows, take replicas from any node where that pays: needs a host store that holds every expert."""
+    sends: Sends = "rows"
+    """What crosses nodes in an all-to-all: every row, or a token once per node."""
     memory_bytes: int | None = None
     """Bytes per rank for replica buffers, instead of `slots`."""
     effort: int = 1
@@ -47,8 +49,11 @@ class PlanOptions:
             raise InfeasiblePlanError(
                 f"PlanOptions.pipeline_stage is {self.pipeline_stage}; there are {self.pipeline_stages} stages from 0"
             )
-        if self.order not in ("plain", "recompute", "1f1b"):
-            raise InfeasiblePlanError(f"PlanOptions.order is {self.order!r}; it must be plain, recompute or 1f1b")
+        for name, allowed in (("order", Order), ("sends", Sends)):
+            if getattr(self, name) not in get_args(allowed):
+                raise InfeasiblePlanError(
+                    f"PlanOptions.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
+                )
 
     def slots_within(self, model: ModelShape, slots: int | None) -> int:
         """Replica slots per rank: as asked for, or as many as the byte budget holds in depth + 1 buffers."""

@@ -279,12 +279,13 @@ def _row_prices(task: Task) -> _RowPrices:
     mean = max(1, int(loads.load_MLRE.sum()) // entries)
     homes, nodes = task.cluster.home_slots(task.model), task.cluster.num_ep_nodes
     tables = cost.tables(1)
+    across_ps = tables.across_ps * cost.even_keep // 1000
     compute_ps = max(1, (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean)
-    slope_ps = compute_ps + tables.exchanges * max(tables.inside_ps, tables.across_ps * (nodes - 1)) // nodes
+    slope_ps = compute_ps + tables.exchanges * max(tables.inside_ps, across_ps * (nodes - 1)) // nodes
     slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes)
     return _RowPrices(
         compute_ps=compute_ps,
-        crossing_ps=tables.exchanges * tables.across_ps,
+        crossing_ps=tables.exchanges * across_ps,
         slope_ps=slope_ps,
         min_rows=max(1, slot_ns * 1000 // slope_ps),
     )

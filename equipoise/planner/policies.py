@@ -158,11 +158,14 @@ def _price_uniform(task: Task) -> np.ndarray:
     ns_X = cost.compute_ns_SX(homes)[homes]
     row_MLR = task.loads.load_MLRE.sum(axis=3)
     near_R = task.cluster.ranks_N[task.cluster.node_array_R]
-    inside_MLR, across_MLR = row_MLR * (near_R - 1) // ranks, row_MLR * (ranks - near_R) // ranks
+    inside_MLR = row_MLR * (near_R - 1) // ranks
+    across_MLR = row_MLR * (ranks - near_R) // ranks * cost.even_keep // 1000
     line_MLC = np.zeros((*row_MLR.shape[:2], COLUMNS), dtype=np.int64)
     for at in np.ndindex(*row_MLR.shape[:2]):
         mean = -(-int(row_MLR[at].sum()) // ranks)
         line_MLC[at][COMPUTE] = interpolate(cost.rows_X, ns_X, mean)
-        line_MLC[at][EXCHANGE] = cost.exchange_ns(int(inside_MLR[at].max()), int(across_MLR[at].max()))
+        arrived = mean * (ranks - 1) // ranks if cost.sends == "tokens" else 0
+        inside, across = max(int(inside_MLR[at].max()), arrived), int(across_MLR[at].max())
+        line_MLC[at][EXCHANGE] = cost.exchange_ns(inside, across)
     line_MLC[..., INSIDE], line_MLC[..., ACROSS] = inside_MLR.sum(axis=2), across_MLR.sum(axis=2)
     return line_MLC

@@ -21,7 +21,7 @@ import numpy as np
 from equipoise.core import Cluster
 from equipoise.core.compiled import compiled
 from equipoise.core.plan import Bytes, Seconds
-from equipoise.cost.kernels import COLUMNS, price
+from equipoise.cost.kernels import COLUMNS, kept_rows, price
 from equipoise.cost.model import Tables
 from equipoise.planner.assemble import NS, Draft, Links, Task
 
@@ -67,10 +67,11 @@ def _price_layer(
     tables: Tables,
 ) -> np.ndarray:
     line_MC = np.zeros((len(load_MRE), COLUMNS), dtype=np.int64)
-    every_row_N = np.full(node_R.max() + 1, 1000)
+    none_EE = np.zeros((0, 0), dtype=np.int64)
+    keep_permille_N = kept_rows(load_MRE, node_R[home_E], node_R.max() + 1, none_EE, tables)
     for m in range(len(load_MRE)):
         rep_expert_RS, rep_rows_RS = rep_expert_MRS[m], rep_rows_MRS[m]
-        price(load_MRE[m], home_E, node_R, rep_expert_RS, rep_rows_RS, every_row_N, tables, True, line_MC[m])
+        price(load_MRE[m], home_E, node_R, rep_expert_RS, rep_rows_RS, keep_permille_N, tables, True, line_MC[m])
     return line_MC
 
 

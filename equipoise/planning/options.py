@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from equipoise.core.plan import Objective
+from equipoise.core.plan import Objective, Sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class BalancerOptions:
     """Execution order of the update stage, see `planner.options`."""
     cross_node: bool = False
     """In recompute windows, take replicas from any node; the host store of every node then holds all experts."""
+    sends: Sends = "rows"
+    """What crosses nodes, for the planner's prices: `tokens` where layers dispatch in two levels, or through DeepEP."""
     depth: int = 1
     """Visits that pulls may run ahead."""
     pipeline_stage: int = 0
@@ -54,7 +56,7 @@ class BalancerOptions:
     @property
     def planner_figures(self) -> Mapping[str, Any]:
         """The fields of `PlanOptions` that are set here."""
-        names = ("max_displaced", "cross_node", "order", "depth", "pipeline_stage", "pipeline_stages")
+        names = ("max_displaced", "cross_node", "sends", "order", "depth", "pipeline_stage", "pipeline_stages")
         return {name: getattr(self, name) for name in names}
 
     @property

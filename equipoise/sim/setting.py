@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from equipoise.core import InfeasiblePlanError
+from equipoise.core.plan import Sends
 from equipoise.core.value import require_int
 from equipoise.loads.forecast import Activations
 from equipoise.sim.result import Shown
@@ -14,10 +15,6 @@ from equipoise.sim.result import Shown
 Planning = Literal["hidden", "exposed"]
 """`hidden`: a window is planned while what comes before it runs (rollout, or the window before), and only what is left
 then counts; `exposed`: all of it counts."""
-
-Sends = Literal["rows", "tokens"]
-"""What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which is
-then handed on inside (DeepEP)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

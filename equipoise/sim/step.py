@@ -117,7 +117,7 @@ def _sources(
             slots=require_int("slots", slots, low=0, error=InfeasiblePlanError),
             cluster=step.cluster,
             model=step.model,
-            options=step.options,
+            options=replace(step.options, sends=step.setting.sends),
             pipeline_stages=step.setting.pipeline_stages,
             history=history,
             pair_LEE=step.pair_LEE,

@@ -19,17 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core import Stage
-from equipoise.core.plan import Plan
+from equipoise.core.plan import Plan, Sends
 from equipoise.core.value import Value
 from equipoise.cost import CostModel
-from equipoise.cost.links import kept_permille
+from equipoise.cost.links import kept_by_chance, kept_permille
 from equipoise.cost.model import Tables
-from equipoise.cost.ranks import RankRows, compute_ns_of, kept_by_chance, level_rows, rank_rows
+from equipoise.cost.ranks import RankRows, compute_ns_of, level_rows, rank_rows
 from equipoise.loads.forecast import Activations
 from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.planner.pricing import count_before
 from equipoise.sim.clockwork import NANO
-from equipoise.sim.setting import Sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -213,11 +212,12 @@ def _by_pairs(plan: Plan, home_E: np.ndarray, pair_LEE: np.ndarray | None, layer
 
 def _by_chance(plan: Plan, layer: int) -> np.ndarray:
     """[N] thousandths of a node's rows that cross into it, if tokens are sent once per node."""
-    rows_E, experts, top_k = plan.loads.load_MLRE[:, layer].sum(axis=(0, 1)), plan.model.experts, plan.model.top_k
-    chance_E = rows_E * top_k / max(1, rows_E.sum())
+    load_E, cluster = plan.loads.load_MLRE[:, layer].sum(axis=(0, 1)), plan.cluster
     if plan.policy == "balanced":
-        chance_E = np.full(experts, top_k / experts)
-    return kept_by_chance(chance_E, plan.cluster.node_array_R[plan.home_LE[layer]], plan.cluster.num_ep_nodes)
+        load_E = np.ones_like(load_E)
+    node_E = cluster.node_array_R[plan.home_LE[layer]]
+    kept: np.ndarray = kept_by_chance(load_E, node_E, cluster.num_ep_nodes, plan.model.top_k)
+    return kept
 
 
 def slots_of(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

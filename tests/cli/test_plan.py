@@ -55,6 +55,16 @@ def test_replicas_cross_nodes_only_where_allowed(equipoise, tmp_path):
     assert found["across"].seconds.total < found["inside"].seconds.total
 
 
+def test_a_plan_can_be_made_for_engines_that_send_tokens_once_per_node(equipoise, loads_file, tmp_path):
+    assert equipoise("plan", loads_file, *ARGUMENTS, "--sends", "tokens", "-o", tmp_path / "plan.npz").code == 0
+    given = {"cluster": eq.Cluster.preset("h200", nodes=2, ranks_per_node=4), "model": eq.ModelShape.preset("olmoe")}
+    loads = eq.LoadMatrix.load(loads_file)
+    rows, tokens = (eq.plan(loads, options=eq.PlanOptions(sends=sends), **given) for sends in ("rows", "tokens"))
+    assert eq.Plan.load(tmp_path / "plan.npz") == tokens
+    assert tokens.seconds.all_to_all < rows.seconds.all_to_all
+    assert tokens.bytes.all_to_all_across < rows.bytes.all_to_all_across
+
+
 def test_the_summary_names_what_is_saved_moved_and_kept(equipoise, loads_file, tmp_path):
     outcome = equipoise("plan", loads_file, *ARGUMENTS, "-o", tmp_path / "plan.npz")
     assert outcome.code == 0

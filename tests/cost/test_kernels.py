@@ -33,7 +33,8 @@ def priced(draw):
             left_E[e] -= rows_RS[r, j]
     expert_RS[rows_RS == 0] = -1
     keep_N = rng.integers(1, 1001, size=node_R.max() + 1)
-    tables = problems.tables_of(ranks, experts, draw(st.sampled_from(["update", "recompute"])), min(2, experts))
+    stage, sends = draw(st.sampled_from(["update", "recompute"])), draw(st.sampled_from(["rows", "tokens"]))
+    tables = problems.tables_of(ranks, experts, stage, min(2, experts), sends)
     tables = tables._replace(depth=draw(st.integers(1, 2)), host_ns=draw(st.sampled_from([1000, tables.host_ns])))
     return load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, draw(st.booleans())
 
@@ -126,6 +127,30 @@ def test_kept_rows_are_exact_for_top_2_tokens(seed):
     for node in range(2):
         rows = int((node_E[ids_TK] == node).sum())
         assert abs(rows * kept_N[node] / 1000 - tokens_into(node, ids_TK, node_E)) <= rows / 1000
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_chances_are_the_plain_ones_and_never_above_every_row(loads, top_k, nodes):
+    load_E = np.array(loads)
+    node_E = np.arange(len(load_E)) % nodes
+    kept_N = links.kept_by_chance(load_E, node_E, nodes, top_k)
+    assert kept_N.tolist() == reference.kept_by_chance(load_E, node_E, nodes, top_k).tolist()
+    assert ((kept_N >= 1) & (kept_N <= 1000)).all()
+
+
+def test_what_crosses_is_by_pairs_or_by_chance_or_every_row():
+    load_MRE = np.random.default_rng(0).integers(0, 99, size=(3, 4, 8))
+    node_E, none_EE = np.arange(8) // 4, np.zeros((0, 0), dtype=np.int64)
+    pair_EE = np.full((8, 8), 3) + np.eye(8, dtype=np.int64) * 40
+    rows, tokens = (problems.tables_of(4, 8, sends=sends) for sends in ("rows", "tokens"))
+    assert kernels.kept_rows(load_MRE, node_E, 2, none_EE, rows).tolist() == [1000, 1000]
+    chance_N = links.kept_by_chance(load_MRE.sum(axis=(0, 1)), node_E, 2, tokens.top_k)
+    assert kernels.kept_rows(load_MRE, node_E, 2, none_EE, tokens).tolist() == chance_N.tolist()
+    assert (chance_N < 1000).all()
+    pairs_N = links.kept_permille(node_E, 2, pair_EE, 2)
+    for tables in (rows, tokens):
+        assert kernels.kept_rows(load_MRE, node_E, 2, pair_EE, tables).tolist() == pairs_N.tolist()
 
 
 def test_without_pairs_every_row_crosses():

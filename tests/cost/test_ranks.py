@@ -7,7 +7,8 @@ from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost import kernels
 from equipoise.cost.between import rows_between
 from equipoise.cost.kernels import COLUMNS, COMPUTE, EXCHANGE
-from equipoise.cost.ranks import compute_ns_of, kept_by_chance, level_rows, rank_rows
+from equipoise.cost.links import kept_by_chance
+from equipoise.cost.ranks import compute_ns_of, level_rows, rank_rows
 from tests.cost.test_kernels import priced
 
 few = settings(max_examples=60, deadline=None)
@@ -19,7 +20,8 @@ def test_the_busiest_rank_and_link_are_those_of_the_price_line(arguments):
     load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, persistent = arguments
     line = np.zeros(COLUMNS, dtype=np.int64)
     kernels.price(*arguments, line)
-    found = rank_rows(load_RE[None], home_E, node_R, expert_RS[None], rows_RS[None], keep_N, persistent, False)
+    forwards = tables.forwards == 1
+    found = rank_rows(load_RE[None], home_E, node_R, expert_RS[None], rows_RS[None], keep_N, persistent, forwards)
     assert compute_ns_of(tables, found.rows_MR, found.busy_MR).max() == line[COMPUTE]
     busiest_ps = max(found.inside_M[0] * tables.inside_ps, found.across_M[0] * tables.across_ps)
     assert tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000) == line[EXCHANGE]
@@ -52,14 +54,14 @@ def test_level_ranks_compute_the_mean_and_send_everyone_the_same():
 
 def test_tokens_that_are_sent_once_per_node_cross_less_often_than_rows():
     """Two experts of a node chosen by half of the tokens each: three quarters of them come, for one row on average."""
-    assert kept_by_chance(np.array([0.5, 0.5, 1.0]), np.array([0, 0, 1]), 2).tolist() == [750, 1000]
-    assert kept_by_chance(np.array([0.0, 0.25]), np.array([0, 1]), 2).tolist() == [1000, 1000]
+    assert kept_by_chance(np.array([10, 10, 20]), np.array([0, 0, 1]), 2, 2).tolist() == [750, 1000]
+    assert kept_by_chance(np.array([0, 5, 15]), np.array([0, 1, 2]), 3, 1).tolist() == [1000, 1000, 1000]
     rng = np.random.default_rng(0)
     ids_TK = np.array([rng.permutation(64)[:8] for _ in range(4000)])
     node_E = np.arange(64) // 16
     came_N = [np.isin(node_E[ids_TK], node).any(axis=1).mean() for node in range(4)]
     rows_N = [(node_E[ids_TK] == node).sum() / 4000 for node in range(4)]
-    kept_N = kept_by_chance(np.bincount(ids_TK.ravel(), minlength=64) / 4000, node_E, 4)
+    kept_N = kept_by_chance(np.bincount(ids_TK.ravel(), minlength=64), node_E, 4, 8)
     assert np.allclose(kept_N / 1000, np.array(came_N) / rows_N, atol=0.03)
 
 

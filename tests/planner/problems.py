@@ -25,11 +25,11 @@ LAYOUTS = {
 
 
 @functools.cache
-def tables_of(ranks, experts, stage="update", top_k=2):
+def tables_of(ranks, experts, stage="update", top_k=2, sends="rows"):
     """Prices of an H200 cluster for a small model, wide enough for every number of slots used here."""
     model = ModelShape.preset("qwen3-30b-a3b", experts=experts, layers=1, top_k=top_k)
     cluster = Cluster.preset("h200", nodes=ranks, ranks_per_node=1)
-    return CostModel.of(cluster, model, stage=stage).tables(2 * experts)
+    return CostModel.of(cluster, model, stage=stage, sends=sends).tables(2 * experts)
 
 
 @st.composite
@@ -108,5 +108,5 @@ def layers(draw):
     )
     load_MRE = draw(loads(draw(st.sampled_from([1, 2, 3, 7])), ranks, experts))
     stage = draw(st.sampled_from(["recompute", "update"]))
-    tables = tables_of(ranks, experts, stage, min(2, experts))
+    tables = tables_of(ranks, experts, stage, min(2, experts), draw(st.sampled_from(["rows", "tokens"])))
     return load_MRE, draw(homes(experts, ranks)), draw(pairs(experts)), problem, tables

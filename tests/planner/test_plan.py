@@ -89,6 +89,7 @@ def small_windows(draw):
         max_displaced=draw(st.sampled_from([None, None, 0, 1, 2])),
         cross_node=draw(st.booleans()),
         gate=draw(st.sampled_from([True, True, False])),
+        sends=draw(st.sampled_from(["rows", "tokens"])),
     )
     loads = eq.LoadMatrix(np.stack(layers, axis=1), stage=draw(st.sampled_from(["recompute", "update"])))
     objective = draw(st.sampled_from(["seconds", "skew"]))
@@ -111,7 +112,7 @@ def test_every_promise_holds_on_every_entry(case):
 @few
 def test_never_slower_than_static(case):
     loads, arguments = case
-    arguments = {**arguments, "objective": "seconds", "options": eq.PlanOptions()}
+    arguments = {**arguments, "objective": "seconds", "options": eq.PlanOptions(sends=arguments["options"].sends)}
     plan = planned(loads, **arguments)
     static = planned(loads, **{**arguments, "policy": "static"})
     assert plan.seconds.total <= plan.static_seconds == static.seconds.total
