@@ -6,8 +6,9 @@
 What bounds it: `balanced`, every rank computing the mean; results are given as a share of it.
 
 Set-up, after ReLibra's: EP16 and EP32 on 8-GPU Hopper nodes with NVLink and 400 Gb/s per GPU, one batch of 1,024
-samples in 32 micro-steps, recompute and update. All policies have the same loads, 2 replica slots and prices. Workloads
-are described in `paper_cases.py`, ablations in `paper_ablations.py`.
+samples in 32 micro-steps, recompute and update. All policies have the same loads, 2 replica slots and prices. Our
+replicas stay in their node in the update; in recompute they may stand in any node, as host stores hold all experts.
+Workloads are described in `paper_cases.py`, ablations in `paper_ablations.py`.
 
 Simulated, no cluster was run: expert compute, attention and transfers from figures measured on one H200, all-to-all
 modelled. Both ways of crossing nodes are shown: every row on its own (Megatron's alltoall), or a token once per node
@@ -21,12 +22,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.paper_ablations import SLOTS, ablations
+from benchmarks.paper_ablations import SLOTS, ablations, options_of
 from benchmarks.paper_cases import Case, cases, generated_case
 from benchmarks.paper_report import write_report
 from benchmarks.results import Limit, format_table, publish
 from equipoise.core.plan import Plan, Sends
-from equipoise.planner import PlanOptions, plan
+from equipoise.planner import plan
 from equipoise.sim import Simulation, StepSetting, simulate
 from equipoise.sim.sweep import mean_skew
 from equipoise.sim.windows import joined
@@ -79,8 +80,8 @@ def compare(case: Case) -> Iterator[Row]:
 
 
 def _planned(loads: Any, case: Case, policy: str, sends: Sends) -> Plan:
-    options = PlanOptions(sends=sends)
-    return plan(loads, cluster=case.cluster, model=case.model, slots=SLOTS, policy=policy, options=options)
+    given = {"cluster": case.cluster, "model": case.model, "slots": SLOTS, "options": options_of(sends)}
+    return plan(loads, policy=policy, **given)
 
 
 def _replayed(plans: Sequence[Plan], case: Case, sends: Sends) -> Simulation:

@@ -3,9 +3,10 @@
     base only          homes move, no replica
     replicas only      replicas, homes stay at their owners
     both               the method
+    inside nodes       the method, but recompute's replicas stay in their nodes, as the update's do
     placement only     its replicas, but every holder of an expert takes an equal share of its rows
     split only         replicas at fixed places for the whole window, only their rows are chosen (LPLB, at no charge)
-    peer path alone, host path alone     every pull takes the same path
+    peer path alone, host path alone     inside nodes, and every pull takes the same path
     0, 1, 2, 4 slots
 
 Knows plans. Does not know workloads.
@@ -25,16 +26,22 @@ SLOTS = 2
 Change = Callable[[LoadMatrix, Case], Plan]
 
 
+def options_of(sends: Sends) -> PlanOptions:
+    """The method: in recompute, where no gradient returns, replicas may stand in any node where that pays."""
+    return PlanOptions(sends=sends, cross_node=True)
+
+
 def ablations(sends: Sends) -> Iterator[tuple[str, Change]]:
     """(name, how its plan is made) for one way of crossing nodes."""
-    usual = PlanOptions(sends=sends)
+    usual, inside = options_of(sends), PlanOptions(sends=sends)
     yield "base only", _change(usual, slots=0)
     yield "replicas only", _change(replace(usual, max_displaced=0))
     yield "both", _change(usual)
+    yield "inside nodes", _change(inside)
     yield "placement only", lambda loads, case: shared_evenly(_change(usual)(loads, case))
     yield "split only", lambda loads, case: uncharged(_change(usual, policy="lplb")(loads, case))
-    yield "peer path alone", lambda loads, case: on_path(_change(usual)(loads, case), 0)
-    yield "host path alone", lambda loads, case: on_path(_change(usual)(loads, case), 1)
+    yield "peer path alone", lambda loads, case: on_path(_change(inside)(loads, case), 0)
+    yield "host path alone", lambda loads, case: on_path(_change(inside)(loads, case), 1)
     for slots in (0, 1, 2, 4):
         yield f"{slots} slots", _change(usual, slots=slots)
 
