@@ -119,7 +119,7 @@ class Cluster(Value):
             raise TopologyError(f"cluster has no figure {unknown[0]!r}; known: {', '.join(_FIGURES)}")
         per_node, count = _layout(nodes, ranks_per_node, ep, node_R)
         size = ep if ep is not None else (len(node_R) if node_R is not None else count * per_node)
-        size = require_int("ep", size, low=1, error=TopologyError)
+        size = require_int("ep", size, low=1, high=MOST_RANKS, error=TopologyError)
         if node_R is None and size > count * per_node:
             raise TopologyError(f"ep is {size}; {count} nodes of {per_node} ranks have only {count * per_node}")
         return cls(
@@ -134,13 +134,15 @@ class Cluster(Value):
 
     def with_ep(self, ep: int) -> "Cluster":
         """Return the same hardware with an EP group of `ep` ranks laid out node by node, nodes added as needed."""
-        size = require_int("ep", ep, low=1, error=TopologyError)
+        size = require_int("ep", ep, low=1, high=MOST_RANKS, error=TopologyError)
         nodes = max(self.nodes, -(-size // self.ranks_per_node))
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values.update(ep=size, nodes=nodes, node_R=tuple(r // self.ranks_per_node for r in range(size)))
         return Cluster(**values)
 
 
+MOST_RANKS = 2**16
+"""Of an EP group; a layout is made of its ranks one by one, and no model has as many experts."""
 _FIGURES = (
     "memory_bytes",
     "flops",

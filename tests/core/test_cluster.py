@@ -145,6 +145,7 @@ def test_a_cluster_that_makes_no_sense_cannot_be_built(changes, words):
         pytest.param("h200", {"nodes": 2, "ep": 17}, "ep is 17; 2 nodes of 8 ranks have only 16", id="ep-too-large"),
         pytest.param("h200", {"ep": -1}, "nodes is 0|ep is -1", id="negative-ep"),
         pytest.param("h200", {"node_R": ()}, "node_R is empty", id="empty-node-map"),
+        pytest.param("h200", {"ep": 10**11}, "ep is 100000000000; it must be from 1 to 65536", id="absurd-ep"),
     ],
 )
 def test_an_unknown_or_impossible_preset_is_an_error_that_says_what_is_known(name, arguments, words):
