@@ -38,6 +38,7 @@ FLAGS = {
         "--objective",
         "--policy",
         "--cross-node",
+        "--sends",
         "--history",
         "--explain",
     },
