@@ -273,14 +273,19 @@ def choose_paths(
     path_MLRS2 = np.zeros((micro_steps, layers, ranks, slots, 2), dtype=np.int64)
     for m in range(micro_steps):
         for layer in range(layers):
+            expert_RS = rep_expert_MLRS[m, layer]
+            if slots == 0 or expert_RS.max() < 0:
+                continue
             windows = windows_ns(row_MLR[m, layer], home_LE.shape[1], tables)
             for r in range(ranks):
+                if expert_RS[r].max() < 0:
+                    continue
                 for phase in range(2):
                     _choose_for_rank(
                         home_LE[layer],
                         node_R,
                         r,
-                        rep_expert_MLRS[m, layer, r],
+                        expert_RS[r],
                         windows[phase],
                         tables,
                         path_MLRS2[m, layer, r, :, phase],

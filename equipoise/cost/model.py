@@ -25,7 +25,7 @@ Invariants (asserted by the tests):
 3. Kernels and the plain functions here agree to the nanosecond.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -92,6 +92,12 @@ class CostModel(Value):
     stage: Stage
     depth: int = 1
     sends: Sends = "rows"
+    _nearest: tuple[ComputeTable, ...] = field(init=False, repr=False)
+    """The two measured tables whose expert shapes are nearest, or the one that is the model's own."""
+
+    def __post_init__(self) -> None:
+        near = sorted(self.profile.tables, key=lambda table: (self._distance(table), table.row_flops))[:2]
+        object.__setattr__(self, "_nearest", tuple(near[:1] if self._distance(near[0]) == 0 else near))
 
     @classmethod
     def of(
@@ -107,12 +113,6 @@ class CostModel(Value):
         """Build the cost model of a cluster preset, or of a given profile."""
         used = Profile.read(cluster.name) if profile is None else profile
         return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends)
-
-    @property
-    def _nearest(self) -> tuple[ComputeTable, ...]:
-        """The two measured tables whose expert shapes are nearest, or the one that is the model's own."""
-        near = sorted(self.profile.tables, key=lambda table: (self._distance(table), table.row_flops))[:2]
-        return tuple(near[:1] if self._distance(near[0]) == 0 else near)
 
     def _distance(self, table: ComputeTable) -> int:
         """How far a measured expert shape is from the model's: thousandths by which both lengths differ."""

@@ -29,6 +29,7 @@ Invariants (asserted by the tests):
 2. Tables are used only after being made monotone: more rows or more slots never take less time.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -102,8 +103,7 @@ class Profile(Value):
         path = Path(name_or_path)
         known = profile_names()
         if str(name_or_path) in known:
-            folder = resources.files("equipoise.cost") / "profiles"
-            return cls.from_json((folder / f"{name_or_path}.json").read_text(), name=str(name_or_path))
+            return _read_preset(str(name_or_path))
         if not path.exists():
             raise TopologyError(f"no hardware profile {str(name_or_path)!r}; known: {', '.join(known)}, or give a file")
         return cls.from_json(path.read_text(encoding="utf-8"), name=str(path))
@@ -154,6 +154,13 @@ class Profile(Value):
             across_permille=round(1000 * exchange["across_share"]),
             exchange_fixed_ns=int(exchange["fixed_ns"]),
         )
+
+
+@functools.cache
+def _read_preset(name: str) -> Profile:
+    """A profile of the package, read once: every plan asks for one, and a warm plan takes only some milliseconds."""
+    path = resources.files("equipoise.cost") / "profiles" / f"{name}.json"
+    return Profile.from_json(path.read_text(), name=name)
 
 
 def profile_names() -> list[str]:

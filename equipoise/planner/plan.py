@@ -189,7 +189,9 @@ def _draft(
         with ThreadPoolExecutor(task.options.workers) as pool:
             made = list(pool.map(one_layer, layers))
     home_LE = np.stack([p.home_E for p in made])
-    crossing_2R = np.sum([crossings(p.rep_expert_MRS, p.home_E, problem.node_R) for p in made], axis=0)
+    crossing_2R = np.zeros((2, ranks), dtype=np.int64)
+    if len(problem.domain_DR) > 1:
+        crossing_2R = np.sum([crossings(p.rep_expert_MRS, p.home_E, problem.node_R) for p in made], axis=0)
     return Draft(
         home_LE=home_LE,
         home_slot_LE=home_slots_of(home_LE, ranks),
