@@ -12,8 +12,8 @@ Workloads are described in `paper_cases.py`, ablations in `paper_ablations.py`.
 
 Simulated, no cluster was run: expert compute, attention and transfers from figures measured on one H200, all-to-all
 modelled. Both ways of crossing nodes are shown: every row on its own (Megatron's alltoall), or a token once per node
-(DeepEP). Nothing is tuned to a trace. Rollout is not part of any figure. Planning takes what the planner's report says
-for one core, shared by the ranks of the group, and the first window waits for it.
+(DeepEP). Nothing is tuned to a trace. Rollout is not part of any figure. Planning takes about what the planner's report
+says for one core, shared by the ranks of the group, and the first window waits for it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 POLICIES = ("static", "eplb-oracle", "lplb", "reactive", "reactive-free", "equipoise", "balanced")
 SENDS: tuple[Sends, ...] = ("tokens", "rows")
 PLANNING_S = 0.47 / 48
-"""Seconds one core plans a layer of 32 micro-steps at EP32: benchmarks/reports/planner_xeon_202611.md."""
+"""Seconds one core plans a layer of 32 micro-steps at EP32, about as in benchmarks/reports/planner_xeon_202611.md."""
 NOTE = (
     "simulated: kernels and transfers measured on one H200, all-to-all modelled, no cluster was run; ratios in expert "
     "time unless they say step; 'step' leaves rollout, optimizer and head out; see the docstring of benchmarks/paper.py"
