@@ -102,7 +102,8 @@ def test_replica_buffers_that_one_rank_cannot_make_are_refused_on_all(pool):
         assert is_clean, "mappings or descriptors are left"
 
 
-def test_memory_beyond_the_homes_is_that_of_the_replica_slots():
+def grown_by_an_arena():
+    """Shared memory that 40 layers with an arena take, and the most it may be."""
     from tests.runtime.test_memory import held, shared_bytes
 
     before, used = held(), shared_bytes()
@@ -110,15 +111,21 @@ def test_memory_beyond_the_homes_is_that_of_the_replica_slots():
     pages = {one.num_bytes for one in homes}
     assert len(pages) == 2, "gate_up and down"
     grown = shared_bytes() - used
-    # Other processes share memory meanwhile; mapping replicas behind 40 layers by copying would take 20 times as much.
-    own = 40 * sum(pages)
-    replicas = 4 * 2 * 2 * HostPager.granule * 8
-    assert grown < 2 * (own + replicas) + 2**20
     for one in homes:
         one.release()
     arena.close()
     del arena
     assert held() == before
+    # Mapping replicas behind 40 layers by copying would take 20 times as much.
+    own = 40 * sum(pages)
+    replicas = 4 * 2 * 2 * HostPager.granule * 8
+    return grown, 2 * (own + replicas) + 2**20
+
+
+def test_memory_beyond_the_homes_is_that_of_the_replica_slots():
+    # Other processes share and free memory meanwhile, some of them much: the middle one of several counts.
+    grown, most = sorted(grown_by_an_arena() for _ in range(5))[2]
+    assert grown < most
 
 
 @pytest.mark.dist(4)
