@@ -139,6 +139,16 @@ def test_chances_are_the_plain_ones_and_never_above_every_row(loads, top_k, node
     assert ((kept_N >= 1) & (kept_N <= 1000)).all()
 
 
+@pytest.mark.parametrize(("experts", "top_k", "nodes"), [(128, 8, 4), (64, 6, 2), (256, 8, 8), (32, 4, 4), (8, 8, 2)])
+def test_what_even_choices_keep_is_what_chance_says_of_them(experts, top_k, nodes):
+    model = ModelShape.preset("qwen3-30b-a3b", experts=experts, layers=1, top_k=top_k)
+    cost = CostModel.of(Cluster.preset("h200", nodes=nodes, ranks_per_node=1), model, sends="tokens")
+    kept_N = links.kept_by_chance(np.ones(experts, np.int64), np.arange(experts) * nodes // experts, nodes, top_k)
+    # Each rounds up to a thousandth, from shares that it rounds for itself.
+    assert np.abs(kept_N - cost.even_keep).max() <= 1
+    assert CostModel.of(cost.cluster, model).even_keep == 1000
+
+
 def test_what_crosses_is_by_pairs_or_by_chance_or_every_row():
     load_MRE = np.random.default_rng(0).integers(0, 99, size=(3, 4, 8))
     node_E, none_EE = np.arange(8) // 4, np.zeros((0, 0), dtype=np.int64)
