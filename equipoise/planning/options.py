@@ -25,7 +25,8 @@ class BalancerOptions:
     cross_node: bool = False
     """In recompute windows, take replicas from any node; the host store of every node then holds all experts."""
     sends: Sends = "rows"
-    """What crosses nodes, for the planner's prices: `tokens` where layers dispatch in two levels, or through DeepEP."""
+    """What crosses nodes in every exchange, for the planner's prices: `tokens` where an engine sends them once per node
+    both ways (DeepEP). Our two-level dispatch does so one way only: `rows`."""
     depth: int = 1
     """Visits that pulls may run ahead."""
     pipeline_stage: int = 0
