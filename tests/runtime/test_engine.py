@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from equipoise.core import TransferError
 from equipoise.core.itinerary import Visit
@@ -280,6 +281,7 @@ def misuse(group, plan):
     right = stack([rank.gradient(0, 0, need.expert, rank.rank) for need in needs], like=rank.everything[0])
     acts += [suspended] + [lambda: engine.hand_in(0, 0, right)] * 2 + [lambda: engine.hand_in(0, 0, two)]
     for act in acts:
+        dist.barrier(group)  # a rank that is ahead would end its peers' earlier acts with its own words
         try:
             act()
         except TransferError as error:
