@@ -39,6 +39,14 @@ class Setting:
     sends: Annotated[
         Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
     ] = "rows"
+    cross_node: Annotated[
+        bool,
+        typer.Option(
+            "--cross-node",
+            help="In recompute, let replicas stand in any node where that pays; every node then needs host memory for "
+            "all experts.",
+        ),
+    ] = False
     rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0
     other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0
     planning_s: Annotated[
@@ -92,6 +100,7 @@ def simulate(
     from equipoise.cli.simulation import Step, run
     from equipoise.cli.step_loads import read_history
     from equipoise.core import Cluster
+    from equipoise.planner import PlanOptions
     from equipoise.sim.summary import summary
 
     dump, axes = split_words(words or [], sweep or [])
@@ -101,7 +110,15 @@ def simulate(
     hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
     around, past = setting.to_step(), read_history(history, names)
     shape, windows = step_source(dump, reading, packing, demo=demo)
-    step = Step(windows=windows, model=shape, cluster=hardware, setting=around, slots=slots, history=past)
+    step = Step(
+        windows=windows,
+        model=shape,
+        cluster=hardware,
+        setting=around,
+        options=PlanOptions(cross_node=setting.cross_node),
+        slots=slots,
+        history=past,
+    )
     found = run(step, names, axes=axes, break_even=break_even)
     name = "a generated step" if dump is None else dump.name
     text = summary(found, title=name)

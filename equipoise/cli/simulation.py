@@ -5,10 +5,12 @@ Knows the simulator. Does not know files or words of the command line.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from equipoise.cli.output import progress
 from equipoise.cli.slots import check_slots
 from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.planner import PlanOptions
 from equipoise.sim import Simulation, StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.sweep import break_even_curves, sweep_points
@@ -23,6 +25,7 @@ class Step:
     model: ModelShape
     cluster: Cluster
     setting: StepSetting
+    options: PlanOptions
     slots: int
     history: LoadMatrix | None
 
@@ -33,31 +36,19 @@ def run(step: Step, policies: Sequence[str], *, axes: Mapping[str, tuple[int, ..
     check_slots(step.slots, cluster=step.cluster, model=step.model)
     for ep in axes.get("ep", (step.cluster.ep,)):
         check_slots(axes.get("slots", ()), cluster=step.cluster.with_ep(ep), model=step.model)
+    given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "model", "setting", "options")}
     with progress("simulating (the first run compiles for a while)") as show:
-        found = simulate(
-            windows,
-            policies,
-            cluster=step.cluster,
-            model=step.model,
-            slots=step.slots,
-            setting=step.setting,
-            history=step.history,
-            progress=show,
-        )
+        found = simulate(windows, policies, slots=step.slots, history=step.history, progress=show, **given)
     if not axes and not break_even:
         return found
     points: tuple[SweepPoint, ...] = ()
     curves: tuple[BreakEvenCurve, ...] = ()
     if axes:
         with progress("sweeping") as show:
-            points = sweep_points(
-                step.windows, cluster=step.cluster, model=step.model, axes=axes, setting=step.setting, progress=show
-            )
+            points = sweep_points(step.windows, axes=axes, progress=show, **given)
     if break_even:
         # The last window: an update, where there is one.
         window = windows[-1].split_groups(step.cluster.ep)[0]
         with progress("break-even") as show:
-            curves = break_even_curves(
-                window, cluster=step.cluster, model=step.model, slots=step.slots, setting=step.setting, progress=show
-            )
+            curves = break_even_curves(window, slots=step.slots, progress=show, **given)
     return replace(found, sweep=Sweep(axes=dict(axes), points=points, curves=curves))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from equipoise.core import Cluster
 from equipoise.cost import Profile
+from equipoise.planner import PlanOptions
 from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.sim.plans import PlanSource
 from equipoise.sim.setting import StepSetting
@@ -27,6 +28,7 @@ def notes_of(
     *,
     cluster: Cluster,
     setting: StepSetting,
+    options: PlanOptions,
     knows: tuple[bool, bool],
 ) -> tuple[str, ...]:
     """Say how these figures came about; `knows` tells whether history and pairs were given."""
@@ -44,6 +46,7 @@ def notes_of(
         "spreading tokens to rows.",
         "Left out unless given as seconds: optimizer, gradient reduction, embedding, head, dense layers, rollout.",
         *_of_policies([source.policy for source in sources], setting, has_history=has_history),
+        *_of_options(options),
         *_of_shape(windows, setting),
     )
 
@@ -63,6 +66,15 @@ def _of_policies(names: Sequence[str], setting: StepSetting, *, has_history: boo
         yield (
             f"reactive is charged {plan_ms:g} ms of planning per layer and {push_ms:g} ms of weight push, as UltraEP "
             "reports."
+        )
+
+
+def _of_options(options: PlanOptions) -> Iterator[str]:
+    """What planning was allowed."""
+    if options.cross_node:
+        yield (
+            "Replicas of recompute may stand in any node; every node then needs host memory for all experts, which the "
+            "memory per rank does not hold."
         )
 
 

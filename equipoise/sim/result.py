@@ -7,7 +7,7 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
     model          {name, experts, top_k, layers, hidden, expert_width, expert_bytes}
     cluster        {name, device, ep, nodes, ranks_per_node, node_R, memory_bytes}
     profile        {device, kind}: whose figures the seconds are predicted with; kind is "measured" or "derived"
-    setting        what was assumed: every field of `StepSetting`
+    setting        what was assumed: every field of `StepSetting`, and depth, slots and cross_node of planning
     layer_numbers  [L] global numbers of the MoE layers
     shown          {window, micro_step, group}: whose arrays and timeline stand below
     notes          list of sentences: what is modelled and how, to be shown beside the figures

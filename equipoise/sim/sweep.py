@@ -24,6 +24,7 @@ import numpy as np
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
 from equipoise.core.value import require_int
 from equipoise.loads.skew import rank_loads, skew_ML
+from equipoise.planner import PlanOptions
 from equipoise.planner.estimate import complete
 from equipoise.sim.break_even import BreakEvenCurve, SweepPoint
 from equipoise.sim.prediction import deal_out
@@ -55,6 +56,7 @@ def sweep_points(
     model: ModelShape,
     axes: Mapping[str, Sequence[int]],
     setting: StepSetting | None = None,
+    options: PlanOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[SweepPoint, ...]:
     """Simulate every combination of the axes' values.
@@ -65,10 +67,12 @@ def sweep_points(
         model: the model's shape
         axes: values by name, see AXES; a missing one keeps what the step has (slots: 1)
         setting: the step around the experts
+        options: deeper knobs of planning
         progress: called with (points done, points in all)
     """
     values = {name: checked_axis(name, axes[name]) for name in axes}
     plain = replace(setting or StepSetting(), timeline_layers=0)
+    given: dict[str, Any] = {"setting": plain, "options": options}
     widths, micros = values.get("ep", (cluster.ep,)), values.get("micro", (None,))
     slots, tokens = values.get("slots", (1,)), values.get("tokens", (None,))
     total = len(widths) * len(micros) * len(tokens) * len(slots)
@@ -78,7 +82,7 @@ def sweep_points(
         step = [complete(window)[0] for window in windows(ep, micro)]
         for size in tokens:
             sized = step if size is None else [at_tokens(loads, size, model) for loads in step]
-            for point in _at(sized, cluster.with_ep(ep), model, slots, plain):
+            for point in _at(sized, slots, cluster=cluster.with_ep(ep), model=model, **given):
                 points.append(replace(point, micro=micro))
                 if progress is not None:
                     progress(len(points), total)
@@ -86,10 +90,10 @@ def sweep_points(
 
 
 def _at(
-    step: Sequence[LoadMatrix], cluster: Cluster, model: ModelShape, slots: Sequence[Any], setting: StepSetting
+    step: Sequence[LoadMatrix], slots: Sequence[int], *, cluster: Cluster, model: ModelShape, **given: Any
 ) -> Iterator[SweepPoint]:
     """One point per number of slots."""
-    given: dict[str, Any] = {"cluster": cluster, "model": model, "setting": setting}
+    given |= {"cluster": cluster, "model": model}
     compared = {r.policy: r.seconds.experts for r in simulate(step, COMPARED, **given).policies}
     for count in slots:
         ours = simulate(step, "equipoise", slots=count, **given).policies[0].seconds.experts
@@ -110,6 +114,7 @@ def break_even_curves(
     model: ModelShape,
     slots: int = 1,
     setting: StepSetting | None = None,
+    options: PlanOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[BreakEvenCurve, ...]:
     """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`."""
@@ -121,7 +126,7 @@ def break_even_curves(
         points = []
         for tokens in TOKENS:
             sized = [at_tokens(mixed, tokens, shape)]
-            (point,) = _at(sized, cluster, shape, (slots,), plain)
+            (point,) = _at(sized, (slots,), cluster=cluster, model=shape, setting=plain, options=options)
             points.append((tokens, point.saved_share))
             if progress is not None:
                 progress(len(curves) * len(TOKENS) + len(points), len(MIXES) * len(TOKENS))

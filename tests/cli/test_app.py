@@ -56,6 +56,7 @@ FLAGS = {
         "--pipeline-stages",
         "--repeat-forward",
         "--sends",
+        "--cross-node",
         "--rollout-s",
         "--other-s",
         "--planning-s",

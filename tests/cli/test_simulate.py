@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from equipoise.cli.simulate import split_words
-from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape, RoutesError
 from equipoise.loads import count_step, generate_routes, step_schedules
 from equipoise.routes import write_routes
 from equipoise.sim import StepSetting, simulate
@@ -37,6 +37,30 @@ def test_figures_are_those_of_the_room_below(equipoise, routes, store):
     expected = simulate(windows, ["static", "equipoise"], cluster=cluster, model=MODEL, setting=setting)
     assert found.document["policies"] == json.loads(json.dumps(expected.to_dict()))["policies"]
     assert found.document["sweep"] is None
+
+
+def test_replicas_of_recompute_may_cross_nodes_in_the_step_and_in_its_sweep(equipoise, tmp_path):
+    load = np.random.default_rng(3).integers(0, 500, size=(2, 16, 8, 64))
+    load[..., 5] = 20_000
+    LoadMatrix(load, stage="recompute").save(tmp_path / "hot.npz")
+    given = ("--model", "olmoe", "--ep", 8, "--ranks-per-node", 4, "--policies", "equipoise", "--no-break-even")
+    inside, across = (
+        equipoise("simulate", tmp_path / "hot.npz", *given, "--sweep", "slots=1", "--json", *options)
+        for options in ((), ("--cross-node",))
+    )
+    assert inside.code == across.code == 0, across.err
+    for seconds in (_step_seconds, _swept_seconds):
+        assert seconds(across.document) < 0.9 * seconds(inside.document)
+    told = [any("stand in any node" in note for note in found.document["notes"]) for found in (inside, across)]
+    assert told == [found.document["setting"]["cross_node"] for found in (inside, across)] == [False, True]
+
+
+def _step_seconds(document):
+    return document["policies"][0]["seconds"]["compute"]
+
+
+def _swept_seconds(document):
+    return document["sweep"]["points"][0]["seconds"]["equipoise"]
 
 
 def test_a_sweep_is_words_after_the_option(equipoise, store, tmp_path):
