@@ -15,7 +15,7 @@ from pathlib import Path
 KILLED = "killed"
 
 
-def run_ranks(function, world_size, *args, timeout_s=60.0):
+def run_ranks(function, world_size, *args, timeout_s=300.0):
     """Call `function(group, *args)` on fresh ranks; return each one's result, or KILLED where it was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tests.runtime.windows"])
@@ -43,7 +43,7 @@ def _answer(process, pipe, left_s):
     try:
         is_good, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        process.join(10)
+        process.join(60)
         assert process.exitcode == -signal.SIGKILL, f"a rank ended with {process.exitcode}"
         return KILLED
     assert is_good, value
@@ -56,7 +56,7 @@ def _serve(pipe, where, call):
 
     torch.set_num_threads(1)
     rank, world_size, store = where
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
     try:
         function, args = pickle.loads(call)

@@ -3,19 +3,42 @@
 import os
 import re
 import signal
+import sys
 import time
+from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from equipoise.core import TransferError
 from equipoise.runtime.paths import MappedPath
 from equipoise.runtime.relocate import Relocator
+from equipoise.runtime.watchdog import ABORTED
 from tests.runtime.own_ranks import KILLED, run_ranks
 from tests.runtime.play import Rank
+from tests.runtime.test_memory import is_back
 from tests.runtime.windows import assert_same_bits, experts_at, random_plan, take
 
 BOUND_S = 2.0
+"""Bound on waits once the fault is near; before it, ranks on a busy machine may wait for each other much longer."""
+SLACK_S = 20.0
+"""How late a rank of a busy machine may hear what it is told at once; far below the bound on connections, 120 s."""
+
+
+def shorten(rank):
+    """From here on this rank waits for nothing longer than BOUND_S."""
+    node = rank.engine._node
+    node.watchdog.timeout_s, node.options = BOUND_S, replace(node.options, timeout_s=BOUND_S)
+
+
+def wait_for(is_there, wait_s=60.0):
+    """Wait for what a test brings about, however long a busy machine takes."""
+    end = time.monotonic() + wait_s
+    while not is_there():
+        assert time.monotonic() < end, "what the test waits for did not come"
+        time.sleep(0.01)
 
 
 class StuckPath(MappedPath):
@@ -37,30 +60,38 @@ class StuckPath(MappedPath):
 
 def stuck(group, plan, what):
     """One rank does not do its part; every rank tells what it saw and when."""
-    path = StuckPath()
+    path, begin = StuckPath(), time.monotonic()
     is_bad = group.rank() == 1
     engine = {"paths": {"peer": path, "host": path}} if is_bad and what == "pull" else {}
-    rank = Rank(group, plan, timeout_s=BOUND_S, **engine)
-    begin = time.monotonic()
+    rank = Rank(group, plan, **engine)
+    node, is_due = rank.engine._node, True
+
+    def fault():
+        """All come here together. The bad rank goes on when another has given up; a pull ends by its own bound."""
+        nonlocal begin, is_due
+        dist.barrier(group)
+        # Who waits for the stuck pull must not give up before it does.
+        if what != "pull" or is_bad or 1 not in node.peers:
+            shorten(rank)
+        if is_bad and what != "pull":
+            wait_for(lambda: any(words[ABORTED] for words in node.words.values()))
+        begin, is_due = time.monotonic(), False
+
     try:
-        if is_bad and what == "publish":
-            time.sleep(BOUND_S + 0.5)
-            begin = time.monotonic()
+        if what == "publish":
+            fault()
         rank.engine.open_window(plan)
-        if what == "pull" and not is_bad:
-            # So that the pull's wait begins first, also on a busy machine: who waits longest names the cause.
-            time.sleep(0.5)
+        if what == "pull":
+            fault()
         for at in range(len(plan.itinerary)):
             visit = plan.itinerary.visit(at)
             rank.check_weights(plan, visit)
             if visit.phase == "backward":
-                if is_bad and what == "return":
-                    time.sleep(BOUND_S + 0.5)
-                    begin = time.monotonic()
+                if what == "return" and is_due:
+                    fault()
                 rank.return_gradients(plan, visit)
-        if is_bad and what == "collect":
-            time.sleep(BOUND_S + 0.5)
-            begin = time.monotonic()
+        if what == "collect":
+            fault()
         rank.engine.close_window()
     except TransferError as error:
         return str(error), time.monotonic() - begin
@@ -80,7 +111,7 @@ def test_what_never_finishes_ends_every_rank_within_the_bound(what, node_R):
     results = run_ranks(stuck, 4, plan, what)
     for words, seconds in results:
         assert "did not finish within 2 s" in words, words
-        assert seconds < BOUND_S + 3, f"{seconds:.1f} s until: {words}"
+        assert seconds < BOUND_S + SLACK_S, f"{seconds:.1f} s until: {words}"
     near = [words for (words, _), node in zip(results, node_R, strict=True) if node == 0]
     if what == "pull":
         visit = next(v for v in range(len(plan.itinerary)) if plan.pulls(v, 1))
@@ -92,21 +123,30 @@ def test_what_never_finishes_ends_every_rank_within_the_bound(what, node_R):
 
 
 class LateRelocator(Relocator):
-    """Comes to the second layer after the others have given up."""
+    """Has something to do before it comes to the second layer."""
 
     def relocate(self, kind, layer, moves, tensors):
         if layer == 1:
-            time.sleep(BOUND_S + 0.5)
+            self.come()
         super().relocate(kind, layer, moves, tensors)
 
 
 def late_for_an_exchange(group, plan):
-    rank = Rank(group, plan, timeout_s=BOUND_S)
-    if group.rank() == 1:
-        rank.engine._edges._relocator.__class__ = LateRelocator
+    """Both ranks come to the second layer together; rank 1 goes on when rank 0 has given up."""
+    rank, store = Rank(group, plan), group.get_group_store()
+
+    def come():
+        dist.barrier(group)
+        shorten(rank)
+        if group.rank() == 1:
+            store.wait(["rank 0 has given up"], timedelta(seconds=60))
+
+    relocator = rank.engine._edges._relocator
+    relocator.__class__, relocator.come = LateRelocator, come
     try:
         rank.engine.open_window(plan)
     except TransferError as error:
+        store.set(f"rank {group.rank()} has given up", "1")
         return str(error)
     finally:
         check_whole_layers(rank, plan)
@@ -140,7 +180,7 @@ class KillingRelocator(Relocator):
 
 def killed(group, plan, where):
     """Rank 1 is killed; the others tell what they saw, when, and what is left of their memory."""
-    rank = Rank(group, plan, timeout_s=8.0)
+    rank = Rank(group, plan)
     is_victim, begin, words = group.rank() == 1, time.monotonic(), ""
     if is_victim and where in ("publish", "collect"):
         rank.engine._edges._relocator.__class__ = KillingRelocator
@@ -161,9 +201,7 @@ def killed(group, plan, where):
     if where == "publish":
         check_whole_layers(rank, plan)
     rank.engine.close()
-    with open("/proc/self/maps") as maps:  # noqa: PTH123  # a file that is read once
-        left = sum("memfd:equipoise" in line for line in maps)
-    return words, seconds, left
+    return words, seconds, is_back((0, sys.maxsize))
 
 
 def check_whole_layers(rank, plan):
@@ -180,8 +218,8 @@ def test_a_killed_rank_ends_the_others_by_name(where, node_R):
     plan = random_plan(node_R, seed=6, slots=1, fewest=1, micro_steps=1)
     results = run_ranks(killed, len(node_R), plan, where)
     assert results.pop(1) == KILLED
-    for words, seconds, left in results:
+    for words, seconds, is_clean in results:
         assert "gone" in words, f"{words!r} after {seconds:.1f} s"
-        assert seconds < 8, f"{seconds:.1f} s until: {words}"
-        assert left == 0, "mappings are left"
+        assert seconds < 30, f"{seconds:.1f} s until: {words}; the bound on waits is 60 s"
+        assert is_clean, "mappings are left"
     assert "rank 1" in results[0][0] and "is gone" in results[0][0]

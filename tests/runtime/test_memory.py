@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,28 @@ def held():
     """Mappings of ours, and open descriptors that are files of ours or Unix sockets."""
     gc.collect()
     maps = sum("memfd:equipoise" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     # Connections of gloo are TCP; when they close, another thread of its does that.
     unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]}
-    return maps, sum("memfd:" in link or link in unix for link in links)
+    return maps, sum("memfd:" in link or link in unix for link in open_files())
+
+
+def open_files():
+    """What this process has open; a thread may close some of it meanwhile."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(str(link.readlink()))
+    return found
+
+
+def is_back(before, *, wait_s=20):
+    """Whether no more is held than before; a thread that was told to end lets go as soon as it gets a core."""
+    end = time.monotonic() + wait_s
+    while any(now > then for now, then in zip(held(), before, strict=True)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def shared_bytes():
@@ -35,7 +54,7 @@ def shared_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
 
 
-def shared_once_below(limit, *, wait_s=20):
+def shared_once_below(limit, *, wait_s=60):
     """All shared memory, as soon as it is below the limit: on a busy machine a killed process takes its time to go."""
     end = time.monotonic() + wait_s
     while shared_bytes() >= limit and time.monotonic() < end:
@@ -113,7 +132,7 @@ def share_by_node(group, node_R, num_bytes, is_locked=False):
     try:
         shared = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=20, is_locked=is_locked)
     except TransferError as error:
-        return str(error), held() == before
+        return str(error), is_back(before)
     words = shared.view(0, (len(node_R),), torch.int64)
     words[group.rank()] = group.rank() + 1
     dist.barrier(group)
@@ -121,7 +140,7 @@ def share_by_node(group, node_R, num_bytes, is_locked=False):
     assert held() == (before[0] + 1, before[1] + 1), "more is open than the mapping and its descriptor"
     del words
     shared.close()
-    return seen, held() == before
+    return seen, is_back(before)
 
 
 @pytest.mark.dist(4)
@@ -160,12 +179,20 @@ def hold_and_die(group, survivor):
 
 @pytest.mark.parametrize("survivor", [0, 2])
 def test_killed_holders_leave_nothing(survivor):
-    names = set(os.listdir("/dev/shm"))  # noqa: PTH208
+    names = shared_names()
     results = run_ranks(hold_and_die, 3, survivor)
     freed, mappings = results.pop(survivor)
     assert results == [KILLED, KILLED]
     assert freed > BIG // 2 and mappings == 0, f"{freed:,} bytes were freed of {BIG:,}"
-    assert set(os.listdir("/dev/shm")) <= names, "a name is left in /dev/shm"  # noqa: PTH208
+    # Other processes of the machine may have names there for a moment.
+    end = time.monotonic() + 20
+    while not shared_names() <= names and time.monotonic() < end:
+        time.sleep(0.1)
+    assert shared_names() <= names, "a name is left in /dev/shm"
+
+
+def shared_names():
+    return set(os.listdir("/dev/shm"))  # noqa: PTH208
 
 
 def all_die(group):
