@@ -139,7 +139,7 @@ def test_a_far_pull_planned_by_peer_is_refused_by_name():
 
 
 def backward_in_recompute(group, plan):
-    rank = Rank(group, plan, timeout_s=5.0)
+    rank = Rank(group, plan)
     with rank.engine as engine:
         engine.open_window(plan)
         try:

@@ -205,7 +205,7 @@ def test_offloading_is_noticed_and_survived(pool):
 
 def moved_on_one_rank(group, plan):
     """What each rank is told, and how soon, where parameters of rank 1 alone were moved; then all go on."""
-    rank, words = Rank(group, plan, timeout_s=30.0), ""
+    rank, words = Rank(group, plan), ""
     with rank.engine as engine:
         parameter, place = rank.homes[0].down_SDF, rank.homes[0].down_SDF.data
         parameter.data = place.clone() if rank.rank == 1 else place
@@ -225,7 +225,7 @@ def moved_on_one_rank(group, plan):
 def test_what_one_rank_refuses_is_told_on_all_nodes_at_once_and_nothing_moves(pool):
     plan = random_plan((0, 0, 1, 1), seed=8, slots=1, fewest=1)
     results = pool.run(moved_on_one_rank, 4, plan)
-    assert max(seconds for _, seconds in results) < 15.0, "the bound on waits is 30 s"
+    assert max(seconds for _, seconds in results) < 30.0, "the bound on waits is 60 s"
     for rank, (words, _) in enumerate(results):
         other = f"rank {rank}: publish over p2p was not begun, because rank 1 refused"
         assert ("layer index 0 down_SDF: registered at" if rank == 1 else other) in words
@@ -265,7 +265,7 @@ def test_memory_that_is_not_there_is_refused_on_all_ranks(pool):
 
 
 def misuse(group, plan):
-    rank, words = Rank(group, plan, timeout_s=2.0), []
+    rank, words = Rank(group, plan), []
     engine = rank.engine
     two = stack([rank.gradient(0, 0, 0, 0)] * 2, like=rank.everything[0])
 
@@ -301,7 +301,7 @@ def test_misuse_is_named(pool):
 
 def forgotten_return(group, plan):
     """A rank runs backward and hands in, its homes never collect: the window must not end as if nothing were lost."""
-    rank = Rank(group, plan, timeout_s=2.0)
+    rank = Rank(group, plan)
     try:
         with rank.engine as engine:
             engine.open_window(plan)
@@ -321,7 +321,7 @@ def test_a_gradient_that_was_never_collected_fails_the_window(pool):
 
 def fail_inside(group, plan):
     """The body of a `with` block fails in mid-window: what is left of shared memory, and of the parameters."""
-    from tests.runtime.test_memory import held
+    from tests.runtime.test_memory import held, is_back
 
     before = held()
     rank = Rank(group, plan)
@@ -335,19 +335,18 @@ def fail_inside(group, plan):
             assert held() == (before[0] + 2 * (2 * rank.layers + 1) + 2, before[1] + 2)
             raise KeyError("a fault of the trainer")
     except KeyError:
-        after = held()
+        is_clean = is_back(before)
     rank.engine.close()
     for layer, homes in enumerate(rank.homes):
         wanted = take(rank.everything[layer], experts_at(plan, layer, rank.rank))
         assert_same_bits(homes, wanted, "moved out as they were")
     assert all(p.data_ptr() != place for p, place in zip(parameters, places, strict=True))
-    return before, after
+    return is_clean
 
 
 @pytest.mark.dist(4)
 def test_nothing_shared_is_left_after_an_exception(pool):
-    for before, after in pool.run(fail_inside, 4, random_plan((0, 0, 1, 1), seed=2, slots=1, fewest=1)):
-        assert before == after
+    assert all(pool.run(fail_inside, 4, random_plan((0, 0, 1, 1), seed=2, slots=1, fewest=1)))
 
 
 def profiled(group, plan):

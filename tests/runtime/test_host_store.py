@@ -53,7 +53,7 @@ def uses(plan, visit, rank, entry):
 @pytest.mark.parametrize("path", ["plan", "peer", "host"])
 def test_forced_paths_bring_the_same_bits(pool, path, layout):
     plans = [random_plan(LAYOUTS[layout], seed=w, slots=1, fewest=1) for w in range(2)]
-    results = pool.run(play_windows, 4, plans, {"transfer": {"path": path, "is_checked": True}})
+    results = pool.run(play_windows, 4, plans, {"transfer": {"path": path, "is_checked": True}}, True)
     replicas = sum(len(plan.replica_table) for plan in plans)
     assert sum(moved["pulls"] for moved in results) >= replicas
     refreshes, paths = sum(moved["refreshes"] for moved in results), {p for moved in results for p in moved["bytes"]}
@@ -129,7 +129,7 @@ def test_versions_rise_for_what_is_pulled_and_for_nothing_else(pool):
 
 def corrupt(group, plan):
     """In the second window one bit of an expert is turned in the store before rank 1 pulls it; what each rank says."""
-    rank = Rank(group, plan, timeout_s=4.0, transfer={"path": "host", "is_checked": True})
+    rank = Rank(group, plan, transfer={"path": "host", "is_checked": True})
     need = needs_of(plan, 0, 0, rank=1)[0]
     try:
         with rank.engine as engine:
@@ -224,7 +224,7 @@ def not_pinned(group):
     layout = replace(Layout.of([weights()], TransferOptions(slots=1)), device=torch.device("cuda"))
     original, host_store._Pin = host_store._Pin, Pin
     try:
-        host_store.HostStore(layout, experts=4, group=group, node_R=(0, 0), timeout_s=10.0)
+        host_store.HostStore(layout, experts=4, group=group, node_R=(0, 0), timeout_s=60.0)
     except TransferError as error:
         return str(error), len(pinned)
     finally:
@@ -284,7 +284,7 @@ def leave_early(group, plan):
 
     kept = refresher.copy_expert
     refresher.copy_expert = slow_copy if group.rank() == 1 else kept
-    rank = Rank(group, plan, timeout_s=10.0, transfer={"path": "host"})
+    rank = Rank(group, plan, transfer={"path": "host"})
     try:
         with rank.engine as engine:
             engine.open_window(plan)
