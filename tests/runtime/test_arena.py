@@ -85,7 +85,7 @@ def without_buffers(group):
     node.make_buffers = fail if group.rank() == 1 else kept
     begin, words = time.monotonic(), ""
     try:
-        node.NodeMemory(homes, group=group, node_R=(0, 0), options=TransferOptions(slots=1, timeout_s=20.0))
+        node.NodeMemory(homes, group=group, node_R=(0, 0), options=TransferOptions(slots=1))
     except TransferError as error:
         words = str(error)
     finally:
@@ -98,7 +98,7 @@ def without_buffers(group):
 def test_replica_buffers_that_one_rank_cannot_make_are_refused_on_all(pool):
     for words, seconds, is_clean in pool.run(without_buffers, 2):
         assert "rank 1: replica buffers could not be made: no room on this device" in words
-        assert seconds < 15.0
+        assert seconds < 30.0, "the bound on waits is 60 s"
         assert is_clean, "mappings or descriptors are left"
 
 

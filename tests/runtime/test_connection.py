@@ -1,7 +1,6 @@
 """The transfers' own connection: a rank that gives up alone leaves the training's group as it was."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,12 @@ from equipoise.core import TransferError
 from equipoise.runtime.connection import Connection, Message
 from equipoise.runtime.watchdog import Transfer
 from tests.runtime.play import Rank, run_window
+from tests.runtime.test_memory import open_files
 from tests.runtime.windows import random_plan
 
 
 def messages_both_ways(group):
-    rank, connection = group.rank(), Connection(group, timeout_s=20.0)
+    rank, connection = group.rank(), Connection(group, timeout_s=60.0)
     others = [peer for peer in range(group.size()) if peer != rank]
     leaving = [Message(torch.tensor([10 * rank + peer, n]), peer, True) for peer in others for n in range(2)]
     coming = [Message(torch.zeros(2, dtype=torch.int64), peer, False) for peer in others for _ in range(2)]
@@ -36,32 +36,34 @@ def test_messages_come_in_order_and_the_largest_is_that_of_all(pool):
 
 
 def sockets():
-    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum("socket:" in link for link in links)
+    return sum("socket:" in link for link in open_files())
 
 
 def connect_again_and_again(group):
-    """Sockets after one connection was closed, and after ten more were."""
-    counts = []
-    for times in (1, 10):
-        for _ in range(times):
-            Connection(group, timeout_s=20.0).close()
-        # Gloo closes in a thread of its own, once the other side has too.
-        dist.barrier(group)
-        time.sleep(0.5)
-        counts.append(sockets())
-    return counts
+    """Sockets before and after ten connections were made and closed."""
+    Connection(group, timeout_s=60.0).close()
+    dist.barrier(group)
+    before = sockets()
+    for _ in range(10):
+        Connection(group, timeout_s=60.0).close()
+    # Gloo closes in a thread of its own, once the other side has too: on a busy machine that takes its time.
+    dist.barrier(group)
+    end = time.monotonic() + 20
+    while sockets() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    return before, sockets()
 
 
 @pytest.mark.dist(2)
 def test_closed_connections_leave_no_socket(pool):
-    for once, often in pool.run(connect_again_and_again, 2):
-        assert often <= once
+    for before, after in pool.run(connect_again_and_again, 2):
+        # The first one's sockets may have been there still.
+        assert after <= before
 
 
 def give_up_alone(group, plan, how):
     """Rank 0 enters an exchange, rank 1 gives up instead; then both start anew in the same processes and group."""
-    rank, words = Rank(group, plan, timeout_s=30.0), ""
+    rank, words = Rank(group, plan), ""
     node, begin = rank.engine._node, time.monotonic()
     try:
         if group.rank() == 1:
@@ -88,7 +90,7 @@ def give_up_alone(group, plan, how):
 @pytest.mark.dist(2)
 @pytest.mark.parametrize("how", ["agree", "open a window"])
 def test_a_rank_that_gives_up_alone_leaves_the_group_usable(pool, how):
-    first, second = pool.run(give_up_alone, 2, random_plan((0, 0), seed=1, slots=1, fewest=1), how, timeout_s=60.0)
+    first, second = pool.run(give_up_alone, 2, random_plan((0, 0), seed=1, slots=1, fewest=1), how)
     assert "ended because rank 1: a fault of its own" in first[0] and "a fault of its own" in second[0]
-    assert max(first[1], second[1]) < 10.0, "closing must not wait for an exchange that is left alone"
+    assert max(first[1], second[1]) < 30.0, "closing must not wait for an exchange that is left alone"
     assert first[2] == second[2] == 3

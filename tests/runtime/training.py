@@ -22,7 +22,7 @@ class Trainer:
         self.layers = [self._owned(layer, plan) for layer in range(plan.loads.num_layers)]
         self.attention = [stack.attention_weights(layer, run=run).requires_grad_() for layer in range(len(self.layers))]
         homes = [experts.home for experts in self.layers]
-        options = TransferOptions(slots=plan.slots, timeout_s=20.0, **run.transfer)
+        options = TransferOptions(slots=plan.slots, timeout_s=60.0, **run.transfer)
         self.engine = (
             TransferEngine(homes, group=group, node_R=plan.cluster.node_R, options=options) if has_engine else None
         )
