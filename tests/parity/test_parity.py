@@ -101,7 +101,7 @@ def count_up(group, most, *, tell):
 
 def test_what_rank_0_tells_comes_in_order_before_the_results():
     told = []
-    assert run_ranks(count_up, 2, 3, timeout_s=60, progress=lambda *value: told.append(value)) == [0, 1]
+    assert run_ranks(count_up, 2, 3, progress=lambda *value: told.append(value)) == [0, 1]
     assert told == [(0, 3), (1, 3), (2, 3)]
 
 
@@ -114,6 +114,6 @@ def test_in_bf16_limits_are_those_of_its_rounding():
 
 
 def test_ranks_answer_in_order_and_tell_what_failed():
-    assert run_ranks(rank_squared, 2, None, timeout_s=60) == [0, 1]
+    assert run_ranks(rank_squared, 2, None) == [0, 1]
     with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: no square today"):
-        run_ranks(rank_squared, 2, 1, timeout_s=60)
+        run_ranks(rank_squared, 2, 1)

@@ -8,7 +8,7 @@ from equipoise.runtime.exchange import all_to_all
 
 
 def gathered_and_swapped(group, send_RR):
-    own = OwnGroup(group, timeout_s=20.0)
+    own = OwnGroup(group, timeout_s=60.0)
     rank = group.rank()
     rows_NX = torch.arange(3 * sum(send_RR[rank])).view(-1, 3) + 100 * rank
     receive_R = [row[rank] for row in send_RR]

@@ -35,7 +35,7 @@ def never(*_):
 def test_every_entry_is_what_its_layer_would_prepare(group):
     routes, plan, layers = window(group)
     routes = [[ids.astype(np.uint8) for ids in by_layer] for by_layer in routes]
-    ways = WindowWays(routes, timeout_s=5.0)
+    ways = WindowWays(routes, timeout_s=60.0)
     threading.Thread(target=ways.make, args=(plan, layers), kwargs={"rank": 0, "swap": never}).start()
     for m, layer in np.ndindex(2, 2):
         layers[layer].window = FakeWindow(plan)
@@ -56,7 +56,7 @@ class FakeWindow:
 def test_an_error_is_raised_where_its_entry_is_asked_for_and_later_ones_say_why_they_are_missing(group):
     routes, plan, layers = window(group)
     routes[0][1] = routes[0][1][1:]
-    ways = WindowWays(routes, timeout_s=5.0)
+    ways = WindowWays(routes, timeout_s=60.0)
     ways.make(plan, layers, rank=0, swap=never)
     assert ways.take(0, 0) is not None
     assert ways.is_made(0, 0) and not ways.is_made(1, 0)
@@ -73,13 +73,13 @@ def test_closing_ends_a_wait(group):
     threading.Timer(0.1, ways.close).start()
     with pytest.raises(TransferError, match="or the window is over"):
         ways.take(0, 0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def test_an_entry_outside_the_window_is_refused(group):
     routes, _, _ = window(group)
     with pytest.raises(InfeasiblePlanError, match=r"micro-step 2, layer index 0; the window has 2 micro-steps"):
-        WindowWays(routes, timeout_s=5.0).take(2, 0)
+        WindowWays(routes, timeout_s=60.0).take(2, 0)
 
 
 def test_a_wait_is_bounded(group):

@@ -14,6 +14,7 @@ from equipoise.core import InfeasiblePlanError, LoadsError
 from equipoise.planning.options import BalancerOptions
 from equipoise.planning.worker import PlanWorker
 from tests.runtime.cases import cluster_of, model_of, random_routing
+from tests.runtime.test_pool import is_alive
 
 
 @pytest.fixture
@@ -72,11 +73,12 @@ def test_a_worker_ends_with_a_killed_parent():
         "print(PlanWorker().pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, timeout=300)
     assert done.returncode == -signal.SIGKILL
-    process, end = Path(f"/proc/{int(done.stdout)}/stat"), time.monotonic() + 20
-    while process.exists() and process.read_text().split()[2] not in "ZX":
-        assert time.monotonic() < end, "the worker outlived its parent by 20 s"
+    # It first imports the planner, which takes its time on a busy machine.
+    end = time.monotonic() + 120
+    while is_alive(int(done.stdout)):
+        assert time.monotonic() < end, "the worker outlived its parent by 120 s"
         time.sleep(0.05)
 
 
