@@ -5,7 +5,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -45,7 +44,7 @@ print(*sorted(name for name in sys.modules if name.startswith("equipoise.")))
 
 
 def run_python(code, *, cwd=ROOT):
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,9 +64,8 @@ def test_importing_the_package_imports_nothing_heavy():
 
 def test_importing_the_package_takes_less_than_a_third_of_a_second():
     def seconds(code):
-        start = time.perf_counter()
-        run_python(code)
-        return time.perf_counter() - start
+        """Of the processor: on a busy machine the clock says how long others had it."""
+        return float(run_python(f"{code}\nimport time\nprint(time.process_time())"))
 
     empty, full = (statistics.median(seconds(code) for _ in range(5)) for code in ("pass", "import equipoise"))
     assert full - empty < 0.3, f"import equipoise takes {full - empty:.3f} s more than an empty interpreter"

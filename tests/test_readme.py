@@ -44,7 +44,7 @@ def test_it_is_short():
 
 def test_the_python_block_runs_and_explains_a_decision(tmp_path):
     (code,) = blocks("python")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Micro-step 0, layer index 0" in done.stdout
     assert (tmp_path / "plan.npz").exists()

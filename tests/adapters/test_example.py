@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_loop_replays_every_row_and_moves_experts_in_every_window():
     done = subprocess.run(
-        [sys.executable, "examples/transformers_loop.py"], cwd=ROOT, capture_output=True, text=True, timeout=180
+        [sys.executable, "examples/transformers_loop.py"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
