@@ -38,6 +38,8 @@ RankFunction = Callable[..., Any]
 
 _GRACE_S = 2.0
 """How long ranks may tell what they saw after one of them failed: the cause may not be the first to speak."""
+_EXIT_S = 20.0
+"""How long a rank that speaks no more may take to end; on a busy machine it is seen to have ended seconds later."""
 
 
 def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show = ignore, context: Any = None) -> Any:
@@ -93,9 +95,11 @@ def _follow(pipes: list[Connection], processes: list[Any], show: Show) -> Any:
     results: list[Any] = [None] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     troubles: dict[int, BaseException] = {}
-    end = float("inf")
-    while waiting and time.monotonic() < end:
-        for pipe in wait(list(waiting), timeout=0.2):
+    end, is_over = float("inf"), False
+    while waiting and not is_over:
+        # Once more at the end: what ranks said while this process did not run is heard too.
+        is_over = time.monotonic() >= end
+        for pipe in wait(list(waiting), timeout=0.0 if is_over else 0.2):
             assert isinstance(pipe, Connection), "only pipes are waited for"
             rank = waiting[pipe]
             kind, value = _receive(pipe, processes[rank], rank)
@@ -118,7 +122,7 @@ def _receive(pipe: Connection, process: Any, rank: int) -> tuple[str, Any]:
     try:
         return pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
-        process.join(_GRACE_S)
+        process.join(_EXIT_S)
         return "failed", _Died(f"rank {rank} died {_ending(process.exitcode)}; resume from the last checkpoint")
 
 

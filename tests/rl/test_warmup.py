@@ -67,12 +67,10 @@ def name_of_rank(config, layout, show, words):
 
 
 def test_under_torchrun_this_process_is_the_rank(monkeypatch, tmp_path):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    # As torchrun does it: the store is there already, so that nobody can take its port in between.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in {**places, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     threads = torch.get_num_threads()
     try:

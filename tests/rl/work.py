@@ -27,7 +27,7 @@ from equipoise.rl.warmup import warm_up
 SMALL = {
     "steps": 2,
     "ranks": 2,
-    "timeout_s": 60.0,
+    "timeout_s": 180.0,
     "model": {"layers": 2, "hidden": 32, "heads": 2, "experts": 8, "top_k": 2, "expert_width": 16},
     # A random model gives no right answer; it must still learn something.
     "task": {"reward": "tests.rl.work:share_of_digits"},
@@ -115,7 +115,7 @@ def planned_in_the_tail(group, config):
     def waiting(request):
         *first, last = generate(request)
         yield from first
-        is_planned.wait(60)
+        is_planned.wait(180)
         events.append("the last sample ends")
         yield last
 
