@@ -7,7 +7,6 @@ import pytest
 
 from equipoise.core import TransferError
 from equipoise.core.itinerary import PATHS, Visit
-from equipoise.planner.layer import crossings as charged
 from equipoise.runtime.crossing import check_far, crossings
 from equipoise.runtime.engine import TransferEngine
 from equipoise.runtime.layout import TransferOptions
@@ -41,6 +40,9 @@ def test_exactly_what_a_node_pulls_from_another_is_brought_to_it_once(layout):
 
 
 def test_the_planner_charges_exactly_what_is_brought():
+    # Not above: workers import this module, and must not import the planner's compiler.
+    from equipoise.planner.layer import crossings as charged
+
     plan = random_plan(LAYOUTS["8 strided"], seed=3, micro_steps=4, **ACROSS)
     node_R, ranks = plan.cluster.node_array_R, plan.cluster.ep
     found = crossings(plan)
