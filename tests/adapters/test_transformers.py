@@ -22,7 +22,7 @@ def legs_of(pool):
 
     def legs(family):
         if family not in kept:
-            kept[family] = pool.run(work.train_every_way, 4, family, timeout_s=120)
+            kept[family] = pool.run(work.train_every_way, 4, family)
         return kept[family]
 
     return legs

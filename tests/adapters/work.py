@@ -58,7 +58,7 @@ def other_routes(model, rank):
 
 def make_balancer(model, group, *, slots=1, nodes=2, enabled=True, **figures):
     cluster = Cluster.preset("h200", nodes=nodes, ranks_per_node=group.size() // nodes)
-    options = BalancerOptions(slots=slots, objective="skew", timeout_s=20.0, planning_timeout_s=60.0, **figures)
+    options = BalancerOptions(slots=slots, objective="skew", timeout_s=60.0, planning_timeout_s=180.0, **figures)
     shape = adapter.inspect(model).shape
     return Balancer(cluster=cluster, model=shape, group=group, options=options, enabled=enabled)
 

@@ -129,7 +129,7 @@ def test_submit_returns_before_the_plan_is_made(pool):
 
 @pytest.mark.dist(2)
 def test_closing_does_not_wait_for_a_window_that_others_never_announce(pool):
-    assert max(pool.run(work.close_alone, 2, SMALL)) < 5.0, "the bound on planning is 60 s"
+    assert max(pool.run(work.close_alone, 2, SMALL)) < 30.0, "the bounds are 60 s, on planning 180 s"
 
 
 @pytest.mark.dist(2)

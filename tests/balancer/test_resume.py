@@ -11,7 +11,7 @@ from tests.runtime.own_ranks import KILLED, run_ranks
 
 CASE = ParityCase(ranks=2, layers=2, tokens=10)
 WINDOWS = 4
-BOUND_S = 20.0
+BOUND_S = 60.0
 """`timeout_s` of the tests' balancers."""
 
 
@@ -41,11 +41,11 @@ def undisturbed(pool, tmp_path_factory):
 def test_a_killed_rank_ends_the_others_and_training_resumes_to_the_same_numbers(pool, undisturbed, tmp_path, where):
     fatal = plans()[resume.FATAL]
     assert fatal.displaced_LE[1].any() and len(fatal.replica_table), "a window that moves nothing shows nothing"
-    (words, seconds, left), victim = run_ranks(resume.train_until_killed, 2, CASE, plans(), tmp_path, where)
+    (words, seconds, is_clean), victim = run_ranks(resume.train_until_killed, 2, CASE, plans(), tmp_path, where)
     assert victim == KILLED
     assert ("rank 1" in words and "gone" in words) or "look for a rank that ended" in words, words
-    assert seconds < BOUND_S, f"{seconds:.1f} s until: {words}"
-    assert left == 0, "mappings are left"
+    assert seconds < BOUND_S / 2, f"{seconds:.1f} s until: {words}"
+    assert is_clean, "mappings are left"
     for (last, weights), wanted in zip(pool.run(resume.resume, 2, CASE, plans(), tmp_path), undisturbed, strict=True):
         assert last == resume.FATAL
         assert all(map(torch.equal, weights, wanted))

@@ -19,7 +19,7 @@ from equipoise.planning.owners import owners_plan
 from equipoise.planning.worker import PlanWorker
 from equipoise.runtime.bank import NoReplicas
 from equipoise.runtime.window import Window
-from tests.runtime.test_memory import held
+from tests.runtime.test_memory import held, is_back
 
 
 @functools.cache
@@ -29,7 +29,8 @@ def kept_worker():
 
 
 def balancer_of(net, case, group, *, worker=None, enabled=True, given=(), **figures):
-    bounds = {"timeout_s": 20.0, "planning_timeout_s": 60.0}
+    # Planning begins with imports, on a busy machine those of eight ranks at once.
+    bounds = {"timeout_s": 60.0, "planning_timeout_s": 180.0}
     options = BalancerOptions(slots=case.slots, objective="skew", **bounds, **figures)
     given = {"cluster": case.cluster, "model": case.model, "group": group, "options": options, **dict(given)}
     return Balancer(find_layers(net), worker=worker or kept_worker(), enabled=enabled, **given)
@@ -51,7 +52,7 @@ def disabled_and_never_seen(group, case):
     window = window_inputs(case, 0, group.rank())
     for is_seen in (True, False):
         net = SmallStack(case, group)
-        objects, threads = [(id(p), p.data_ptr()) for p in net.parameters()], threading.active_count()
+        objects, threads = [(id(p), p.data_ptr()) for p in net.parameters()], set(threading.enumerate())
         before = state_bytes(net)
         if is_seen:
             balancer = balancer_of(net, case, group, enabled=False)
@@ -63,7 +64,7 @@ def disabled_and_never_seen(group, case):
             outputs = plain_window(net, case, group, window)
         after = state_bytes(net)
         assert [(id(p), p.data_ptr()) for p in net.parameters()] == objects
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads, "a thread was started"
         found.append(
             pickle.dumps((before, after, [x.numpy() for x in outputs], [p.grad.numpy() for p in net.parameters()]))
         )
@@ -148,7 +149,7 @@ class Slow(Lendable):
         self.may_go = threading.Event()
 
     def call(self, method, *args):
-        assert self.may_go.wait(20.0), "submit did not return before the plan was made"
+        assert self.may_go.wait(60.0), "submit did not return before the plan was made"
         return kept_worker().call(method, *args)
 
 
@@ -239,12 +240,13 @@ def attach_twice(group, case):
     """Words of a second attachment, whether it left threads or descriptors, and whether the first works on."""
     net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
     with balancer_of(net, case, group) as balancer:
-        before = threading.active_count(), held()
+        # Threads and connections that earlier tests left may end meanwhile.
+        threads, before = set(threading.enumerate()), held()
         said = words_of(lambda: balancer.attach(find_layers(net)))
-        after = threading.active_count(), held()
+        is_clean = set(threading.enumerate()) <= threads and is_back(before)
         with balancer.window(routes_of(window)):
             run_micro_steps(net, window)
-        return said, before == after, balancer.report.is_as_planned
+        return said, is_clean, balancer.report.is_as_planned
 
 
 def one_worker_for_two(group, case):
