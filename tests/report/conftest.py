@@ -15,6 +15,9 @@ FLAGS = (
 )
 """A browser that asks nobody anything by itself, so that every request is the page's."""
 
+PATIENCE_MS = 180_000
+"""How long a browser on a busy machine may take for anything."""
+
 
 @pytest.fixture(scope="session")
 def browser():
@@ -24,7 +27,7 @@ def browser():
         pytest.skip("no Chromium found on this machine, so the page was not tested in a browser")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
+        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS), timeout=PATIENCE_MS)
         yield browser
         browser.close()
 
@@ -41,13 +44,14 @@ class Opened:
 def open_in(browser, path, *, width=1280, scheme="light"):
     """Open a file in a browser context of its own, and wait until its charts are drawn."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE_MS)
     opened = Opened(context.new_page())
     page = opened.page
     page.on("console", lambda message: opened.complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: opened.complaints.append(str(error)))
     page.on("request", lambda request: opened.requests.append(request.url))
     page.goto(path.as_uri())
-    page.wait_for_selector("body[data-ready=true]", timeout=60_000)
+    page.wait_for_selector("body[data-ready=true]")
     return opened
 
 
