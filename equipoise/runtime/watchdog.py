@@ -152,6 +152,8 @@ class Watchdog:
     def _check_peers(self, transfer: Transfer) -> None:
         for rank, who in self._watched.items():
             if is_gone(*who):
+                # It may have given up, and said why, since that was last looked at.
+                self.check(transfer)
                 raise self.abort(f"{transfer} cannot finish: rank {rank} (process {who[0]}) is gone")
 
     def close(self) -> None:

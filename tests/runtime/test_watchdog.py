@@ -93,6 +93,19 @@ def test_a_peer_that_is_gone_ends_the_wait_long_before_the_bound():
     assert is_gone(child.pid, start)
 
 
+def test_a_peer_that_gave_up_and_ended_is_quoted_not_called_gone(monkeypatch):
+    _, (one, two) = watchdogs(timeout_s=60)
+    one.watch_peers()
+
+    def ends_now(pid, start):
+        two.abort("return of expert 4 over shm failed")
+        return True
+
+    monkeypatch.setattr("equipoise.runtime.watchdog.is_gone", ends_now)
+    with pytest.raises(TransferError, match="ended because rank 1: return of expert 4 over shm failed"):
+        one.wait(lambda: False, PULL)
+
+
 def test_a_peer_that_cannot_be_seen_is_not_watched():
     words, (one, _) = watchdogs(timeout_s=0.2)
     words[1][PID], words[1][START] = 2**22 + 1, 1
