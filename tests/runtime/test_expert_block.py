@@ -9,6 +9,7 @@ from equipoise.runtime.activation import activate, activate_backward
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.dispatch import Groups
 from equipoise.runtime.expert_block import BlockOptions, apply_experts, expert_block
+from equipoise.runtime.experts import DETERMINISTIC_PAD
 from equipoise.runtime.reference import expert_output
 from equipoise.runtime.row_bits import check_row_bits
 
@@ -177,7 +178,7 @@ def test_frozen_experts_hand_nothing_in():
 
 
 def test_the_deterministic_padding_holds_on_this_machine():
-    check_row_bits(weights_of(2, seed=4), pad=16, options=BlockOptions())
+    check_row_bits(weights_of(2, seed=4), pad=DETERMINISTIC_PAD, options=BlockOptions())
 
 
 def test_a_backend_whose_bits_depend_on_the_group_is_refused(monkeypatch):
