@@ -8,6 +8,7 @@ runtime's and the rest, so that there are two pools; of the others a file stays 
 they begin with the longest, so that none is left for one process at the end.
 """
 
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,6 +30,13 @@ MINIMUM_FILE = Path(__file__).parent / "minimum_tests.txt"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minimum-tests", action="store_true", help="fail if fewer tests pass than the kept number")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed of its own must not depend on the tests that ran before it in this process."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 class RoomTimes:

@@ -134,6 +134,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
             function, world_size, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        torch.manual_seed(rank)
         try:
             answer = pickle.dumps((True, function(groups[world_size], *args)))
         except Exception:  # noqa: BLE001  # the test shows it, whatever it is

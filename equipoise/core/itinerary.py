@@ -71,7 +71,8 @@ class Itinerary(Value):
         for name in (*names, "pulls_V", "resident_V"):
             if getattr(self, name).shape != self.micro_step_V.shape:
                 raise InfeasiblePlanError(f"itinerary: {name} has a different length than micro_step_V")
-        require_int("itinerary: depth", self.depth, low=1, error=InfeasiblePlanError)
+        depth = require_int("itinerary: depth", self.depth, low=1, error=InfeasiblePlanError)
+        object.__setattr__(self, "depth", depth)
         if len(self) and int(self.buffer_V.max()) > self.depth:
             raise InfeasiblePlanError(f"itinerary: buffer {int(self.buffer_V.max())} of {self.depth + 1} buffers")
         for name in ("pulls_V", "resident_V"):

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from equipoise.core.errors import LoadsError
-from equipoise.core.value import Value, frozen_array, int64_array
+from equipoise.core.value import Value, as_array, frozen_array, int64_array
 from equipoise.core.whole_file import whole_file
 
 Stage = Literal["recompute", "update"]
@@ -81,7 +81,7 @@ class LoadMatrix(Value):
         return padding
 
     def _checked_coverage(self) -> np.ndarray:
-        given = np.asarray(self.coverage_MLR)
+        given = as_array("coverage_MLR", self.coverage_MLR, error=LoadsError)
         if given.dtype.kind not in "fiu":
             raise LoadsError(f"coverage_MLR must be shares from 0 to 1, got dtype {given.dtype}")
         coverage = given.astype(np.float64)
@@ -200,11 +200,13 @@ def narrow(array: np.ndarray) -> np.ndarray:
 def read_npz(path: str | Path, *, wanted: str, error: type[Exception]) -> dict[str, np.ndarray]:
     """Read every array of an `.npz` without pickling and check its `format` entry."""
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise error(f"{path} is a bare .npy array; expected a {wanted} file (.npz)")
-        with file:
-            arrays = {name: file[name] for name in file.files}
+        # Opened here, because numpy leaves a file open that turns out to be no archive.
+        with Path(path).open("rb") as source:
+            file = np.load(source, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise error(f"{path} is a bare .npy array; expected a {wanted} file (.npz)")
+            with file:
+                arrays = {name: file[name] for name in file.files}
     except FileNotFoundError as cause:
         raise error(f"no file at {path}") from cause
     except (*NPZ_ERRORS, ValueError, OSError, EOFError, KeyError, RuntimeError) as cause:

@@ -175,7 +175,8 @@ class Plan(Value):
     """[M, L, R] rows each rank computes."""
 
     def __post_init__(self) -> None:
-        require_int("slots", self.slots, low=0, error=InfeasiblePlanError)
+        slots = require_int("slots", self.slots, low=0, error=InfeasiblePlanError)
+        object.__setattr__(self, "slots", slots)
         shape_ML = (self.loads.num_micro_steps, self.loads.num_layers)
         for name in ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML"):
             array = int64_array(name, getattr(self, name), ndim=2, error=InfeasiblePlanError)
@@ -185,6 +186,11 @@ class Plan(Value):
             object.__setattr__(self, name, array)
         if self.loads.num_ranks != self.cluster.ep:
             raise InfeasiblePlanError(f"loads have {self.loads.num_ranks} ranks, the EP group {self.cluster.ep}")
+        if (self.loads.num_layers, self.loads.num_experts) != (self.model.layers, self.model.experts):
+            raise InfeasiblePlanError(
+                f"loads have {self.loads.num_layers} layers of {self.loads.num_experts} experts, "
+                f"{self.model.name!r} has {self.model.layers} of {self.model.experts}; they must be equal"
+            )
         if len(self.replica_table.start_ML) != shape_ML[0] * shape_ML[1] + 1:
             raise InfeasiblePlanError("replica table does not cover every micro-step and layer exactly once")
         self._check_homes()
@@ -276,7 +282,8 @@ class Plan(Value):
     def _check_itinerary(self) -> None:
         if self.itinerary is None:
             return
-        micro_steps, layers, phases = self.loads.num_micro_steps, self.loads.num_layers, self.itinerary.num_phases
+        micro_steps, layers = self.loads.num_micro_steps, self.loads.num_layers
+        phases = 2 if self.loads.stage == "update" else 1
         visited = (self.itinerary.phase_V * micro_steps + self.itinerary.micro_step_V) * layers + self.itinerary.layer_V
         if not np.array_equal(np.sort(visited), np.arange(micro_steps * layers * phases)):
             raise InfeasiblePlanError("itinerary: every micro-step and layer must be visited exactly once per phase")
@@ -310,10 +317,11 @@ class Plan(Value):
         return load_MLR
 
     def _entry(self, micro_step: int, layer: int) -> slice:
-        if not (0 <= micro_step < self.loads.num_micro_steps and 0 <= layer < self.loads.num_layers):
+        is_whole = all(isinstance(index, int | np.integer) for index in (micro_step, layer))
+        if not (is_whole and 0 <= micro_step < self.loads.num_micro_steps and 0 <= layer < self.loads.num_layers):
             raise InfeasiblePlanError(
                 f"the plan has micro-steps 0..{self.loads.num_micro_steps - 1} and layer indices "
-                f"0..{self.loads.num_layers - 1}, not ({micro_step}, {layer})"
+                f"0..{self.loads.num_layers - 1}, not ({micro_step!r}, {layer!r})"
             )
         start = micro_step * self.loads.num_layers + layer
         return slice(int(self.replica_table.start_ML[start]), int(self.replica_table.start_ML[start + 1]))

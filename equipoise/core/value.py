@@ -56,7 +56,7 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
         ndim: the number of axes it must have
         error: the error to raise
     """
-    given = np.asarray(array)
+    given = as_array(name, array, error=error)
     if given.dtype.kind not in "iu":
         raise error(f"{name} must hold integers, got dtype {given.dtype}; convert it with .astype(np.int64)")
     if holds_bool(array):
@@ -66,6 +66,14 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
     if given.dtype == np.uint64 and given.size and int(given.max()) > INT64_MAX:
         raise error(f"{name} holds {int(given.max())}, above the limit of int64, {INT64_MAX}")
     return frozen_array(np.ascontiguousarray(given, dtype=np.int64))
+
+
+def as_array(name: str, value: Any, *, error: type[EquipoiseError]) -> np.ndarray:
+    """Return `value` as an array, or raise `error` where its lists are of unlike lengths."""
+    try:
+        return np.asarray(value)
+    except ValueError as cause:
+        raise error(f"{name} cannot be made an array: {cause}") from cause
 
 
 def holds_bool(value: Any) -> bool:

@@ -60,8 +60,9 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
     i = 2
     while i < last and rows_X[i] < rows:
         i += 1
-    rise = ns_X[i] - ns_X[i - 1]
-    return ns_X[i - 1] + rise * (rows - rows_X[i - 1]) // (rows_X[i] - rows_X[i - 1])
+    rise, span, past = ns_X[i] - ns_X[i - 1], rows_X[i] - rows_X[i - 1], rows - rows_X[i - 1]
+    # Whole spans first: the product of all rows with the rise can be more than int64 holds.
+    return ns_X[i - 1] + past // span * rise + past % span * rise // span
 
 
 @compiled

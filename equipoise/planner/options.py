@@ -6,6 +6,8 @@ Knows no loads. Config is never changed after construction; unknown names are er
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from equipoise.core import InfeasiblePlanError, ModelShape
 from equipoise.core.plan import Sends
 from equipoise.core.value import require_int
@@ -40,11 +42,15 @@ class PlanOptions:
     pipeline_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name, low in (("effort", 1), ("workers", 1), ("depth", 1), ("pipeline_stage", 0), ("pipeline_stages", 1)):
-            require_int(f"PlanOptions.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
-        for name in ("max_displaced", "memory_bytes"):
-            if getattr(self, name) is not None:
-                require_int(f"PlanOptions.{name}", getattr(self, name), low=0, error=InfeasiblePlanError)
+        for name in ("gate", "cross_node"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise InfeasiblePlanError(f"PlanOptions.{name} is {getattr(self, name)!r}; it must be True or False")
+        lowest = {"effort": 1, "workers": 1, "depth": 1, "pipeline_stage": 0, "pipeline_stages": 1}
+        optional = {"max_displaced": 0, "memory_bytes": 0}
+        given = {name: low for name, low in optional.items() if getattr(self, name) is not None}
+        for name, low in {**lowest, **given}.items():
+            value = require_int(f"PlanOptions.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
+            object.__setattr__(self, name, value)
         if self.pipeline_stage >= self.pipeline_stages:
             raise InfeasiblePlanError(
                 f"PlanOptions.pipeline_stage is {self.pipeline_stage}; there are {self.pipeline_stages} stages from 0"
