@@ -116,6 +116,8 @@ class ReplicaTable(Value):
         lengths = {len(self.expert_P), len(self.rank_P), len(self.rows_P), len(paths)}
         if lengths != {int(self.start_ML[-1])} or self.start_ML[0] != 0 or np.any(np.diff(self.start_ML) < 0):
             raise InfeasiblePlanError("replica table: offsets must ascend from 0 to the number of replicas")
+        if paths.shape[1] != 2:
+            raise InfeasiblePlanError(f"path_P2 has shape {paths.shape}; each replica needs a path per phase, two")
         if paths.size and (paths.min() < 0 or paths.max() >= len(PATHS)):
             raise InfeasiblePlanError(f"replica table: paths are 0..{len(PATHS) - 1}, got {int(paths.max())}")
 
@@ -241,10 +243,11 @@ class Plan(Value):
         if not len(table):
             return
         entry_P = table.entry_P
-        if min(table.expert_P.min(), table.rank_P.min()) < 0 or table.expert_P.max() >= experts:
+        if table.expert_P.min() < 0 or table.expert_P.max() >= experts:
             raise InfeasiblePlanError(f"replicas must name experts 0..{experts - 1}")
-        if table.rank_P.max() >= ranks:
-            raise InfeasiblePlanError(f"a replica names rank {int(table.rank_P.max())}; ranks are 0..{ranks - 1}")
+        strangers = table.rank_P[(table.rank_P < 0) | (table.rank_P >= ranks)]
+        if len(strangers):
+            raise InfeasiblePlanError(f"a replica names rank {int(strangers[0])}; ranks are 0..{ranks - 1}")
         home_P = self.home_LE[entry_P % self.loads.num_layers, table.expert_P]
         node_R = self.cluster.node_array_R
         if not self.cross_node:

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from equipoise.core import InfeasiblePlanError, ModelShape
+from equipoise.core import InfeasiblePlanError, ModelShape, Stage
 from equipoise.core.plan import Sends
 from equipoise.core.value import require_int
+from equipoise.cost.model import replica_bytes
 
 Order = Literal["plain", "recompute", "1f1b"]
 """Execution order of the update stage: every forward, then every backward of a micro-step (`plain`); the same with the
@@ -30,7 +31,7 @@ class PlanOptions:
     sends: Sends = "rows"
     """What crosses nodes in an all-to-all: every row, or a token once per node."""
     memory_bytes: int | None = None
-    """Bytes per rank for replica buffers, instead of `slots`."""
+    """Bytes per rank for replicas, instead of `slots`: weights and, in updates, gradients on their way home."""
     effort: int = 1
     """Search effort: 2 looks about twice as long for better homes."""
     workers: int = 1
@@ -61,7 +62,7 @@ class PlanOptions:
                     f"PlanOptions.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
                 )
 
-    def slots_within(self, model: ModelShape, slots: int | None) -> int:
+    def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage = "update") -> int:
         """Replica slots per rank: as asked for, or as many as the byte budget holds in depth + 1 buffers."""
         if self.memory_bytes is None:
             wanted = 1 if slots is None else slots
@@ -70,4 +71,4 @@ class PlanOptions:
             raise InfeasiblePlanError(
                 f"give slots or PlanOptions.memory_bytes, not both (slots={slots}, memory_bytes={self.memory_bytes})"
             )
-        return self.memory_bytes // ((self.depth + 1) * model.expert_bytes)
+        return self.memory_bytes // ((self.depth + 1) * replica_bytes(model, stage))

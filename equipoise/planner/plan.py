@@ -61,13 +61,14 @@ def plan(
         planner: how one layer is planned; the reference gives the same plan, slowly
     """
     options = PlanOptions() if options is None else options
+    _check_kinds(loads=loads, cluster=cluster, model=model, options=options)
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
     completed, estimated = complete(loads)
     task = Task(
         loads=completed,
         cluster=cluster,
         model=model,
-        slots=options.slots_within(model, slots),
+        slots=options.slots_within(model, slots, stage=loads.stage),
         objective=objective,
         options=options,
         policy=policy,
@@ -89,20 +90,34 @@ def plan_step(
     cluster: Cluster,
     model: ModelShape,
     slots: int | None = None,
-    options: PlanOptions | None = None,
-    warm: Plan | None = None,
+    policy: str = "equipoise",
     objective: Objective = "seconds",
+    options: PlanOptions | None = None,
+    history: LoadMatrix | None = None,
+    warm: Plan | None = None,
 ) -> tuple[Plan, ...]:
     """Plan the windows of one step in order, each starting its search from the homes of the one before.
 
     Every plan is charged with its own publish and collect, because weights return to their owners at each edge.
+    Arguments are those of `plan`; `history` and `warm` are of the window before the first.
     """
+    if isinstance(windows, LoadMatrix):
+        raise InfeasiblePlanError("windows is a LoadMatrix; give a list of them, one per window of the step")
+    shared: dict[str, Any] = {"cluster": cluster, "model": model, "slots": slots, "policy": policy}
+    shared.update(objective=objective, options=options)
     plans: list[Plan] = []
     for loads in windows:
-        made = plan(loads, cluster=cluster, model=model, slots=slots, objective=objective, options=options, warm=warm)
-        plans.append(made)
-        warm = made
+        warm, history = plan(loads, history=history, warm=warm, **shared), loads
+        plans.append(warm)
     return tuple(plans)
+
+
+def _check_kinds(**given: object) -> None:
+    kinds = {"loads": LoadMatrix, "cluster": Cluster, "model": ModelShape, "options": PlanOptions}
+    for name, value in given.items():
+        if not isinstance(value, kinds[name]):
+            kind = kinds[name].__name__
+            raise InfeasiblePlanError(f"{name} is a {type(value).__name__}; it must be a {kind}, made by eq.{kind}")
 
 
 def _check(
@@ -117,7 +132,7 @@ def _check(
     if loads.num_experts != model.experts or loads.num_layers != model.layers:
         raise LoadsError(
             f"loads have {loads.num_layers} layers of {loads.num_experts} experts, {model.name!r} has {model.layers} "
-            f"of {model.experts}; override them with ModelShape.preset(..., experts=, layers=) or fix the loads"
+            f"of {model.experts}; give the loads' own model: ModelShape.preset(..., experts=, layers=) or a config.json"
         )
     if loads.num_ranks != cluster.ep:
         raise LoadsError(

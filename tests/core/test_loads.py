@@ -1,5 +1,6 @@
 """`LoadMatrix`: checked integers, padding inside the load, cuts that add up, and a file without pickles."""
 
+import gc
 import io
 import zipfile
 
@@ -55,6 +56,8 @@ ZERO = np.zeros((2, 1, 2, 3), dtype=np.int64)
     [
         pytest.param(ZERO.astype(float), {}, "load_MLRE must hold integers", id="float"),
         pytest.param(ZERO > 0, {}, "load_MLRE must hold integers", id="bool"),
+        pytest.param([[1, 2], [3]], {}, "load_MLRE cannot be made an array: .* inhomogeneous", id="unlike lengths"),
+        pytest.param(ZERO, {"coverage_MLR": [[1.0], []]}, "coverage_MLR cannot be made an array", id="unlike shares"),
         pytest.param(ZERO[0], {}, "load_MLRE must have 4 axes", id="three-axes"),
         pytest.param(ZERO[:0], {}, "every axis needs at least one", id="empty"),
         pytest.param(np.array([[[[0, 0], [0, -3]]]]), {}, r"load_MLRE\[0, 0, 1, 1\] is -3", id="negative"),
@@ -219,6 +222,15 @@ def test_a_damaged_file_is_refused_or_reads_as_what_was_saved(data, tmp_path_fac
         assert str(path) in str(error)
     else:
         assert found == LoadMatrix(ZERO + 7)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_that_is_no_archive_is_closed_again(tmp_path):
+    path = tmp_path / "torn.npz"
+    path.write_bytes(b"PK\x03\x04 and nothing more")
+    with pytest.raises(LoadsError, match="not a zip file"):
+        read_npz(path, wanted=FORMAT, error=LoadsError)
+    gc.collect()
 
 
 def test_read_npz_never_unpickles(tmp_path):

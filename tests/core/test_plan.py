@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
 from equipoise.core.plan import Bytes, Replica, ReplicaTable, Seconds
-from tests.core.plans import EXPERTS, LAYERS, MICRO_STEPS, RANKS, itinerary_of, parts, plan_of, table_of
+from tests.core.plans import EXPERTS, LAYERS, MICRO_STEPS, MODEL, RANKS, itinerary_of, parts, plan_of, table_of
 
 OWNER_E = np.arange(EXPERTS) // 2
 
@@ -94,11 +94,15 @@ SWAPPED_SLOT = np.tile(np.arange(EXPERTS) % 2, (LAYERS, 1))
         ({"replica_table": table_of((0, 0, 8, 1, 1))}, "must name experts 0..7"),
         ({"replica_table": table_of((0, 0, -1, 1, 1))}, "must name experts 0..7"),
         ({"replica_table": table_of((0, 0, 0, 4, 1))}, "names rank 4; ranks are 0..3"),
+        ({"replica_table": table_of((0, 0, 0, -1, 1))}, "names rank -1; ranks are 0..3"),
         ({"replica_table": ReplicaTable.empty(3)}, "does not cover every micro-step and layer"),
         ({"cluster": Cluster.preset("h200", ep=8)}, "loads have 4 ranks, the EP group 8"),
+        ({"model": MODEL.replace(experts=16)}, "loads have 2 layers of 8 experts, 'qwen3-30b-a3b' has 2 of 16"),
+        ({"model": MODEL.replace(layers=3)}, "loads have 2 layers of 8 experts, 'qwen3-30b-a3b' has 3 of 8"),
         ({"itinerary": itinerary_of((0, 0, 0), (0, 0, 1), (1, 0, 0))}, "visited exactly once per phase"),
         ({"itinerary": itinerary_of((0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1))}, "visited exactly once per phase"),
         ({"itinerary": itinerary_of((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 7))}, "visited exactly once per phase"),
+        ({"itinerary": itinerary_of((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))}, "visited exactly once per phase"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -121,7 +125,7 @@ def test_persistent_plans_may_mix_homes_and_replicas_up_to_all_slots():
         plan_of(replica_table=table_of((0, 0, 1, 1, 1)), **mixed)
 
 
-@pytest.mark.parametrize("place", [(2, 0), (0, 2), (-1, 0), (0, -1)], ids=str)
+@pytest.mark.parametrize("place", [(2, 0), (0, 2), (-1, 0), (0, -1), (0.5, 0), (0, "1")], ids=str)
 def test_an_entry_that_is_not_there_is_refused_by_name(place):
     plan = plan_of()
     for ask in (plan.replicas, plan.quota_ER, plan.split_RER, plan.explain):
@@ -137,9 +141,10 @@ def test_an_entry_that_is_not_there_is_refused_by_name(place):
         {"start_ML": np.array([0, 1, 0, 1, 1])},
         {"path_P2": np.array([[0, 2]])},
         {"path_P2": np.array([[-1, 0]])},
+        {"path_P2": np.array([[0]])},
         {"rows_P": np.array([1, 2])},
     ],
-    ids=["too short", "not from 0", "falling", "unknown path", "negative path", "one row too many"],
+    ids=["too short", "not from 0", "falling", "unknown path", "negative path", "one path", "one row too many"],
 )
 def test_a_replica_table_that_contradicts_itself_is_refused(changed):
     one = np.array([0])
@@ -162,7 +167,7 @@ def test_plans_are_equal_by_content_and_their_digest_follows_every_decision():
         plan_of(replica_table=table_of((0, 1, 0, 1, 2))),
         plan_of(home_slot_LE=1 - parts()["home_slot_LE"]),
         plan_of(ns_ML=np.full((2, 2), 91)),
-        plan_of(itinerary=itinerary_of((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))),
+        plan_of(itinerary=itinerary_of(*np.ndindex(2, 2, 2))),
     ]
     assert all(other != plan_of() for other in others)
     assert len({plan_of().digest(), *(other.digest() for other in others[:3])}) == 4

@@ -161,6 +161,12 @@ def test_content_that_breaks_a_promise_is_refused_as_the_plan_itself_would_be(tm
         load_plan(written(tmp_path / "plan.npz", arrays))
 
 
+def test_a_plan_made_of_numbers_of_numpy_can_be_saved(tmp_path):
+    plan = plan_of(slots=np.int64(1), itinerary=itinerary_of(*np.ndindex(2, 2, 2), depth=np.int32(1)))
+    save_plan(plan, tmp_path / "plan.npz")
+    assert load_plan(tmp_path / "plan.npz") == plan
+
+
 def test_pickled_content_is_refused(tmp_path):
     arrays = arrays_of("plain")
     arrays["ns_ML"] = np.array([[print, print], [print, print]], dtype=object)

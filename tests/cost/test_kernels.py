@@ -80,6 +80,12 @@ def test_compute_equals_the_cost_model(rows, slots):
     assert kernels.compute_ns(cost.tables(20), rows, slots) == cost.compute_ns(rows, slots)
 
 
+@pytest.mark.parametrize("rows", [2**31 * 256, 2**44 - 1], ids=["256 experts near 2^31", "more than ever"])
+def test_compute_far_beyond_the_table_stays_in_its_integers(rows):
+    cost = CostModel.of(Cluster.preset("h200"), ModelShape.preset("deepseek-v3"))
+    assert kernels.compute_ns(cost.tables(16), rows, 16) == cost.compute_ns(rows, 16) > cost.compute_ns(rows // 2, 16)
+
+
 @given(st.integers(0, 6), st.data())
 @few
 def test_paths_of_pulls(pulls, data):

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from equipoise.core import InfeasiblePlanError, ModelShape
+from equipoise.cost.model import replica_bytes
 from equipoise.planner import PlanOptions
 
 MODEL = ModelShape.preset("qwen3-30b-a3b")
@@ -13,6 +15,8 @@ MODEL = ModelShape.preset("qwen3-30b-a3b")
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"gate": "no"}, "PlanOptions.gate is 'no'; it must be True or False"),
+        ({"cross_node": 1}, "PlanOptions.cross_node is 1; it must be True or False"),
         ({"effort": 0}, "PlanOptions.effort is 0; it must be at least 1"),
         ({"workers": 0}, "PlanOptions.workers is 0"),
         ({"workers": 1.5}, "PlanOptions.workers must be a whole number"),
@@ -38,11 +42,21 @@ def test_unknown_names_are_errors_and_nothing_can_be_changed():
         PlanOptions().effort = 2
 
 
+@pytest.mark.parametrize("stage", ["recompute", "update"])
 @pytest.mark.parametrize(("depth", "slots"), [(1, 3), (2, 2), (5, 1), (6, 0)])
-def test_a_byte_budget_holds_every_buffer(depth, slots):
-    options = PlanOptions(memory_bytes=6 * MODEL.expert_bytes, depth=depth)
-    assert options.slots_within(MODEL, None) == slots
-    assert slots * (depth + 1) * MODEL.expert_bytes <= 6 * MODEL.expert_bytes
+def test_a_byte_budget_holds_every_buffer_and_the_gradients_of_updates(depth, slots, stage):
+    each = replica_bytes(MODEL, stage)
+    assert (each > MODEL.expert_bytes) == (stage == "update")
+    options = PlanOptions(memory_bytes=6 * each, depth=depth)
+    assert options.slots_within(MODEL, None, stage=stage) == slots
+    assert slots * (depth + 1) * each <= 6 * each
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    options = PlanOptions(memory_bytes=np.int64(10**9), depth=np.int32(2), max_displaced=np.uint8(3))
+    assert options == PlanOptions(memory_bytes=10**9, depth=2, max_displaced=3)
+    for value in (options.memory_bytes, options.depth, options.max_displaced, options.slots_within(MODEL, None)):
+        assert type(value) is int
 
 
 def test_slots_are_one_unless_said_and_never_said_twice():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import equipoise as eq
 from equipoise.cost import CostModel
 from equipoise.cost.kernels import price
+from equipoise.cost.model import replica_bytes
 from equipoise.planner import fast
 from equipoise.planner._fill import fill, node_bound
 from equipoise.planner._level import level
@@ -204,7 +205,7 @@ def test_a_displacement_budget_is_kept_warm_or_cold(limit):
 
 def test_a_byte_budget_is_as_many_slots_as_fit_in_all_buffers():
     loads = window(12)
-    size = model_for(loads).expert_bytes
+    size = replica_bytes(model_for(loads), loads.stage)
     for budget, slots in ((4 * size, 2), (4 * size - 1, 1), (size, 0)):
         plan = planned(loads, options=eq.PlanOptions(memory_bytes=budget))
         assert plan.slots == slots
@@ -328,6 +329,9 @@ UNEQUAL[0, 1, 2] = 1
         ({"model": eq.ModelShape.preset("qwen3-30b-a3b", experts=64, layers=2)}, eq.LoadsError, "2 of 64"),
         ({"model": eq.ModelShape.preset("qwen3-30b-a3b", experts=32, layers=3)}, eq.LoadsError, "3 of 32"),
         ({"cluster": eq.Cluster.preset("h200", ep=4)}, eq.LoadsError, "8 source ranks, the EP group has 4"),
+        ({"cluster": "h200"}, eq.InfeasiblePlanError, "cluster is a str; it must be a Cluster, made by eq.Cluster"),
+        ({"model": "olmoe"}, eq.InfeasiblePlanError, "model is a str; it must be a ModelShape"),
+        ({"options": {"gate": False}}, eq.InfeasiblePlanError, "options is a dict; it must be a PlanOptions"),
         ({"policy": "juggle"}, eq.InfeasiblePlanError, "no policy 'juggle'; known: equipoise, static"),
         ({"objective": "fame"}, eq.InfeasiblePlanError, "objective is 'fame'; it must be one of seconds, skew"),
         ({"slots": -1}, eq.InfeasiblePlanError, "slots is -1; it must be at least 0"),
@@ -347,6 +351,12 @@ def test_what_cannot_be_planned_is_refused_in_words(changed, error, words):
     changed = {name: value() if name == "warm" else value for name, value in changed.items()}
     with pytest.raises(error, match=words):
         eq.plan(WINDOW, **{**right, **changed})
+
+
+def test_loads_that_are_still_an_array_are_refused_in_words():
+    right = {"cluster": eq.Cluster.preset("h200", nodes=2, ranks_per_node=4), "model": model_for(WINDOW)}
+    with pytest.raises(eq.InfeasiblePlanError, match="loads is a ndarray; it must be a LoadMatrix"):
+        eq.plan(WINDOW.load_MLRE, **right)
 
 
 def test_experts_that_do_not_divide_are_refused_with_a_way_out():

@@ -77,3 +77,17 @@ def test_no_windows_make_no_plans():
 def test_a_window_that_does_not_fit_is_refused():
     with pytest.raises(eq.LoadsError, match="loads have 1 layers"):
         stepped([window(3), window(3, layers=1)])
+
+
+def test_a_step_can_be_planned_by_any_policy():
+    windows = drifting(3)
+    for policy in ("static", "eplb-oracle", "equipoise"):
+        assert [plan.policy for plan in stepped(windows, slots=1, policy=policy)] == [policy] * 3
+    by_history = stepped(windows[1:], slots=1, policy="eplb-history", history=windows[0])
+    for plan, before, loads in zip(by_history, windows, windows[1:], strict=False):
+        assert plan == planned(loads, slots=1, policy="eplb-history", history=before)
+
+
+def test_a_window_that_is_no_list_of_windows_is_refused():
+    with pytest.raises(eq.InfeasiblePlanError, match="windows is a LoadMatrix; give a list of them"):
+        eq.plan_step(window(3), cluster=CLUSTER, model=model_for(window(3)))
