@@ -9,7 +9,7 @@ from equipoise.report.byte_charts import memory
 from equipoise.report.load_charts import skew_by_layer, skew_by_width, skew_over_micro_steps
 from equipoise.report.page import Chart, Figure, Missing, Page
 from equipoise.report.time_charts import cost_parts
-from equipoise.report.words import count, num_bytes, percent, plural, ratio, seconds
+from equipoise.report.words import beyond_balanced, count, num_bytes, percent, plural, ratio, recovered, seconds
 
 FORMAT = "equipoise-analysis-2"
 Document = dict[str, Any]
@@ -28,7 +28,7 @@ def analysis_page(document: Document, *, title: str) -> Page:
         title=title,
         kind=f"Analysis of one step, {where}",
         answer=_answer(document),
-        conditions=_conditions(document),
+        conditions=(*_conditions(document), *_beyond_balanced(document)),
         notes=(),
         figures=_figures(document),
         sections=(_parts(document), _over_micro_steps(document), *_by_layer_and_width(document), _memory(document)),
@@ -42,7 +42,7 @@ def _answer(document: Document) -> str:
     lost = f"{percent(whole['lost']['share'])} of the time in expert layers is lost to uneven experts"
     if plan is None:
         return f"{lost}; no plan was tried: {document['no_plan']}."
-    saved = percent(whole["saved"]["share"])
+    saved = recovered(whole["saved"]["share"], lost=whole["lost"]["share"])
     if not plan["worth_it"]:
         return f"{lost}; a plan with {_slots(plan)} would recover {saved}, which is not worth it here."
     return f"{lost}; a plan with {_slots(plan)} would recover {saved}."
@@ -63,6 +63,12 @@ def _conditions(document: Document) -> tuple[str, ...]:
         f"Expert compute: {profile['device']}, {profile['kind']}. Links: published rates and an assumed share of them.",
         "Seconds are those of expert layers alone: no attention, no optimizer, no rollout.",
     )
+
+
+def _beyond_balanced(document: Document) -> tuple[str, ...]:
+    """Why more can be recovered than is lost, where that is so."""
+    whole, has_plan = document["seconds"], document["plan"] is not None
+    return (beyond_balanced("The plan"),) if has_plan and whole["saved"]["share"] > whole["lost"]["share"] else ()
 
 
 def _figures(document: Document) -> tuple[Figure, ...]:

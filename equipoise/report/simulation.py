@@ -16,7 +16,7 @@ import numpy as np
 
 from equipoise.report.page import Figure, Missing, Page
 from equipoise.report.simulation_charts import draw_simulation
-from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
+from equipoise.report.words import beyond_balanced, num_bytes, percent, plural, ratio, recovered, seconds
 from equipoise.sim.trial import WORTH
 
 FORMAT = "equipoise-simulation-1"
@@ -68,13 +68,14 @@ def _answer(compared: Compared) -> str:
         fastest = after or balanced
         assert fastest is not None, "a simulation has at least one policy"
         return f"With {fastest['policy']} a step takes {seconds(fastest['expert_s'])} in expert layers."
-    lost = f"A step takes {seconds(static['expert_s'])} in expert layers"
+    now = f"A step takes {seconds(static['expert_s'])} in expert layers"
     if balanced is not None:
-        lost = f"{percent(compared.share(balanced))} of the time in expert layers is lost to uneven experts"
+        now = f"{percent(compared.share(balanced))} of the time in expert layers is lost to uneven experts"
     if after is None:
-        return f"{lost}; no plan was simulated."
+        return f"{now}; no plan was simulated."
     saved = compared.share(after)
-    words = f"{lost}; {_plan(after)} would recover {percent(saved)}"
+    gain = percent(saved) if balanced is None else recovered(saved, lost=compared.share(balanced))
+    words = f"{now}; {_plan(after)} would recover {gain}"
     return f"{words}." if saved >= WORTH else f"{words}, which is not worth it here."
 
 
@@ -105,10 +106,7 @@ def _beyond_balanced(compared: Compared) -> tuple[str, ...]:
     after, balanced = compared.after, compared.balanced
     if after is None or balanced is None or after["expert_s"] >= balanced["expert_s"]:
         return ()
-    return (
-        f"{after['policy']} takes less time than balanced because it sends less than an even spread does: rows stay on "
-        "their own rank and node where they can.",
-    )
+    return (beyond_balanced(after["policy"]),)
 
 
 def _figures(document: Document, compared: Compared) -> tuple[Figure, ...]:

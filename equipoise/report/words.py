@@ -20,6 +20,19 @@ def percent(share: float) -> str:
     return "over 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
 
 
+def recovered(saved: float, *, lost: float) -> str:
+    """What a plan gives back of what is lost; more than that where it also sends less than an even spread does."""
+    return f"{'that and more, ' if saved > lost and percent(saved) != percent(lost) else ''}{percent(saved)}"
+
+
+def beyond_balanced(name: str) -> str:
+    """Why what `name` recovers can be more than is lost."""
+    return (
+        f"{name} takes less time than balanced because it sends less than an even spread does: rows stay on their own "
+        "rank and node where they can."
+    )
+
+
 def seconds(value: float) -> str:
     """Seconds in the unit that suits them: '3.64 s', '12.3 ms', '412 us'."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):

@@ -37,6 +37,14 @@ def test_the_answer_has_the_documents_shares(document):
     assert value == f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
 
 
+def test_more_than_is_lost_is_recovered_only_with_the_reason_beside_it(document):
+    for factor, is_more in ((0.5, False), (2.0, True)):
+        changed = json.loads(json.dumps(document))
+        changed["seconds"]["saved"]["share"] = factor * changed["seconds"]["lost"]["share"]
+        page = build_page(changed, title="x")
+        assert ("that and more" in page.answer) is any("sends less" in words for words in page.conditions) is is_more
+
+
 def test_charts_hold_the_documents_figures(document):
     page = build_page(document, title="x")
     assert [c.name for c in page.charts] == [

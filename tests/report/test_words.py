@@ -25,6 +25,14 @@ def test_shares(share, text):
 
 
 @pytest.mark.parametrize(
+    ("saved", "text"),
+    [(0.08, "8.0 %"), (0.09, "9.0 %"), (0.0901, "9.0 %"), (0.136, "that and more, 13.6 %")],
+)
+def test_what_is_recovered_may_be_more_than_is_lost(saved, text):
+    assert words.recovered(saved, lost=0.09) == text
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [(25.0, "25.0 s"), (3.638, "3.64 s"), (0.0123, "12.3 ms"), (0.000412, "412 us"), (2e-9, "2.00 ns"), (0, "0 s")],
 )
