@@ -3,7 +3,8 @@
 Knows processes. Does not know what they compute.
 
 Invariants (asserted by the tests):
-1. Results come in rank order; a rank that raises, dies or is late is an error with its words.
+1. Results come in rank order; a rank that raises, dies or is late is an error with its words. Of a rank that raises
+   and one that dies because of it, the first is named.
 2. No process outlives the call.
 3. What rank 0 tells on the way comes in order, before the results.
 """
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import TransferError
+
+_GRACE_S = 10.0
+"""How long others may still tell what failed once a rank has died: it may have died of that."""
 
 
 def run_ranks(
@@ -67,10 +71,9 @@ def _answers(pipes: list[Connection], *, timeout_s: float, progress: Callable[..
         for pipe in ready:
             assert isinstance(pipe, Connection), "only pipes are waited for"
             rank = pipes.index(pipe)
-            try:
-                kind, value = pickle.loads(pipe.recv_bytes())
-            except EOFError as error:
-                raise TransferError(f"rank {rank} died") from error
+            kind, value = _receive(pipe)
+            if kind == "died":
+                raise _told_by_others(pipes, waiting - {pipe}) or TransferError(f"rank {rank} died")
             if kind == "failed":
                 raise TransferError(f"rank {rank} failed:\n{value}")
             if kind == "told" and progress is not None:
@@ -79,6 +82,27 @@ def _answers(pipes: list[Connection], *, timeout_s: float, progress: Callable[..
                 waiting.discard(pipe)
                 results[rank] = value
     return results
+
+
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    """What a rank tells next; a rank that ended without an answer died."""
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return "died", None
+
+
+def _told_by_others(pipes: list[Connection], others: set[Connection]) -> TransferError | None:
+    """The failure that another rank tells in the moments after one has died, if any does."""
+    end = time.monotonic() + _GRACE_S
+    while others and (ready := wait(list(others), timeout=max(0.0, end - time.monotonic()))):
+        for pipe in ready:
+            assert isinstance(pipe, Connection), "only pipes are waited for"
+            kind, value = _receive(pipe)
+            if kind == "failed":
+                return TransferError(f"rank {pipes.index(pipe)} failed:\n{value}")
+            others = others - {pipe} if kind in ("died", "done") else others
+    return None
 
 
 def _serve(
@@ -92,6 +116,8 @@ def _serve(
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+    # A rank that failed before others have connected would break off their connecting.
+    dist.barrier()
 
     def tell(*value: Any) -> None:
         if rank == 0:

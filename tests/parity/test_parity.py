@@ -1,6 +1,7 @@
 """The parity run judges rightly: equal trainings are good, each kind of difference is found."""
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -93,6 +94,13 @@ def rank_squared(group, fail_at):
     return group.rank() ** 2
 
 
+def die_of_another(group):
+    """Rank 0 dies of what rank 1 tells."""
+    if group.rank() == 0:
+        os._exit(1)
+    raise ValueError("it was me")
+
+
 def count_up(group, most, *, tell):
     for number in range(most):
         tell(number, most)
@@ -117,3 +125,8 @@ def test_ranks_answer_in_order_and_tell_what_failed():
     assert run_ranks(rank_squared, 2, None) == [0, 1]
     with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: no square today"):
         run_ranks(rank_squared, 2, 1)
+
+
+def test_of_a_rank_that_failed_and_one_that_died_of_it_the_first_is_named():
+    with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: it was me"):
+        run_ranks(die_of_another, 2)
