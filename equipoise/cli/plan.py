@@ -4,7 +4,9 @@ equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --nodes 4 --ranks-
 equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --explain 3,17
 equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
 
-Loads are made by `equipoise loads`. A plan that saves nothing is a normal answer, said in words, with exit code 0.
+Loads are made by `equipoise loads`. They do not say how large an expert is: without --model they are priced with
+experts of qwen3-30b-a3b's size, and the answer says so. A plan that saves nothing is a normal answer, said in words,
+with exit code 0.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
     from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
+
+STAND_IN = "qwen3-30b-a3b"
+"""Whose experts' size is taken where no model is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,13 @@ class Planning:
 def plan(
     loads: Annotated[Path, typer.Argument(help="Loads of one window, made by `equipoise loads`.", show_default=False)],
     *,
-    model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help=f"Model preset such as {STAND_IN}, or a HF config.json; left out, experts of {STAND_IN}'s size.",
+        ),
+    ] = None,
     cluster: ClusterOption = "h100",
     nodes: Annotated[
         int | None, typer.Option(help="Nodes of the EP group; by default as many as its ranks need.")
@@ -98,11 +109,14 @@ def plan(
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
     hardware = Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks)
-    made = planning.run(window, cluster=hardware, model=find_model(model))
+    shape = _stand_in(window) if model is None else find_model(model)
+    made = planning.run(window, cluster=hardware, model=shape)
     explanation = None if entry is None else made.explain(*entry)
     if out is not None:
         made.save(out)
     console = screen(as_json=as_json)
+    if model is None:
+        console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=True)
     if explanation is None:
         show(made, console, source=loads.name)
     else:
@@ -111,6 +125,15 @@ def plan(
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
         print_json(document(made, explanation, out))
+
+
+def _stand_in(window: "LoadMatrix") -> "ModelShape":
+    """A model of the loads' experts and layers whose experts have a common size."""
+    from equipoise.core import ModelShape
+
+    known = ModelShape.preset(STAND_IN)
+    given = {"experts": window.num_experts, "layers": window.num_layers}
+    return ModelShape.preset(STAND_IN, top_k=min(known.top_k, window.num_experts), **given)
 
 
 def _entry(words: str) -> tuple[int, int]:

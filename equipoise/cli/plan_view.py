@@ -42,6 +42,7 @@ def document(plan: Plan, explanation: Explanation | None, out: Path | None) -> d
     """Everything that is shown, as plain JSON content."""
     before, after = _skews(plan)
     content: dict[str, Any] = {
+        "model": plan.model.name,
         "policy": plan.policy,
         "objective": plan.objective,
         "stage": plan.loads.stage,

@@ -97,6 +97,20 @@ def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file):
     assert listed["explanation"]["rows_planned"] == wanted.rank_load_MLR[1, 15].tolist()
 
 
+@pytest.mark.parametrize("experts", [64, 4])
+def test_without_a_model_the_size_of_experts_is_assumed_and_said(equipoise, tmp_path, experts):
+    path = tmp_path / "loads.npz"
+    eq.LoadMatrix(np.random.default_rng(1).integers(0, 900, size=(2, 3, 4, experts))).save(path)
+    outcome = equipoise("plan", path, "--cluster", "h200", "--slots", 1, "-o", tmp_path / "plan.npz")
+    assert outcome.code == 0, outcome.err
+    assert "No --model was given: seconds are those of experts of qwen3-30b-a3b's size." in outcome.out
+    shape = eq.Plan.load(tmp_path / "plan.npz").model
+    wanted = eq.ModelShape.preset("qwen3-30b-a3b")
+    assert (shape.layers, shape.experts, shape.expert_bytes) == (3, experts, wanted.expert_bytes)
+    named = equipoise("plan", path, "--cluster", "h200", "--model", "qwen3-30b-a3b")
+    assert "No --model" not in named.out + named.err
+
+
 @pytest.mark.parametrize("policy", ["static", "eplb-oracle", "reactive", "balanced"])
 def test_baselines_can_be_planned(equipoise, loads_file, policy):
     document = equipoise("plan", loads_file, *ARGUMENTS, "--policy", policy, "--json").document
