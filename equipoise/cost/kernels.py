@@ -61,7 +61,9 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
     while i < last and rows_X[i] < rows:
         i += 1
     rise, span, past = ns_X[i] - ns_X[i - 1], rows_X[i] - rows_X[i - 1], rows - rows_X[i - 1]
-    # Whole spans first: the product of all rows with the rise can be more than int64 holds.
+    if past <= span:
+        return ns_X[i - 1] + rise * past // span
+    # Far beyond the table the product of all rows with the rise is more than int64 holds: whole spans first.
     return ns_X[i - 1] + past // span * rise + past % span * rise // span
 
 
