@@ -39,14 +39,6 @@ class Setting:
     sends: Annotated[
         Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
     ] = "rows"
-    cross_node: Annotated[
-        bool,
-        typer.Option(
-            "--cross-node",
-            help="In recompute, let replicas stand in any node where that pays; every node then needs host memory for "
-            "all experts.",
-        ),
-    ] = False
     rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0
     other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0
     planning_s: Annotated[
@@ -67,6 +59,43 @@ class Setting:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Which policies plan the step, and what they may use."""
+
+    SECTION: ClassVar[str] = "The plans"
+    policies: Annotated[str, typer.Option(help="Policies to compare, separated by commas.")] = POLICIES
+    slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1
+    cross_node: Annotated[
+        bool,
+        typer.Option(
+            "--cross-node",
+            help="In recompute, let replicas stand in any node where that pays; every node then needs host memory for "
+            "all experts.",
+        ),
+    ] = False
+    history: Annotated[
+        Path | None, typer.Option(help="Loads of an earlier step (.npz), for the policy eplb-history.")
+    ] = None
+
+    @property
+    def names(self) -> list[str]:
+        """The policies, one by one."""
+        return [name.strip() for name in self.policies.split(",")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Varied:
+    """What is simulated beside the step as it is."""
+
+    SECTION: ClassVar[str] = "Beside the step"
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=V,V", help="Axis to sweep: ep, slots, micro (samples) or tokens; also several."),
+    ] = None
+    break_even: Annotated[bool, typer.Option(help="Whether to look for the tokens from which on a plan pays.")] = True
+
+
 def simulate(
     words: Annotated[
         list[str] | None,
@@ -82,17 +111,9 @@ def simulate(
     demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
     cluster: ClusterOption = "h100",
     ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
-    policies: Annotated[str, typer.Option(help="Policies to compare, separated by commas.")] = POLICIES,
-    slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1,
-    history: Annotated[
-        Path | None, typer.Option(help="Loads of an earlier step (.npz), for the policy eplb-history.")
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="AXIS=V,V", help="Axis to sweep: ep, slots, micro (samples) or tokens; also several."),
-    ] = None,
-    break_even: Annotated[bool, typer.Option(help="Whether to look for the tokens from which on a plan pays.")] = True,
     setting: Setting,
+    compared: Compared,
+    varied: Varied,
     results: Results,
 ) -> None:
     """Compare policies on a step, with every cost charged."""
@@ -103,23 +124,22 @@ def simulate(
     from equipoise.planner import PlanOptions
     from equipoise.sim.summary import summary
 
-    dump, axes = split_words(words or [], sweep or [])
-    results.refuse_existing(dump, history)
-    names = [name.strip() for name in policies.split(",")]
+    dump, axes = split_words(words or [], varied.sweep or [])
+    results.refuse_existing(dump, compared.history)
     # What can be wrong is asked before the dump is read, which may take minutes.
     hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
-    around, past = setting.to_step(), read_history(history, names)
+    around, past = setting.to_step(), read_history(compared.history, compared.names)
     shape, windows = step_source(dump, reading, packing, demo=demo)
     step = Step(
         windows=windows,
         model=shape,
         cluster=hardware,
         setting=around,
-        options=PlanOptions(cross_node=setting.cross_node),
-        slots=slots,
+        options=PlanOptions(cross_node=compared.cross_node),
+        slots=compared.slots,
         history=past,
     )
-    found = run(step, names, axes=axes, break_even=break_even)
+    found = run(step, compared.names, axes=axes, break_even=varied.break_even)
     name = "a generated step" if dump is None else dump.name
     text = summary(found, title=name)
     publish(found, lambda console: console.print(text, soft_wrap=True, end=""), title=name, results=results)
