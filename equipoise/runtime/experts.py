@@ -43,8 +43,8 @@ from equipoise.runtime.two_level import DirectWay, send_by_relay
 from equipoise.runtime.window import Window
 
 DETERMINISTIC_PAD = 96
-"""Rows that groups are filled up to. Products in fp32 on CPU give a row other bits where a block of rows is not full:
-12 rows with AVX-512, and with AVX2 24 for narrow experts and 64 for wide ones (measured on 15 shapes)."""
+"""Rows that groups are filled up to. Products in fp32 on CPU give a row other bits where a block of rows is not full;
+blocks differ with the processor's instructions and the experts' shape, and 96 fills those of AVX-512 and of AVX2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
