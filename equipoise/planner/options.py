@@ -62,7 +62,7 @@ class PlanOptions:
                     f"PlanOptions.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
                 )
 
-    def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage = "update") -> int:
+    def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage) -> int:
         """Replica slots per rank: as asked for, or as many as the byte budget holds in depth + 1 buffers."""
         if self.memory_bytes is None:
             wanted = 1 if slots is None else slots

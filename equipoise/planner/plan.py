@@ -103,11 +103,11 @@ def plan_step(
     """
     if isinstance(windows, LoadMatrix):
         raise InfeasiblePlanError("windows is a LoadMatrix; give a list of them, one per window of the step")
-    shared: dict[str, Any] = {"cluster": cluster, "model": model, "slots": slots, "policy": policy}
-    shared.update(objective=objective, options=options)
+    given: dict[str, Any] = {"cluster": cluster, "model": model, "slots": slots}
+    chosen: dict[str, Any] = {"policy": policy, "objective": objective, "options": options}
     plans: list[Plan] = []
     for loads in windows:
-        warm, history = plan(loads, history=history, warm=warm, **shared), loads
+        warm, history = plan(loads, history=history, warm=warm, **given, **chosen), loads
         plans.append(warm)
     return tuple(plans)
 

@@ -99,7 +99,7 @@ class Desk:
             loads=completed,
             cluster=self._cluster,
             model=self._model,
-            slots=self._options.slots_within(self._model, self._slots),
+            slots=self._options.slots_within(self._model, self._slots, stage=loads.stage),
             objective=self._objective,
             options=self._options,
             policy="equipoise",

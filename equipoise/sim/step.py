@@ -18,7 +18,7 @@ Invariants (asserted by the tests):
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,17 +88,12 @@ def simulate(
         model=model,
         cluster=cluster,
         profile=Profile.read(cluster.name),
-        setting={**setting.to_dict(), **_planned_with(options), "slots": slots},
+        setting={**setting.to_dict(), "depth": options.depth, "cross_node": options.cross_node, "slots": slots},
         shown=setting.shown,
         windows=tuple(step.describe(groups) for groups in windows),
         policies=tuple(step.run(source, report) for source in sources),
         notes=notes_of(windows, sources, cluster=cluster, setting=setting, options=options, knows=knows),
     )
-
-
-def _planned_with(options: PlanOptions) -> dict[str, Any]:
-    """What of the options a result's setting tells."""
-    return {"depth": options.depth, "cross_node": options.cross_node}
 
 
 def _sources(

@@ -55,12 +55,17 @@ def test_a_byte_budget_holds_every_buffer_and_the_gradients_of_updates(depth, sl
 def test_numbers_of_numpy_become_plain_ones():
     options = PlanOptions(memory_bytes=np.int64(10**9), depth=np.int32(2), max_displaced=np.uint8(3))
     assert options == PlanOptions(memory_bytes=10**9, depth=2, max_displaced=3)
-    for value in (options.memory_bytes, options.depth, options.max_displaced, options.slots_within(MODEL, None)):
+    for value in (
+        options.memory_bytes,
+        options.depth,
+        options.max_displaced,
+        options.slots_within(MODEL, None, stage="update"),
+    ):
         assert type(value) is int
 
 
 def test_slots_are_one_unless_said_and_never_said_twice():
-    assert PlanOptions().slots_within(MODEL, None) == 1
-    assert PlanOptions().slots_within(MODEL, 4) == 4
+    assert PlanOptions().slots_within(MODEL, None, stage="update") == 1
+    assert PlanOptions().slots_within(MODEL, 4, stage="update") == 4
     with pytest.raises(InfeasiblePlanError, match=r"not both \(slots=0, memory_bytes=5\)"):
-        PlanOptions(memory_bytes=5).slots_within(MODEL, 0)
+        PlanOptions(memory_bytes=5).slots_within(MODEL, 0, stage="update")
