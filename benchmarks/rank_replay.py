@@ -200,7 +200,7 @@ def rows_of(work: CaseWork, measured: dict[str, Measured], sent: tuple[float, fl
     return rows
 
 
-def raw_of(work: CaseWork, measured: dict[str, Measured], sent: tuple[float, float]) -> dict[str, Any]:
+def raw_of(work: CaseWork, measured: dict[str, Measured], sent: tuple[float, float], bench: Bench) -> dict[str, Any]:
     """What `benchmarks/validate.py` compares with predictions: every rank's rows, slots and nanoseconds."""
     variants = variants_of(work)
     return {
@@ -210,6 +210,7 @@ def raw_of(work: CaseWork, measured: dict[str, Measured], sent: tuple[float, flo
         "tokens": work.tokens,
         "top_k": work.top_k,
         "sent_ns": [round(ns) for ns in sent],
+        "added_entry_bytes": bench.dtype.itemsize,
         "variants": {
             name: {
                 "rows_MLR": one.row_MLR.tolist(),
@@ -240,7 +241,7 @@ def replay(work: CaseWork, bench: Bench) -> tuple[list[dict[str, Any]], dict[str
     attention = AttentionShape(hidden=model.hidden, heads=heads, kv_heads=kv_heads, width=width)
     sent = time_sent(work.tokens, model.hidden, work.top_k, bench)
     measured = run_case(work, bench=bench, attention=attention, shape=(model.hidden, model.expert_width))
-    return rows_of(work, measured, sent), raw_of(work, measured, sent)
+    return rows_of(work, measured, sent), raw_of(work, measured, sent, bench)
 
 
 def replays(path: Path, only: int | None, bench: Bench) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
@@ -256,7 +257,7 @@ def smoke(bench: Bench) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     attention = AttentionShape(hidden=32, heads=2, kv_heads=1, width=16)
     sent = time_sent(work.tokens, 32, work.top_k, bench)
     measured = run_case(work, bench=bench, attention=attention, shape=(32, 16))
-    return rows_of(work, measured, sent), raw_of(work, measured, sent)
+    return rows_of(work, measured, sent), raw_of(work, measured, sent, bench)
 
 
 def smoke_work() -> CaseWork:

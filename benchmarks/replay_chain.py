@@ -7,7 +7,8 @@ slot by slot, products over home and replica slots, rows back in the order they 
 attention's backward, then the adds of returned gradients.
 - Pulls of the next visit start on a side stream when this one starts: from pinned host memory, or from the device
   itself in place of a peer (there is one device; its copies take memory bandwidth that a link would not).
-- Replica gradients leave on the side stream as fp32 after the products' backward, into a staging buffer on the device.
+- Replica gradients leave on the side stream after the products' backward, in the weights' dtype as they are made, into
+  a staging buffer on the device; adds are in that dtype, too.
 - Home and replica weights are one tensor, one grouped call per product, as mapped memory gives it; `two_calls` runs the
   two of the portable back-end.
 What is timed of a visit: its MoE part (waits for late pulls included) forward, backward, and the adds.
@@ -87,7 +88,7 @@ class Stage:
         self.grad_ND = bench.random(most_rows, shape[0])
         self.host = _pinned(self.experts[0], bench)
         self.peer = random_experts(width, shape, bench)
-        self.staging = [torch.zeros(t.shape, device=bench.device) for t in self.experts[0].tensors()]
+        self.staging = [torch.zeros_like(t.data) for t in self.experts[0].tensors()]
         self.side = torch.cuda.Stream() if bench.is_gpu else None
 
     def order(self, rows: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ others than those calibration visited, except where the table says that the expe
 
 What is compared, forward alone and update:
 - `rank`: the MoE part of every (micro-step, layer, rank): expert products over its rows and slots, putting received
-  rows in order and back, and in an update the adds of returned gradients, each priced by itself;
+  rows in order and back, and in an update the adds of returned gradients, each priced by itself, in the dtype that the
+  replay says it added in (`added_entry_bytes`; a file that does not say it added in fp32);
 - `layer`: the slowest rank of every (micro-step, layer), with spreading and combining the rank's own tokens: what a
   layer takes without its all-to-all;
 - `run`: the sum of all layers of a case under a policy: what a user is told.
@@ -31,7 +32,7 @@ import numpy as np
 from benchmarks.results import Limit, publish
 from equipoise.core import Cluster, ModelShape
 from equipoise.cost import CostModel, Profile
-from equipoise.cost.model import interpolate
+from equipoise.cost.model import GRADIENT_BYTES, interpolate
 
 LIMIT_PCT = 5.0
 UNPRICED = ("equipoise, two calls",)
@@ -78,20 +79,21 @@ def compare_case(case: dict[str, Any], profile: Profile, cluster: Cluster) -> It
                     variant=name,
                     stage=stage,
                     is_visited=(model.hidden, model.expert_width) in visited,
-                    predicted_MLR=predict_MLR(variant, cost),
+                    predicted_MLR=predict_MLR(variant, cost, case.get("added_entry_bytes", GRADIENT_BYTES)),
                     measured_MLR=np.array(variant[f"{stage}_ns_MLR"], dtype=np.float64),
                     predicted_sent=float(cost.sending_ns(case["tokens"] * case["top_k"])),
                     measured_sent=float(case["sent_ns"][number]),
                 )
 
 
-def predict_MLR(variant: dict[str, Any], cost: CostModel) -> np.ndarray:
-    """[M, L, R] predicted nanoseconds of each rank's MoE part."""
+def predict_MLR(variant: dict[str, Any], cost: CostModel, entry_bytes: int) -> np.ndarray:
+    """[M, L, R] predicted nanoseconds of each rank's MoE part; `entry_bytes` are those of one entry of a gradient."""
     rows_MLR, busy_MLR, added_MLR = (np.array(variant[f"{key}_MLR"]) for key in ("rows", "busy", "added"))
     tables = cost.tables(int(busy_MLR.max()))
+    add_ns = cost.add_ns(cost.model.expert_params * entry_bytes) if cost.stage == "update" else 0
     return np.array(
         [
-            interpolate(tables.rows_X, tables.compute_ns_SX[busy], int(rows)) + int(added) * tables.add_ns
+            interpolate(tables.rows_X, tables.compute_ns_SX[busy], int(rows)) + int(added) * add_ns
             for rows, busy, added in zip(rows_MLR.flat, busy_MLR.flat, added_MLR.flat, strict=True)
         ],
         dtype=np.float64,

@@ -93,7 +93,11 @@ def _time_beside(work: Callable[[], object], copy: Callable[[], None], bench: Be
 
 
 def measure_add(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time adding one expert's returned gradient, in fp32, to its home's."""
+    """Time adding one expert's returned gradient to its home's.
+
+    Taken in fp32. Memory bounds an add, so bytes per second hold for gradients in the weights' dtype, too, which have
+    fewer bytes.
+    """
     numel = _expert_params(grid)
     home, returned = (torch.randn(numel, device=bench.device) for _ in range(2))
     timing = measure(lambda: home.add_(returned, alpha=1e-3), bench)

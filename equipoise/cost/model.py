@@ -13,8 +13,8 @@ What is priced, per (micro-step, layer):
   inside): co-activation counts lower it, or, without them, the chance that a token has several experts in a node.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
   expert compute for each visit of depth.
-- return: replica gradients (fp32) beyond the attention backward that they hide behind, plus adding each of them to the
-  home's own, one after another.
+- return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
+  behind, plus adding each of them to the home's own, one after another.
 Per window: publish and collect of displaced experts, by the busiest link. Nothing of these hides.
 
 Knows no plan. Does not know torch.
@@ -37,7 +37,7 @@ from equipoise.core.value import Value
 from equipoise.cost.profile import ComputeTable, Profile, monotone
 
 GRADIENT_BYTES = 4
-"""Bytes of one returned or collected gradient entry: fp32, so that partial sums are not rounded twice."""
+"""Bytes of one collected gradient entry: fp32, as trainers that accumulate apart from the weights keep it."""
 CONTEXT_TOKENS = 4096
 """Assumed sequence length for the cost of attention scores, where loads do not say."""
 PICO = 10**12
@@ -45,7 +45,7 @@ PICO = 10**12
 
 def replica_bytes(model: ModelShape, stage: Stage) -> int:
     """Bytes one replica slot takes in one buffer: the weights, and in updates the gradient on its way home."""
-    return model.expert_bytes + (model.expert_params * GRADIENT_BYTES if stage == "update" else 0)
+    return model.expert_bytes * (2 if stage == "update" else 1)
 
 
 class Tables(NamedTuple):
@@ -71,6 +71,7 @@ class Tables(NamedTuple):
     return_ns: int
     """One gradient to its home; 0 where none returns."""
     add_ns: int
+    """Adding it to the home's own."""
     window_ps: int
     """Forward window of one visit per token: attention and shared experts."""
     backward_window_ps: int
@@ -189,6 +190,10 @@ class CostModel(Value):
             return self.model.expert_params * GRADIENT_BYTES
         return self.model.expert_bytes
 
+    def add_ns(self, size: int) -> int:
+        """Nanoseconds of adding one gradient of `size` bytes to another: two reads and one write."""
+        return 3 * size * 10**9 // self.profile.add_bytes_per_s
+
     @property
     def even_keep(self) -> int:
         """Thousandths of the rows into a node that cross if all experts are chosen alike."""
@@ -215,7 +220,6 @@ class CostModel(Value):
         across_bytes_per_s = cluster.network_bytes_per_s * profile.across_permille // 1000
         peer = min(profile.peer_bytes_per_s, cluster.nvlink_bytes_per_s)
         host = min(profile.host_bytes_per_s, cluster.host_bytes_per_s)
-        gradient_bytes = model.expert_params * GRADIENT_BYTES
         return Tables(
             rows_X=self.rows_X,
             compute_ns_SX=self.compute_ns_SX(max_slots),
@@ -228,8 +232,8 @@ class CostModel(Value):
             host_fixed_ns=profile.host_fixed_ns,
             peer_fixed_ns=profile.peer_fixed_ns,
             phases=2 if update else 1,
-            return_ns=gradient_bytes * 10**9 // peer if update else 0,
-            add_ns=3 * gradient_bytes * 10**9 // profile.add_bytes_per_s if update else 0,
+            return_ns=model.expert_bytes * 10**9 // peer if update else 0,
+            add_ns=self.add_ns(model.expert_bytes) if update else 0,
             window_ps=self.attention_flops * PICO // profile.attention_forward_flops_per_s,
             backward_window_ps=2 * self.attention_flops * PICO // profile.attention_backward_flops_per_s,
             depth=self.depth,

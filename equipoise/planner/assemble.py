@@ -25,7 +25,6 @@ from equipoise.cost.kernels import (
     RETURN,
     choose_paths,
 )
-from equipoise.cost.model import GRADIENT_BYTES
 from equipoise.planner.itinerary import build_itinerary
 from equipoise.planner.options import PlanOptions
 
@@ -174,7 +173,7 @@ def _bytes(draft: Draft, links: Links, cost: CostModel) -> Bytes:
     exchanges = 4 if cost.stage == "update" else 2
     returned = 0
     if cost.stage == "update" and not draft.persistent:
-        returned = int((draft.rep_expert_MLRS >= 0).sum()) * model.expert_params * GRADIENT_BYTES
+        returned = int((draft.rep_expert_MLRS >= 0).sum()) * model.expert_bytes
     return Bytes(
         peer=int(parts[PEER_PULLS]) * model.expert_bytes + returned,
         host=int(parts[HOST_PULLS]) * model.expert_bytes,

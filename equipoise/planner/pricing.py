@@ -170,7 +170,8 @@ def charge_copies(task: Task, holds_LER: np.ndarray, *, planning_s: float) -> Se
     for edge, links in zip(("publish", "collect"), _edges(task, holds_LER), strict=True):
         ns = cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge=edge)
         seconds[edge] = ns * NS
-    seconds["collect"] += cost.tables(1).add_ns * _most_added(holds_LER) * NS
+    if task.loads.stage == "update":
+        seconds["collect"] += cost.add_ns(cost.edge_bytes("collect")) * _most_added(holds_LER) * NS
     return Seconds(planning=planning_s, **seconds)
 
 

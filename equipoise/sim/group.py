@@ -14,7 +14,6 @@ import numpy as np
 
 from equipoise.core.plan import Plan
 from equipoise.core.value import Value
-from equipoise.cost.model import GRADIENT_BYTES
 from equipoise.sim.clockwork import NANO
 from equipoise.sim.replay import ACROSS, ATTENTION, COMPUTE, INSIDE, PLANNING, PULL, RETURN, Replayed, replay
 from equipoise.sim.result import RANK_PARTS, Parts, PathName, PathUse
@@ -98,14 +97,13 @@ def _rank_seconds(works: Sequence[Work], done: Replayed, busy_Q: np.ndarray, pla
 
 
 def _paths(plans: Sequence[Plan], done: Replayed, busiest: int) -> tuple[PathUse, ...]:
-    model = plans[0].model
-    each = (model.expert_bytes, model.expert_bytes, model.expert_params * GRADIENT_BYTES)
+    each = plans[0].model.expert_bytes
     return tuple(
         PathUse(
             path=name,
             moved_s=int(done.moved_Q3[busiest, i]) / NANO,
             exposed_s=int(done.exposed_Q3[busiest, i]) / NANO,
-            bytes=int(done.count_Q3[:, i].sum()) * each[i],
+            bytes=int(done.count_Q3[:, i].sum()) * each,
         )
         for i, name in enumerate(PATH_NAMES)
     )

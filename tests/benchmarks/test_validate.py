@@ -33,7 +33,7 @@ def test_a_prediction_is_compute_by_rows_and_slots_and_one_add_per_return():
     cost = CostModel.of(CLUSTER, ModelShape.preset("glm-4.5-air"), profile=PROFILE)
     variant = {"rows_MLR": [[[1000, 0]]], "busy_MLR": [[[3, 0]]], "added_MLR": [[[2, 1]]]}
     add_ns = cost.tables(1).add_ns
-    assert predict_MLR(variant, cost).tolist() == [[[cost.compute_ns(1000, 3) + 2 * add_ns, add_ns]]]
+    assert predict_MLR(variant, cost, 2).tolist() == [[[cost.compute_ns(1000, 3) + 2 * add_ns, add_ns]]]
 
 
 def test_what_is_not_priced_is_left_out_and_what_is_not_judged_is_listed_apart():

@@ -9,7 +9,7 @@ from equipoise.cost.model import replica_bytes
 
 QWEN = ModelShape.preset("qwen3-30b-a3b")
 DEEPSEEK = ModelShape.preset("deepseek-v3")
-CASES = [(QWEN, "h100", 8, 128 - 16), (QWEN, "h200", 128, 127), (DEEPSEEK, "a100", 8, 151), (QWEN, "h100", 1, 0)]
+CASES = [(QWEN, "h100", 8, 128 - 16), (QWEN, "h200", 128, 127), (DEEPSEEK, "a100", 16, 227), (QWEN, "h100", 1, 0)]
 
 
 @pytest.mark.parametrize(("model", "name", "ep", "most"), CASES)
@@ -21,12 +21,12 @@ def test_the_most_passes_and_one_more_is_refused_with_what_binds(model, name, ep
 
 
 def test_memory_binds_where_buffers_of_replicas_fill_the_device():
-    cluster = Cluster.preset("a100", ep=8)
+    cluster = Cluster.preset("a100", ep=16)
     most, words = most_slots(cluster, DEEPSEEK)
     # Two buffers, so that a pull can run one visit ahead.
     each = 2 * replica_bytes(DEEPSEEK, "update")
     assert most * each <= cluster.memory_bytes < (most + 1) * each
-    assert words == "a100 has 80 GB, and a slot takes 0.53 GB"
+    assert words == "a100 has 80 GB, and a slot takes 0.35 GB"
 
 
 def test_fewer_than_none_are_refused():

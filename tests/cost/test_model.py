@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.cost import CostModel, profile_names
-from equipoise.cost.model import interpolate
+from equipoise.cost.model import interpolate, replica_bytes
 
 MODEL = ModelShape.preset("qwen3-30b-a3b")
 CLUSTER = Cluster.preset("h200", nodes=4, ranks_per_node=8)
@@ -138,6 +138,15 @@ def test_gradients_come_home_in_fp32_and_weights_where_there_are_none():
     assert UPDATE.edge_bytes("publish") == MODEL.expert_bytes == 2 * MODEL.expert_params
     assert UPDATE.edge_bytes("collect") == 4 * MODEL.expert_params
     assert RECOMPUTE.edge_bytes("collect") == MODEL.expert_bytes
+
+
+def test_a_return_is_as_large_as_the_weights_and_an_add_reads_two_and_writes_one():
+    tables, profile = UPDATE.tables(1), UPDATE.profile
+    assert tables.return_ns == tables.peer_ns
+    assert tables.add_ns == 3 * MODEL.expert_bytes * 10**9 // profile.add_bytes_per_s
+    assert (replica_bytes(MODEL, "recompute"), replica_bytes(MODEL, "update")) == (
+        *(MODEL.expert_bytes, 2 * MODEL.expert_bytes),
+    )
 
 
 def test_recompute_returns_no_gradient_and_prefers_the_host_path():

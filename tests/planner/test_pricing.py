@@ -48,7 +48,7 @@ def test_an_update_collects_and_adds_every_copys_gradient():
     holds = copies((0, 1), (1, 2))
     charged = charge_copies(task, holds, planning_s=0.5)
     edge_ns = task.cost.edge_ns(inside_experts=2, across_experts=0, edge="collect")
-    assert charged.collect == pytest.approx((edge_ns + 2 * task.cost.tables(1).add_ns) * 1e-9)
+    assert charged.collect == pytest.approx((edge_ns + 2 * task.cost.add_ns(task.cost.edge_bytes("collect"))) * 1e-9)
     assert charged.planning == 0.5
     both_edges = task.cost.edge_bytes("publish") + task.cost.edge_bytes("collect")
     assert copy_bytes(task, holds) == Bytes(edge_inside=2 * both_edges)
