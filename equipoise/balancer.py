@@ -4,9 +4,9 @@ What happens in one window, in this order, the same on every rank of an EP group
 1. Take routes: `routes[m][l]`, the [T, K] ids that micro-step m and layer l will replay, -1 if unknown (`submit`).
 2. Count the load they make, and
 3. plan in the background (`planning`): rows exchanged, layers shared out, plans compared, dispatches made ahead.
-4. Publish experts to their homes and start pulling replicas (`begin`, by `runtime.engine`).
+4. Start publishing experts to their homes and pulling replicas (`begin`, by `runtime.engine`).
 5. Run the layers: each finds its entry of the plan by its visit, never by call order (`runtime.experts`).
-6. Collect gradients and weights to their owners, and report (`end`).
+6. Collect gradients and weights to their owners, each layer behind its last turn, and report (`end`).
 
     balancer = Balancer(find_layers(net), cluster=cluster, model=shape, group=ep_group)
     with balancer.window(routes):
@@ -94,14 +94,19 @@ class Balancer(AbstractContextManager["Balancer"]):
         """Take the routes of the next window (`WindowRoutes`), count them, and have it planned; returns at once."""
         self._parts.planner.submit(count_rows(routes, experts=self.model.experts, stage=stage), routes)
 
-    def begin(self) -> None:
-        """Wait for the plan, publish experts to their homes, start pulling replicas."""
+    def begin(self, *, with_weights: bool = True) -> None:
+        """Wait for the plan, and start publishing experts to their homes and pulling replicas, layer by layer.
+
+        Args:
+            with_weights: False only where the optimizer keeps masters of its own and overwrites every owned parameter
+                before anyone reads one: then unchanged weights need not travel back when the window ends
+        """
         if self.is_open:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
         planned, mover = self._parts.planner.take(), self._parts.mover
         window = Window(planned.plan, rank=self.group.rank(), bank=mover, ways=planned.ways)
         tally = Tally(mover.counters, planned, window)
-        mover.open_window(planned.plan)
+        mover.open_window(planned.plan, with_weights=with_weights)
         for experts in self.layers.values():
             experts.begin(window)
         self._open = tally
@@ -110,11 +115,11 @@ class Balancer(AbstractContextManager["Balancer"]):
         """The key by which a layer finds its entry of the plan; capture it outside any checkpointed function."""
         return Visit(micro_step, "forward", self.layers[path].layer)
 
-    def end(self, *, with_weights: bool = True) -> WindowReport:
+    def end(self) -> WindowReport:
         """Collect gradients and weights to their owners and say what the window moved; before the optimizer runs."""
         if self._open is None:
             raise InfeasiblePlanError("no window is open; begin one before it ends")
-        self._parts.mover.close_window(with_weights=with_weights)
+        self._parts.mover.close_window()
         tally, self._open = self._open, None
         if self.enabled:
             check_matched(self.layers.values(), self.group)

@@ -70,6 +70,15 @@ class ReplicaBank(Protocol):
 
 
 @runtime_checkable
+class MovingBank(Protocol):
+    """A bank that also brings the home weights, which may still be on their way when a layer begins."""
+
+    def await_home(self, visit: Visit) -> None:
+        """Wait until the home weights of a visit's layer are there; they stay until another layer's visit."""
+        ...
+
+
+@runtime_checkable
 class JoiningBank(Protocol):
     """A bank that can show home and replica weights in one tensor each, so that one product covers both."""
 

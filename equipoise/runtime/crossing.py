@@ -1,8 +1,8 @@
 """Experts of other nodes on their way to this node's host store, where a recompute window pulls them.
 
 In recompute no gradient returns, so a replica may stand in another node than its expert's home (`Plan.cross_node`). It
-is pulled from the host store of its own node. Homes of that node cannot write it there, so when a version begins, each
-needed expert is sent once per node, from its home to the node's first rank, which writes it to the store.
+is pulled from the host store of its own node. Homes of that node cannot write it there, so once a layer's homes hold a
+version, each needed expert is sent once per node, from its home to the node's first rank, which writes it to the store.
 
 Knows plans, nodes and the store. Does not know pulls: they wait for the expert's version like any other.
 
@@ -11,7 +11,6 @@ Invariants (asserted by the tests):
 2. A replica of another node is refused by name in an update window, and where it is not pulled by the host path.
 """
 
-import time
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -56,13 +55,39 @@ def crossings(plan: Plan) -> list[Crossing]:
     ]
 
 
+def crossings_by_layer(plan: Plan) -> dict[int, list[Crossing]]:
+    """The same, layer by layer."""
+    return {layer: list(ways) for layer, ways in groupby(crossings(plan), key=lambda way: way.layer)}
+
+
 def bring_far(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
-    """Bring experts of other nodes to the store, as weights of `version`. Every rank of the group must call this."""
-    begin = time.monotonic()
-    for _, layer_ways in groupby(ways, key=lambda way: way.layer):
-        _bring_layer(node, store, list(layer_ways), version=version)
-    if ways:
-        node.counters.wait("p2p", time.monotonic() - begin)
+    """Bring experts of other nodes, of one layer, to the store. Every rank of the group must call this.
+
+    Args:
+        version: of their weights
+    """
+    messages: list[Message] = []
+    transfers: list[Transfer] = []
+    coming = [way for way in ways if way.target == node.rank]
+    for way in coming:
+        store.withdraw(way.layer, way.expert)
+    # Both sides go through the ways in the same order.
+    for way in ways:
+        if node.rank not in (way.source, way.target):
+            continue
+        is_leaving = way.source == node.rank
+        peer = way.target if is_leaving else way.source
+        experts = node.home(node.rank, way.layer) if is_leaving else store.experts(way.layer)
+        for tensor in experts.tensors():
+            row = tensor.detach()[way.source_slot if is_leaving else way.expert]
+            row = row.contiguous().cpu() if is_leaving else row
+            messages.append(Message(row, peer, is_leaving))
+            transfers.append(Transfer("refresh", way.layer, way.expert, "p2p", peer))
+            node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
+    if messages:
+        node.finish(messages, transfers)
+    for way in coming:
+        store.announce(way.layer, way.expert, version)
 
 
 def check_far(plan: Plan, *, rank: int, host_paths: Collection[str]) -> None:
@@ -97,28 +122,3 @@ def _far(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     layer_P = table.entry_P % plan.home_LE.shape[0]
     home_P = plan.home_LE[layer_P, table.expert_P]
     return layer_P, table.expert_P, node_R[home_P] != node_R[table.rank_P]
-
-
-def _bring_layer(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
-    messages: list[Message] = []
-    transfers: list[Transfer] = []
-    coming = [way for way in ways if way.target == node.rank]
-    for way in coming:
-        store.withdraw(way.layer, way.expert)
-    # Both sides go through the ways in the same order.
-    for way in ways:
-        if node.rank not in (way.source, way.target):
-            continue
-        is_leaving = way.source == node.rank
-        peer = way.target if is_leaving else way.source
-        experts = node.home(node.rank, way.layer) if is_leaving else store.experts(way.layer)
-        for tensor in experts.tensors():
-            row = tensor.detach()[way.source_slot if is_leaving else way.expert]
-            row = row.contiguous().cpu() if is_leaving else row
-            messages.append(Message(row, peer, is_leaving))
-            transfers.append(Transfer("refresh", way.layer, way.expert, "p2p", peer))
-            node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
-    if messages:
-        node.finish(messages, transfers)
-    for way in coming:
-        store.announce(way.layer, way.expert, version)

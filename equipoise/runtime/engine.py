@@ -1,16 +1,18 @@
 """`TransferEngine`: moves experts for one EP group, window by window, and is the bank of its balanced layers.
 
 The order of a window, the same on every rank:
-1. `open_window(plan)`: check that parameters are where they were registered, publish, announce the version, pull.
-2. The layers ask for `weights`, `hand_in` replica gradients and `collect_returns`, keyed by micro-step and layer.
-3. `close_window()`: stop pulling, wait until all ranks of the node have, collect.
+1. `open_window(plan)`: check that parameters are where they were registered, announce the version, start publishing and
+   pulling.
+2. The layers wait for their homes (`await_home`), ask for `weights`, `hand_in` replica gradients and `collect_returns`,
+   keyed by micro-step and layer. A layer whose last turn is over is collected.
+3. `close_window()`: stop pulling, wait until all ranks of the node have, collect what is left.
 
-Knows windows and versions. Does not know rows, nor how a plan was made. Experts travel in `edges` (publish, collect),
+Knows windows and versions. Does not know rows, nor how a plan was made. Experts travel in `passage` (publish, collect),
 `puller` (pulls), `refresher` (to the host store) and `returns`; the words in shared memory that order them are in
 `watchdog`, the points in a device's work in `streams`.
 
 Invariants (asserted by the tests):
-1. Nobody overwrites home weights before every rank of the node has retired the version.
+1. Nobody overwrites home weights before every rank of the node has retired the version, or is through with the layer.
 2. A visit that the itinerary does not expect is served on demand, counted, and never from a wrong buffer.
 3. A pull, return, publish or collect that does not finish raises on every rank within the bound, naming rank, layer,
    expert and path.
@@ -29,12 +31,13 @@ from equipoise.core.itinerary import PATHS, Visit
 from equipoise.core.plan import Plan
 from equipoise.runtime.bank import ExpertWeights
 from equipoise.runtime.counters import Counters
-from equipoise.runtime.crossing import bring_far, check_far, crossings
+from equipoise.runtime.crossing import Crossing, bring_far, check_far, crossings_by_layer
 from equipoise.runtime.edges import GradientOf, WindowEdges
 from equipoise.runtime.host_store import HostStore, check_store_budget
 from equipoise.runtime.itinerary_walk import Walk
 from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.node import NodeMemory, Registration
+from equipoise.runtime.passage import Passage
 from equipoise.runtime.paths import HostPath, MappedPath, Path
 from equipoise.runtime.puller import Puller
 from equipoise.runtime.refresher import Entry, Refresher, first_uses
@@ -71,8 +74,10 @@ class TransferEngine:
             self._paths = dict.fromkeys(PATHS, self._paths["peer"])
         self._store: HostStore | None = None
         self._refresher: Refresher | None = None
-        self._edges = WindowEdges(self._node, gradient_of=gradient_of)
         self._puller = Puller(self._node, self._paths)
+        self._edges = WindowEdges(self._node, gradient_of=gradient_of)
+        self._passage = Passage(self._node, self._edges, arrived=self._let_in, leaving=self._see_off)
+        self._far: dict[int, list[Crossing]] = {}
         self._mailboxes = Mailboxes(self._node)
         self._plan: Plan | None = None
         self._walk: Walk | None = None
@@ -94,55 +99,68 @@ class TransferEngine:
         """Bytes per rank beyond the parameters: replica buffers, mailboxes, outbox."""
         return self._node.layout.extra_bytes
 
-    def open_window(self, plan: Plan) -> None:
-        """Publish the plan's placement and start pulling. Every rank of the group must call this."""
+    def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
+        """Start publishing the plan's placement, and pulling. Every rank of the group must call this.
+
+        Args:
+            with_weights: whether weights go back to their owners when the window ends; see `WindowEdges.begin`
+        """
         self._check_running()
         walk = Walk(plan, rank=self._node.rank)
         self._agreed(lambda: self._check_open(plan), Transfer("publish", path="p2p"))
         if self._needs_store(plan):
             self._open_store()
-        self._edges.publish(plan)
+        self._passage.begin(plan, with_weights=with_weights)
         self._plan, self._walk = plan, walk
         self._window += 1
         self._mailboxes.open_window(self._window)
-        self._start_version()
+        self._start_version(layers=())
+        self._passage.publish()
 
-    def close_window(self, *, with_weights: bool = True) -> None:
-        """End the window: gradients, and weights unless told otherwise, go to their owners. Every rank must call this.
-
-        Args:
-            with_weights: see `WindowEdges.collect`
-        """
+    def close_window(self) -> None:
+        """End the window: gradients and weights go to their owners. Every rank of the group must call this."""
         self._open_plan()
+        self._passage.drain()
         self._retire_version()
         self._mailboxes.check_empty()
-        self._agreed(self._node.check, Transfer("collect", path="p2p"))
-        self._edges.collect(with_weights=with_weights)
+        self._agreed(self._check_close, Transfer("collect", path="p2p"))
+        self._passage.close()
         self._plan = self._walk = None
+
+    def await_home(self, visit: Visit) -> None:
+        """Wait until the home weights of a visit's layer are there."""
+        self._open_plan()
+        self._check_running()
+        self._passage.arrive(visit)
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return this rank's replica weights at `visit`; waits until they are there."""
-        self._open_plan()
+        self.await_home(visit)
         with torch.profiler.record_function("equipoise.weights"):
             return self._puller.weights(visit)
 
     def joined(self, visit: Visit) -> ExpertWeights | None:
         """Return home and replica weights at `visit` in one tensor each; None without an arena."""
-        self._open_plan()
+        self.await_home(visit)
         with torch.profiler.record_function("equipoise.weights"):
             return self._puller.joined(visit)
 
     def hand_in(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Take the gradients of this rank's replicas and start them towards their homes."""
+        plan = self._open_plan()
+        self._passage.come_to(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.hand_in"):
-            waited = self._mailboxes.hand_in(self._open_plan(), micro_step, layer, gradients)
+            waited = self._mailboxes.hand_in(plan, micro_step, layer, gradients)
         self._count_wait(waited)
 
     def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Wait for what replicas of this rank's home experts returned and add it, in place, in ascending rank order."""
+        plan = self._open_plan()
+        self._passage.come_to(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.collect_returns"):
-            waited = self._mailboxes.collect(self._open_plan(), micro_step, layer, gradients)
+            waited = self._mailboxes.collect(plan, micro_step, layer, gradients)
         self._count_wait(waited)
+        self._passage.returned(micro_step, layer)
 
     def complete_store(self) -> HostStore:
         """Bring every expert of the model to this node's host store. Every rank must call this, between windows.
@@ -162,6 +180,7 @@ class TransferEngine:
     def suspend(self) -> None:
         """Stop all transfers, so that parameters may be moved or freed. Every rank of the group must call this."""
         if not self._is_suspended:
+            self._passage.drain()
             self._retire_version()
         self._is_suspended = True
 
@@ -173,7 +192,7 @@ class TransferEngine:
         self._is_suspended = False
         if self._walk is not None:
             self._walk.forget()
-            self._start_version()
+            self._start_version(layers=self._passage.layers_home)
 
     @contextmanager
     def canonical(self) -> Iterator[None]:
@@ -187,6 +206,7 @@ class TransferEngine:
 
     def close(self) -> None:
         """Free everything; parameters get memory of their own. Closing twice is allowed."""
+        self._passage.shut()
         self._puller.close()
         self._mailboxes.close()
         if self._refresher is not None:
@@ -204,16 +224,38 @@ class TransferEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start_version(self) -> None:
-        """Announce that this rank's homes are ready, refresh what will be pulled from the store, let the puller run."""
+    def _start_version(self, *, layers: Sequence[int]) -> None:
+        """Announce a version of this rank's homes, refresh what will be pulled from the store, let the puller run.
+
+        Args:
+            layers: those whose homes hold their weights already; the others come by `_let_in`
+        """
         assert self._walk is not None and self._plan is not None, "a version starts with a plan"
         self._version += 1
         self._node.settle(Transfer("fence", path=self._node.direct_path))
         self._node.words[self._node.rank][VERSION] = self._version
-        if self._refresher is not None and self._store is not None:
-            bring_far(self._node, self._store, crossings(self._plan), version=self._version)
-            self._refresher.start(self._refreshed(self._plan), version=self._version)
+        self._far = {} if self._store is None else crossings_by_layer(self._plan)
+        if self._refresher is not None:
+            self._refresher.start(self._refreshed(self._plan), version=self._version, layers=())
         self._puller.resume(self._walk, version=self._version)
+        for layer in layers:
+            self._let_in(layer)
+
+    def _let_in(self, layer: int) -> None:
+        """Let others read a layer's home weights, which are there on all ranks of the node."""
+        if self._store is not None and self._refresher is not None:
+            # Once per version: what has crossed stays in the store.
+            bring_far(self._node, self._store, self._far.pop(layer, ()), version=self._version)
+            self._refresher.open_layer(layer)
+        self._puller.open_layer(layer)
+
+    def _see_off(self, layer: int) -> None:
+        """Wait until no rank of the group reads a layer's home weights any more."""
+        self._puller.close_layer(layer)
+        self._node.agree([0], Transfer("collect", layer, path="p2p"))
+        if self._refresher is not None:
+            # Not before: until all are through, another rank may wait for an expert that this one has yet to write.
+            self._refresher.close_layer(layer)
 
     def _retire_version(self) -> None:
         """Stop all transfers, and wait until every rank of the node has: from here on weights may be overwritten."""
@@ -293,6 +335,10 @@ class TransferEngine:
     def _check_store(self) -> None:
         self._node.check()
         check_store_budget(self._node.layout, self._num_experts, self._node.options)
+
+    def _check_close(self) -> None:
+        self._node.check()
+        self._edges.check_unchanged()
 
     def _check_open(self, plan: Plan) -> None:
         self._node.check()

@@ -25,7 +25,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from equipoise.core.itinerary import Visit
 from equipoise.runtime.activation import Activation, activate, activate_backward
-from equipoise.runtime.bank import ExpertWeights, JoiningBank, ReplicaBank
+from equipoise.runtime.bank import ExpertWeights, JoiningBank, MovingBank, ReplicaBank
 from equipoise.runtime.dispatch import Groups
 
 Products = Literal["grouped", "loop"]
@@ -69,6 +69,7 @@ class _ExpertBlock(torch.autograd.Function):
         options: BlockOptions,
         *tensors: Tensor | None,
     ) -> Tensor:
+        await_home(bank, _visit_now(visit))
         home, joined = ExpertWeights(*tensors), joined_weights(bank, _visit_now(visit))
         ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
         if joined is not None:
@@ -89,6 +90,7 @@ class _ExpertBlock(torch.autograd.Function):
         rows_ND, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
         groups, visit, grad_ND = ctx.groups, ctx.visit._replace(phase="backward"), grad_ND.contiguous()
         has_training = any(ctx.needs_input_grad[5:])
+        await_home(ctx.bank, visit)
         joined = joined_weights(ctx.bank, visit)
         if joined is not None:
             part = _Part(rows_ND, pre_home_NF, joined, _joined_ends(groups, joined))
@@ -121,6 +123,12 @@ class _Part(NamedTuple):
 def _visit_now(visit: Visit) -> Visit:
     """A forward that runs inside a backward is activation recomputation, part of the layer's backward visit."""
     return visit._replace(phase="backward") if _TRACKER.is_bw else visit
+
+
+def await_home(bank: ReplicaBank, visit: Visit) -> None:
+    """Wait for the home weights, where the bank brings them."""
+    if isinstance(bank, MovingBank):
+        bank.await_home(visit)
 
 
 def joined_weights(bank: ReplicaBank, visit: Visit) -> ExpertWeights | None:

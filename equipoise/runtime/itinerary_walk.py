@@ -9,7 +9,7 @@ visits, `next_fill` follows the itinerary's buffers. A visit whose replicas are 
 Invariants (asserted by the tests):
 1. `holds` is true only for a buffer that was filled completely for that very micro-step and layer.
 2. The buffer of the latest announced visit is never filled for another one.
-3. Nothing is filled earlier than its `ready_from`, nor more than `depth` visits ahead.
+3. Nothing is filled earlier than its `ready_from`, nor more than `depth` visits ahead, nor while its layer is closed.
 4. Visits in the itinerary's order, backward and repeated ones included, are never on demand.
 """
 
@@ -50,6 +50,7 @@ class Walk:
         self._holds: list[tuple[int, int] | None] = [None] * (self._itinerary.depth + 1)
         self._leased: int | None = None
         self._urgent: Fill | None = None
+        self._open: set[int] = set()
         self.filling: Fill | None = None
 
     @property
@@ -88,6 +89,8 @@ class Walk:
         for at in range(self._position + 1, min(self._position + 1 + plan.depth, len(plan))):
             if not plan.pulls_V[at] or plan.ready_from_V[at] > max(self._position, 0):
                 continue
+            if not self.is_open(int(plan.layer_V[at])):
+                continue
             fill = self._fill_at(at)
             if fill.needs and fill.buffer != self._leased and not self.holds(fill):
                 return fill
@@ -105,6 +108,19 @@ class Walk:
         assert self.filling is not None, "end of a fill that was not begun"
         self._holds[self.filling.buffer] = self.filling.key if is_filled else None
         self.filling = None
+
+    def open(self, layer: int) -> None:
+        """Say that the home weights of a layer are there; closed at first."""
+        self._open.add(layer)
+
+    def close(self, layer: int) -> None:
+        """Say that the home weights of a layer are about to go: no buffer holds any of them from now on."""
+        self._open.discard(layer)
+        self._holds = [None if held is not None and held[1] == layer else held for held in self._holds]
+
+    def is_open(self, layer: int) -> bool:
+        """Whether the home weights of a layer are there."""
+        return layer in self._open
 
     def forget(self) -> None:
         """Let all buffers hold nothing, because weights may have changed."""

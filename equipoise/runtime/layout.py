@@ -44,7 +44,7 @@ class TransferOptions:
     timeout_s: float = 60.0
     """Bound on every single wait."""
     grad_dtype: torch.dtype | None = None
-    """Of gradients; None: as the weights."""
+    """Of accumulated gradients; None: as the weights."""
     is_locked: bool = False
     """Keep the shared pages in memory."""
     path: ForcedPath = "plan"
@@ -129,8 +129,8 @@ class Layout:
 
     @property
     def mailbox_bytes(self) -> int:
-        """All mailboxes of one rank."""
-        return self.bytes_of(self.num_mailboxes, self.grad_dtype)
+        """All mailboxes of one rank. Autograd makes replica gradients in the weights' dtype, and they travel in it."""
+        return self.bytes_of(self.num_mailboxes, self.dtype)
 
     @property
     def extra_bytes(self) -> int:

@@ -197,7 +197,10 @@ class NodeMemory:
         largest = self.agree([*facts.values(), *(-value for value in facts.values())], transfer)
         for name, high, low in zip(facts, largest[: len(facts)], largest[len(facts) :], strict=True):
             if high != -low:
-                reason = f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan"
+                reason = (
+                    f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan and run its "
+                    "layers in the same order"
+                )
                 raise self.watchdog.abort(reason)
 
     def finish(self, messages: Sequence[Message], transfers: Sequence[Transfer]) -> None:
@@ -248,8 +251,7 @@ class NodeMemory:
         }
         offset = layout.layers * layout.bias_bytes + layout.outbox_bytes
         self._mailboxes = {
-            rank: self._experts(rest, offset, layout.num_mailboxes, layout.grad_dtype)
-            for rank, rest in self._rest.items()
+            rank: self._experts(rest, offset, layout.num_mailboxes, layout.dtype) for rank, rest in self._rest.items()
         }
 
     def _make_buffers(self, pager: Pager, own: Sequence[Pages]) -> ReplicaBuffers:

@@ -10,7 +10,8 @@ the device, not in the thread that feeds it.
 
 Invariants (asserted by the tests):
 1. Replicas are bit-equal to their home's weights of the current version, whatever the delays on either side.
-2. After `pause` no pull runs, and none starts before `resume`.
+2. After `pause` no pull runs, and none starts before `resume`; after `close_layer` none of that layer, before
+   `open_layer`.
 3. A pull that fails or hangs raises in the rank that waits for it, by name, within the bound.
 """
 
@@ -72,6 +73,26 @@ class Puller:
             filling = None if self._walk is None else self._walk.filling
             transfer = Transfer("pull") if filling is None else self._transfer(filling.needs[0])
             self._wait(lambda: self._walk is None or self._walk.filling is None, transfer)
+            self._wait(lambda: all(mark.is_reached() for mark in self._filled), transfer)
+
+    def open_layer(self, layer: int) -> None:
+        """Pull from the homes of a layer from now on: their weights are there, on all ranks of the node."""
+        with self._changed:
+            if self._walk is not None:
+                self._walk.open(layer)
+            self._changed.notify_all()
+
+    def close_layer(self, layer: int) -> None:
+        """Pull from the homes of a layer no more, and wait until a fill that has begun is over, on the device too."""
+        with self._changed:
+            walk = self._walk
+            if walk is None:
+                return
+            walk.close(layer)
+            transfer = Transfer("pull", layer=layer, path=self._node.direct_path)
+            self._wait(lambda: walk.filling is None or walk.filling.layer != layer, transfer)
+            # A fill that has ended meanwhile may have been marked as held.
+            walk.close(layer)
             self._wait(lambda: all(mark.is_reached() for mark in self._filled), transfer)
 
     def weights(self, visit: Visit) -> ExpertWeights:
@@ -165,7 +186,7 @@ class Puller:
         return None
 
     def _pull(self, fill: Fill) -> bool:
-        """Bring a visit's replicas; False where a pause came before their weights, which then may never come."""
+        """Bring a visit's replicas; False where a pause, or the layer's end, came before their weights."""
         needs, slot = self._chosen(fill), 0
         while slot < len(needs):
             waited_s = self._node.watchdog.wait(partial(self._is_over, needs[slot]), self._transfer(needs[slot]))
@@ -183,10 +204,13 @@ class Puller:
         return chosen
 
     def _is_over(self, need: Need) -> bool:
-        return self._is_closed or self._is_paused or self._is_ready(need)
+        return self._is_closed or self._is_paused or not self._is_open(need) or self._is_ready(need)
+
+    def _is_open(self, need: Need) -> bool:
+        return self._walk is not None and self._walk.is_open(need.layer)
 
     def _is_ready(self, need: Need) -> bool:
-        return self._paths[need.path].is_ready(need, self._version)
+        return self._is_open(need) and self._paths[need.path].is_ready(need, self._version)
 
     def _ready_from(self, needs: Sequence[Need], first: int) -> dict[int, Need]:
         """Replicas by slot, from one on, that can be copied together now: by one path, without a gap."""

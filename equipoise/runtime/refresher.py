@@ -8,12 +8,12 @@ Knows the store and the plan's pulls. Does not know who waits for them.
 
 Invariants (asserted by the tests):
 1. Exactly the experts that the plan pulls by the host path and that have their home here are written, in that order.
-2. After `pause` nothing is written or announced, and nothing will be before the next `start`.
+2. After `pause` nothing is written or announced, and nothing will be before the next `start`. Nothing of a layer is
+   before `open_layer`, nor after `close_layer`.
 3. A write that fails ends the step on all ranks, by name.
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -65,35 +65,55 @@ class Refresher:
         self._node, self._store = node, store
         self._lane, self._announcer = Lane(node.device), Announcer(node.device)
         self._changed = threading.Condition()
-        self._todo: deque[Entry] = deque()
+        self._todo: list[Entry] = []
+        self._writing: Entry | None = None
+        self._open: set[int] = set()
         self._version, self._begin = 0, REACHED
-        self._is_writing = self._is_closed = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="equipoise-refresher", daemon=True)
         self._thread.start()
 
-    def start(self, entries: Iterable[Entry], *, version: int) -> None:
-        """Write these experts, in this order, as weights of `version`; returns at once."""
+    def start(self, entries: Iterable[Entry], *, version: int, layers: Iterable[int]) -> None:
+        """Write these experts, in this order, as weights of `version`; returns at once.
+
+        Args:
+            layers: those whose home weights are there; others are written once they are
+        """
         with self._changed:
-            self._todo, self._version = deque(entries), version
+            self._todo, self._version, self._open = list(entries), version, set(layers)
             self._begin = Mark.now(self._node.device)
             self._changed.notify_all()
+
+    def open_layer(self, layer: int) -> None:
+        """Write experts of a layer from now on: their weights are there."""
+        with self._changed:
+            self._open.add(layer)
+            self._changed.notify_all()
+
+    def close_layer(self, layer: int) -> None:
+        """Leave what is left of a layer, and wait until what has begun is written, on the device too."""
+        with self._changed:
+            self._open.discard(layer)
+            self._wait(lambda: self._writing is None or self._writing.layer != layer)
+            self._wait(self._lane.mark().is_reached)
 
     def pause(self) -> None:
         """Drop what is left, and wait until what has begun is written and announced."""
         with self._changed:
             self._todo.clear()
-            self._wait(lambda: not self._is_writing and self._announcer.is_done())
+            self._wait(self._is_settled)
 
     def finish(self) -> None:
-        """Wait until everything given is written and announced."""
+        """Wait until everything given, of layers that are open, is written and announced."""
         with self._changed:
-            self._wait(lambda: not self._todo and not self._is_writing and self._announcer.is_done())
+            self._wait(lambda: self._next() is None and self._is_settled())
 
     def complete(self, *, version: int) -> None:
         """Write all experts of the model, those of other nodes too. Every rank must call this, between windows."""
         node, owned = self._node, self._node.layout.home_slots
         layers = range(node.layout.layers)
-        self.start((Entry(x, node.rank * owned + slot, slot) for x in layers for slot in range(owned)), version=version)
+        entries = (Entry(layer, node.rank * owned + slot, slot) for layer in layers for slot in range(owned))
+        self.start(entries, version=version, layers=layers)
         self.finish()
         transfer = Transfer("refresh", path="host")
         node.agree([0], transfer)
@@ -139,6 +159,9 @@ class Refresher:
         count = self._node.layout.home_slots
         return slice(rank * count, (rank + 1) * count)
 
+    def _is_settled(self) -> bool:
+        return self._writing is None and self._announcer.is_done()
+
     def _wait(self, is_ready: Callable[[], bool]) -> None:
         transfer = Transfer("refresh", path="host")
         self._node.watchdog.wait(is_ready, transfer, pause=self._changed.wait)
@@ -154,18 +177,22 @@ class Refresher:
                 words = Transfer("refresh", entry.layer, entry.expert, "host")
                 self._announcer.failure = self._node.watchdog.abort(f"{words} failed: {error}")
             with self._changed:
-                self._is_writing = False
+                self._writing = None
                 self._changed.notify_all()
 
     def _take(self) -> tuple[Entry, int, Mark] | None:
-        """Wait for the next expert; None once closed."""
+        """Wait for the next expert whose layer is open; None once closed."""
         with self._changed:
             while not self._is_closed:
-                if self._todo:
-                    self._is_writing = True
-                    return self._todo.popleft(), self._version, self._begin
+                self._writing = self._next()
+                if self._writing is not None:
+                    self._todo.remove(self._writing)
+                    return self._writing, self._version, self._begin
                 self._changed.wait()
         return None
+
+    def _next(self) -> Entry | None:
+        return next((entry for entry in self._todo if entry.layer in self._open), None)
 
     def _write(self, entry: Entry, version: int, begin: Mark) -> None:
         home, rows = self._node.home(self._node.rank, entry.layer), self._store.experts(entry.layer)

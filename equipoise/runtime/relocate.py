@@ -19,7 +19,6 @@ Invariants (asserted by the tests):
 """
 
 import hashlib
-import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -72,7 +71,7 @@ class Relocator:
         """Move experts between slots in place: stage, agree, write. Every rank of the group must call this."""
         if not moves:
             return
-        begin, self._number = time.monotonic(), self._number + 1
+        self._number += 1
         whole = Transfer(kind, layer=layer, path=self._node.direct_path)
         with torch.profiler.record_function(f"equipoise.{kind}"):
             self._node.wait_peers(WRITTEN, self._number - 1, whole)
@@ -83,8 +82,10 @@ class Relocator:
             self._write(moves, tensors)
             self._node.settle(whole)
         self._node.words[self._node.rank][WRITTEN] = self._number
-        path = "p2p" if any(self._crosses(move) for move in moves) else self._node.direct_path
-        self._node.counters.wait(path, time.monotonic() - begin)
+
+    def wait_written(self, transfer: Transfer) -> None:
+        """Wait until all ranks of the node have written what was relocated so far: then others may read it."""
+        self._node.wait_peers(WRITTEN, self._number, transfer)
 
     def _stage(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         outbox = self._node.outbox(self._node.rank, tensors.gate_up_SFD.dtype)
@@ -98,7 +99,7 @@ class Relocator:
         buffer = self._buffer(tensors.gate_up_SFD.dtype)
         for move in moves:
             is_leaving, is_coming = move.source == self._node.rank, move.target == self._node.rank
-            if not self._crosses(move) or not (is_leaving or is_coming):
+            if not self.crosses(move) or not (is_leaving or is_coming):
                 continue
             peer = move.target if is_leaving else move.source
             held = tensors if is_leaving else buffer
@@ -127,15 +128,15 @@ class Relocator:
                     self._node.counters.arrive(self._node.direct_path, copied if source != me else 0)
         buffer = self._buffer(dtype)
         for move in moves:
-            if move.target == me and self._crosses(move):
+            if move.target == me and self.crosses(move):
                 copied = copy_expert(tensors, move.target_slot, buffer, move.target_slot)
                 self._node.counters.arrive("p2p", copied)
 
     def _leaving_inside(self, moves: Sequence[Move], source: int) -> list[Move]:
         """Moves of a rank that stay in its node, in the order of its outbox."""
-        return [move for move in moves if move.source == source and not self._crosses(move)]
+        return [move for move in moves if move.source == source and not self.crosses(move)]
 
-    def _crosses(self, move: Move) -> bool:
+    def crosses(self, move: Move) -> bool:
         return self._node.node_R[move.source] != self._node.node_R[move.target]
 
     def _receive_buffers(self) -> dict[torch.dtype, ExpertWeights]:

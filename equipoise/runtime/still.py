@@ -23,12 +23,12 @@ class Mover(ReplicaBank, Protocol):
         """What this rank's transfers moved so far."""
         ...
 
-    def open_window(self, plan: Plan) -> None:
-        """Bring experts to their homes."""
+    def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
+        """Start experts towards their homes; weights come back when the window ends, unless told otherwise."""
         ...
 
-    def close_window(self, *, with_weights: bool = True) -> None:
-        """Bring gradients, and weights unless told otherwise, to their owners."""
+    def close_window(self) -> None:
+        """Bring gradients and weights to their owners."""
         ...
 
     def canonical(self) -> AbstractContextManager[None]:
@@ -75,13 +75,13 @@ class Still:
         """Zeros."""
         return self._counters
 
-    def open_window(self, plan: Plan) -> None:
+    def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
         """Refuse a plan that has replicas."""
         if not self._homes:
             raise TransferError("no layers are attached; attach the balanced layers before a window begins")
         self._bank = NoReplicas(plan, self._homes[0])
 
-    def close_window(self, *, with_weights: bool = True) -> None:
+    def close_window(self) -> None:
         """Forget the window."""
         self._bank = None
 

@@ -67,7 +67,7 @@ def round_trips(group, plans, seed):
         new = all_experts(plan.home_LE.shape[1], len(case.layers), 1000 * seed + window, has_bias=bool(seed % 2))
         case.accumulate(plan, new)
         total = new if total is None else [_add(a, b) for a, b in zip(total, new, strict=True)]
-        case.edges.collect()
+        case.edges.end()
         case.assert_owners_hold()
         for layer in case.layers:
             assert_same_bits(case.gradients(layer), take(total[layer], case.mine), f"gradients of layer {layer}")
@@ -101,9 +101,9 @@ def test_round_trips_are_bit_exact(pool, layout, seed):
 
 def bytes_of_publish(group, plan):
     case = Case(group, plan, 5)
-    case.edges.publish(plan)
+    case.edges.publish(plan, with_weights=False)
     counted = dict(case.node.counters.bytes)
-    case.edges.collect(with_weights=False)
+    case.edges.end()
     assert dict(case.node.counters.bytes) == counted, "nothing to collect, but something travelled"
     case.assert_homes_hold(plan)
     case.node.close()
@@ -142,7 +142,7 @@ def read_and_write_inside(group, plan):
             raise KeyError("the reader fails")
     except KeyError:
         case.assert_homes_hold(plan)
-    case.edges.collect()
+    case.edges.end()
     case.assert_owners_hold()
     for layer in case.layers:
         assert_same_bits(case.gradients(layer), take(before[layer], case.mine), "gradients stay out of it")
@@ -160,7 +160,7 @@ def one_rank_without_gradients(group, plan):
     case.edges.publish(plan)
     if case.rank != 1:
         case.accumulate(plan, case.everything)
-    case.edges.collect()
+    case.edges.end()
     for layer in case.layers:
         at_one = set(experts_at(plan, layer, 1))
         for slot, expert in enumerate(case.mine):
@@ -197,7 +197,7 @@ def test_different_plans_are_refused_before_anything_moves(pool):
 def misuse(group, plan, other):
     case = Case(group, plan, 9)
     words = []
-    for act in (case.edges.collect, lambda: case.edges.publish(other), lambda: case.edges.publish(plan)):
+    for act in (case.edges.end, lambda: case.edges.publish(other), lambda: case.edges.publish(plan)):
         try:
             act()
             case.edges.publish(plan)
@@ -231,7 +231,7 @@ def elsewhere(group, plan):
         new = take(gradients[layer], experts_at(plan, layer, rank))
         for parameter, gradient in zip(weights.tensors(), new.tensors(), strict=True):
             parameter.main_grad += gradient
-    edges.collect()
+    edges.end()
     mine = range(rank * owned, (rank + 1) * owned)
     for layer, weights in enumerate(homes):
         got = ExpertWeights(*(None if p is None else p.main_grad for p in weights))
@@ -241,7 +241,7 @@ def elsewhere(group, plan):
     if rank == 1:
         del homes[0].gate_up_SFD.main_grad
     try:
-        edges.collect()
+        edges.end()
     except TransferError as error:
         words = str(error)
     node.close()

@@ -12,6 +12,7 @@ from equipoise.core.itinerary import Visit
 from equipoise.runtime.engine import TransferEngine
 from equipoise.runtime.layout import TransferOptions
 from equipoise.runtime.paths import MappedPath, needs_of
+from equipoise.runtime.relocate import Relocator
 from equipoise.runtime.returns import Mailboxes
 from tests.runtime.play import Rank, run_window, stack
 from tests.runtime.windows import (
@@ -56,6 +57,7 @@ def fuzz(group, plans, seed):
     rank = Rank(group, plans[0], seed=seed, paths={"peer": path, "host": path})
     path.attach(rank.engine._node)
     slow_down_marks(rank.engine, pause)
+    slow_down_edges(rank.engine, pause)
     with rank.engine:
         for plan in plans:
             rank.engine.open_window(plan)
@@ -78,6 +80,18 @@ def slow_down_marks(engine, pause):
             super()._mark(tags, box, name)
 
     engine._mailboxes.__class__ = SlowMailboxes
+
+
+def slow_down_edges(engine, pause):
+    """Pause around publish and collect of each layer, in the background's thread."""
+
+    class SlowRelocator(Relocator):
+        def relocate(self, kind, layer, moves, tensors):
+            pause()
+            super().relocate(kind, layer, moves, tensors)
+            pause()
+
+    engine._edges._relocator.__class__ = SlowRelocator
 
 
 CASES = {
@@ -110,7 +124,8 @@ def test_bits_are_right_whatever_the_delays(pool, case):
 
 
 def any_order(group, plan, seed):
-    rng = np.random.default_rng((seed, group.rank()))
+    """Visits in any order, the same on all ranks, as layers exchange rows; how long each takes differs."""
+    rng, own = np.random.default_rng(seed), np.random.default_rng((seed, group.rank()))
     rank = Rank(group, plan, seed=seed)
     with rank.engine:
         rank.engine.open_window(plan)
@@ -118,7 +133,7 @@ def any_order(group, plan, seed):
             micro_step, layer = (int(rng.integers(n)) for n in (plan.loads.num_micro_steps, rank.layers))
             visit = Visit(micro_step, "forward" if rng.random() < 0.5 else "backward", layer)
             needs, got = rank.check_weights(plan, visit)
-            time.sleep(0.001)
+            time.sleep(float(own.exponential(0.001)))
             assert_same_bits(got, take(rank.everything[layer], [n.expert for n in needs]), "while in use")
         rank.engine.close_window()
     return rank.engine.counters.on_demand
@@ -330,7 +345,8 @@ def fail_inside(group, plan):
     try:
         with rank.engine as engine:
             engine.open_window(plan)
-            rank.check_weights(plan, Visit(0, "forward", 0))
+            for layer in range(rank.layers):
+                rank.check_weights(plan, Visit(0, "forward", layer))
             # Two ranks' pieces (two matrices of each layer, and the rest), the control words and the host store.
             assert held() == (before[0] + 2 * (2 * rank.layers + 1) + 2, before[1] + 2)
             raise KeyError("a fault of the trainer")

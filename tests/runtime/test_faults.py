@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from equipoise.core import TransferError
+from equipoise.core.itinerary import Visit
 from equipoise.runtime.paths import MappedPath
 from equipoise.runtime.relocate import Relocator
 from equipoise.runtime.watchdog import ABORTED
@@ -145,6 +146,7 @@ def late_for_an_exchange(group, plan):
     relocator.__class__, relocator.come = LateRelocator, come
     try:
         rank.engine.open_window(plan)
+        rank.engine.await_home(Visit(0, "forward", 1))
     except TransferError as error:
         store.set(f"rank {group.rank()} has given up", "1")
         return str(error)

@@ -298,7 +298,7 @@ def leave_early(group, plan):
 
 @pytest.mark.dist(2)
 def test_a_rank_that_is_done_still_writes_what_others_wait_for(pool):
-    plan = random_plan((0, 0), seed=4, slots=1, fewest=1, micro_steps=2, stage="recompute")
+    plan = random_plan((0, 0), seed=4, slots=1, fewest=1, micro_steps=2)
     assert pool.run(leave_early, 2, plan)[0] > 0
 
 

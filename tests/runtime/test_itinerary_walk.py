@@ -9,12 +9,20 @@ from equipoise.runtime.itinerary_walk import Walk
 from tests.runtime.windows import random_plan
 
 
+def open_walk(plan, rank):
+    """A walk whose layers all have their home weights."""
+    walk = Walk(plan, rank=rank)
+    for layer in range(plan.loads.num_layers):
+        walk.open(layer)
+    return walk
+
+
 class Machine:
     """Plays the puller: fills at random moments, and remembers what the buffers really contain."""
 
     def __init__(self, plan, rank, seed):
         self.plan, self.rank, self.rng = plan, rank, np.random.default_rng(seed)
-        self.walk = Walk(plan, rank=rank)
+        self.walk = open_walk(plan, rank=rank)
         self.content = [None] * (plan.itinerary.depth + 1)
         self.leased = None
 
@@ -93,7 +101,7 @@ def test_any_order_is_served_from_the_right_buffer(plan, seed, data):
 @settings(max_examples=60, deadline=None)
 @given(plan=plans, seed=st.integers(0, 999))
 def test_nothing_is_filled_before_its_time(plan, seed):
-    itinerary, walk = plan.itinerary, Walk(plan, rank=0)
+    itinerary, walk = plan.itinerary, open_walk(plan, 0)
     for at in range(len(itinerary)):
         filled = set()
         while (fill := walk.next_fill()) is not None:
@@ -115,7 +123,7 @@ def test_nothing_is_filled_before_its_time(plan, seed):
 
 def test_weights_that_may_have_changed_are_pulled_again():
     plan = random_plan((0, 0), seed=2, slots=1, fewest=1, layers=1, micro_steps=1)
-    walk = Walk(plan, rank=0)
+    walk = open_walk(plan, 0)
     assert plan.itinerary.resident_V[1], "the backward visit should find its forward visit's replicas"
     fill = walk.next_fill()
     walk.begin(fill)
@@ -128,7 +136,7 @@ def test_weights_that_may_have_changed_are_pulled_again():
 
 def test_a_fill_that_was_given_up_holds_nothing_and_is_filled_again():
     plan = random_plan((0, 0), seed=5, slots=1, fewest=1)
-    walk = Walk(plan, rank=0)
+    walk = open_walk(plan, 0)
     walk.announce(plan.itinerary.visit(0))
     fill = walk.next_fill()
     walk.begin(fill)
@@ -136,3 +144,21 @@ def test_a_fill_that_was_given_up_holds_nothing_and_is_filled_again():
     assert not walk.holds(fill) and walk.filling is None
     walk.announce(plan.itinerary.visit(0))
     assert walk.next_fill() == fill
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, seed=st.integers(0, 999))
+def test_a_closed_layer_is_not_filled_and_what_was_filled_of_it_is_forgotten(plan, seed):
+    walk, rng, layers = Walk(plan, rank=0), np.random.default_rng(seed), plan.loads.num_layers
+    assert walk.next_fill() is None, "at first all layers are closed"
+    for at in range(len(plan.itinerary)):
+        changed = int(rng.integers(layers))
+        (walk.open if rng.random() < 0.6 else walk.close)(changed)
+        while (fill := walk.next_fill()) is not None:
+            assert walk.is_open(fill.layer)
+            walk.begin(fill)
+            walk.end()
+        assert all(held is None or walk.is_open(held[1]) for held in walk._holds)
+        visit = plan.itinerary.visit(at)
+        if walk.is_open(visit.layer):
+            walk.announce(visit)

@@ -27,7 +27,7 @@ def test_replica_memory_of_a_real_model_is_under_two_percent():
     )
     owned = model.layers * layout.home_bytes
     assert owned == model.layers * model.experts // 8 * model.expert_bytes
-    assert layout.replica_bytes == 4 * model.expert_bytes and layout.mailbox_bytes == 2 * layout.replica_bytes
+    assert layout.replica_bytes == 4 * model.expert_bytes and layout.mailbox_bytes == layout.replica_bytes
     assert layout.replica_bytes + layout.mailbox_bytes <= 0.02 * owned
     assert layout.extra_bytes == layout.replica_bytes + layout.mailbox_bytes + layout.outbox_bytes
 
