@@ -24,8 +24,8 @@ PARTS = {
     "all_to_all": "all-to-all",
     "pull": "pulls that nothing hides",
     "return_": "returns that nothing hides",
-    "publish": "publish, at the window's start",
-    "collect": "collect, at its end",
+    "publish": "publish that nothing hides",
+    "collect": "collect that nothing hides",
     "planning": "planning on the critical path",
 }
 PATHS = {

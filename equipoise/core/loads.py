@@ -19,6 +19,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -197,8 +198,14 @@ def narrow(array: np.ndarray) -> np.ndarray:
     return array.astype(np.min_scalar_type(top))
 
 
-def read_npz(path: str | Path, *, wanted: str, error: type[Exception]) -> dict[str, np.ndarray]:
-    """Read every array of an `.npz` without pickling and check its `format` entry."""
+def read_npz(
+    path: str | Path, *, wanted: str, error: type[Exception], older: Mapping[str, str] | None = None
+) -> dict[str, np.ndarray]:
+    """Read every array of an `.npz` without pickling and check its `format` entry.
+
+    Args:
+        older: formats that are no longer read, and why
+    """
     try:
         # Opened here, because numpy leaves a file open that turns out to be no archive.
         with Path(path).open("rb") as source:
@@ -215,7 +222,8 @@ def read_npz(path: str | Path, *, wanted: str, error: type[Exception]) -> dict[s
         raise error(f"{path} cannot be read as a {wanted} file (.npz): {_reason(cause)}") from cause
     found = str(arrays.get("format", "nothing"))
     if found != wanted:
-        raise error(f"{path} says its format is {found!r}, expected {wanted!r}")
+        hint = f"; {older[found]}" if older and found in older else ""
+        raise error(f"{path} says its format is {found!r}, expected {wanted!r}{hint}")
     return arrays
 
 

@@ -14,6 +14,7 @@ Invariants (a plan that breaks one cannot be constructed):
 4. Every replica takes at least one row, and the replicas of an expert take no more than its load; the home takes the
    rest, so quotas sum to the load, in whole rows.
 5. The itinerary, where there is one, visits every (micro-step, layer) once forward and, in an update, once backward.
+6. No publish or collect takes less than no time.
 """
 
 import hashlib
@@ -57,9 +58,9 @@ class Seconds:
     return_: float = 0.0
     """Exposed part of returning replica gradients, and adding them."""
     publish: float = 0.0
-    """Owner to home at the window's start."""
+    """Exposed part of bringing weights from owner to home, layer by layer from the window's start on."""
     collect: float = 0.0
-    """Home to owner at the window's end."""
+    """Exposed part of bringing gradients or weights home to owner, each layer after its last turn in the window."""
     planning: float = 0.0
     """Planning on the critical path; zero where the load is known ahead."""
 
@@ -167,6 +168,8 @@ class Plan(Value):
     bytes: Bytes
     static_seconds: float
     """Predicted seconds of the same window under contiguous expert parallelism."""
+    edge_ns_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
+    """[2, L] nanoseconds of publish and of collect of each layer, hidden or not; all 0 where left out."""
     itinerary: Itinerary | None = None
     """None for baselines that are not executed."""
     estimated_share: float = 0.0
@@ -186,6 +189,7 @@ class Plan(Value):
             if array.shape != wanted:
                 raise InfeasiblePlanError(f"{name} has shape {array.shape}, expected {wanted}")
             object.__setattr__(self, name, array)
+        self._check_edges()
         if self.loads.num_ranks != self.cluster.ep:
             raise InfeasiblePlanError(f"loads have {self.loads.num_ranks} ranks, the EP group {self.cluster.ep}")
         if (self.loads.num_layers, self.loads.num_experts) != (self.model.layers, self.model.experts):
@@ -222,6 +226,16 @@ class Plan(Value):
     def saved_seconds(self) -> float:
         """Predicted seconds saved against contiguous expert parallelism; negative if the plan loses."""
         return self.static_seconds - self.seconds.total
+
+    def _check_edges(self) -> None:
+        wanted = (2, self.loads.num_layers)
+        given = self.edge_ns_2L if np.size(self.edge_ns_2L) else np.zeros(wanted, dtype=np.int64)
+        edges = int64_array("edge_ns_2L", given, ndim=2, error=InfeasiblePlanError)
+        if edges.shape != wanted:
+            raise InfeasiblePlanError(f"edge_ns_2L has shape {edges.shape}, expected {wanted}")
+        if edges.min() < 0:
+            raise InfeasiblePlanError(f"edge_ns_2L holds {int(edges.min())}; no transfer takes less than nothing")
+        object.__setattr__(self, "edge_ns_2L", edges)
 
     def _check_homes(self) -> None:
         ranks = self.cluster.ep
@@ -394,7 +408,7 @@ class Plan(Value):
         table = self.replica_table
         arrays = (self.home_LE, self.home_slot_LE, table.start_ML, table.expert_P, table.rank_P, table.rows_P)
         hasher = hashlib.sha256()
-        for array in (*arrays, table.path_P2, self.ns_ML, self.closed_ns_ML):
+        for array in (*arrays, table.path_P2, self.ns_ML, self.closed_ns_ML, self.edge_ns_2L):
             hasher.update(np.ascontiguousarray(array).tobytes())
         if self.itinerary is not None:
             for array in (self.itinerary.buffer_V, self.itinerary.ready_from_V, self.itinerary.resident_V):

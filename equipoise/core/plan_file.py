@@ -1,7 +1,7 @@
 """Plans on disk: one `.npz` file per window and EP group, without pickled objects.
 
-File, format "equipoise-plan-1"; all integers are stored in the narrowest dtype that holds them:
-    format                 "equipoise-plan-1"
+File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype that holds them:
+    format                 "equipoise-plan-2"
     facts                  one JSON object as text:
         policy             "equipoise" or the name of a baseline
         objective          "seconds" or "skew"
@@ -10,7 +10,8 @@ File, format "equipoise-plan-1"; all integers are stored in the narrowest dtype 
         persistent         whether replicas stay for the whole window (EPLB)
         estimated_share    share of the planned rows that was estimated
         static_seconds     predicted seconds of contiguous expert parallelism
-        seconds            predicted seconds by part: compute, all_to_all, pull, return_, publish, collect, planning
+        seconds            predicted seconds by part: compute, all_to_all, pull, return_, publish, collect, planning;
+                           of transfers what nothing hides
         bytes              bytes by path: peer, host, edge_inside, edge_across, all_to_all_inside, all_to_all_across
         cluster            every field of `Cluster`
         model              every field of `ModelShape`
@@ -22,7 +23,11 @@ File, format "equipoise-plan-1"; all integers are stored in the narrowest dtype 
     expert_P, rank_P, rows_P   [P] replicas
     path_P2                [P, 2] path of the forward and the backward pull: 0 peer, 1 host
     ns_ML, closed_ns_ML    [M, L] predicted nanoseconds with and without replicas
+    edge_ns_2L             [2, L] nanoseconds of each layer's publish and collect, hidden or not
     micro_step_V, phase_V, layer_V, pulls_V, buffer_V, ready_from_V, resident_V   [V] itinerary, where depth is given
+
+Files of "equipoise-plan-1" are refused: they have no `edge_ns_2L`, and their seconds charge publish and collect in full
+and returned gradients in fp32. The window must be planned anew.
 
 Knows the file. Does not know what makes a plan right: loading constructs the plan anew, and so checks it again.
 
@@ -52,13 +57,15 @@ from equipoise.core.plan import Bytes, Objective, Plan, ReplicaTable, Seconds
 from equipoise.core.value import require_int
 from equipoise.core.whole_file import whole_file
 
-FORMAT = "equipoise-plan-1"
+FORMAT = "equipoise-plan-2"
+OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid them; plan the window anew"}
+"""Formats that are no longer read, and why."""
 _FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "estimated_share", "static_seconds")
 _PARTS = ("seconds", "bytes", "cluster", "model", "depth")
 _LOADS = ("load_MLRE", "stage")
 _LOADS_OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
 _TABLE = ("start_ML", "expert_P", "rank_P", "rows_P", "path_P2")
-_ENTRIES = ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML")
+_ENTRIES = ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML", "edge_ns_2L")
 _VISITS = ("micro_step_V", "phase_V", "layer_V", "pulls_V", "buffer_V", "ready_from_V", "resident_V")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time stamp of every member, so that the same plan gives the same bytes."""
@@ -92,7 +99,7 @@ def _write(arrays: dict[str, Any], path: Path | IO[bytes]) -> None:
 
 def load_plan(path: str | Path) -> Plan:
     """Read a plan and check it anew."""
-    arrays = read_npz(path, wanted=FORMAT, error=InfeasiblePlanError)
+    arrays = read_npz(path, wanted=FORMAT, error=InfeasiblePlanError, older=OLDER)
     try:
         facts = _read_facts(arrays)
         _check_names(arrays, has_itinerary=facts["depth"] is not None)

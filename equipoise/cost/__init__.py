@@ -3,6 +3,7 @@
     profile.py   hardware profiles: JSON files with a source for each figure
     model.py     CostModel: compute, all-to-all, transfers, window edges, in whole nanoseconds
     kernels.py   the same arithmetic, compiled, for the planner's inner loops; links.py counts the rows it prices
+    edges.py     publish and collect: what of them nothing hides
     ranks.py     what every rank of an entry does, by the same kernels; between.py, the rows from rank to rank
     reference.py what the kernels compute, in plain words
     profiles/    h200 (measured by equipoise calibrate), h100, a100 and b200 (derived by benchmarks/derive_profile.py)

@@ -15,7 +15,8 @@ What is priced, per (micro-step, layer):
   expert compute for each visit of depth.
 - return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
   behind, plus adding each of them to the home's own, one after another.
-Per window: publish and collect of displaced experts, by the busiest link. Nothing of these hides.
+Per layer and window: publish and collect of displaced experts, by the layer's busiest link. They run beside the layers,
+from the window's start on and after a layer's last turn; what nothing hides, and what they slow, is in `edges.py`.
 
 Knows no plan. Does not know torch.
 
@@ -25,9 +26,9 @@ Invariants (asserted by the tests):
 3. Kernels and the plain functions here agree to the nanosecond.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,6 +42,8 @@ GRADIENT_BYTES = 4
 CONTEXT_TOKENS = 4096
 """Assumed sequence length for the cost of attention scores, where loads do not say."""
 PICO = 10**12
+Rows = TypeVar("Rows", int, np.ndarray)
+"""One number of rows, or an array of them."""
 
 
 def replica_bytes(model: ModelShape, stage: Stage) -> int:
@@ -115,6 +118,11 @@ class CostModel(Value):
         used = Profile.read(cluster.name) if profile is None else profile
         return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends)
 
+    @property
+    def forward_alone(self) -> "CostModel":
+        """The same without backward."""
+        return replace(self, stage="recompute")
+
     def _distance(self, table: ComputeTable) -> int:
         """How far a measured expert shape is from the model's: thousandths by which both lengths differ."""
         pairs = ((table.hidden, self.model.hidden), (table.expert_width, self.model.expert_width))
@@ -150,7 +158,7 @@ class CostModel(Value):
         rate = profile.received_update_bytes_per_s if is_update else profile.received_forward_bytes_per_s
         return rows * (self.model.row_bytes * PICO // rate) // 1000
 
-    def sending_ns(self, rows: int) -> int:
+    def sending_ns(self, rows: Rows) -> Rows:
         """Nanoseconds of spreading a rank's own tokens to `rows` rows and combining them; the same under every plan."""
         profile, is_update = self.profile, self.stage == "update"
         rate = profile.sent_update_bytes_per_s if is_update else profile.sent_forward_bytes_per_s

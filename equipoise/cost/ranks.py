@@ -1,4 +1,4 @@
-"""What every rank does in a window, entry by entry: rows, busy slots, busiest links, and nanoseconds of its experts.
+"""What every rank does in a window, entry by entry: rows, busy slots, busiest links, and nanoseconds of each visit.
 
 The planner needs only the busiest rank of an entry (`kernels.price`); whoever replays a window needs all of them. Both
 use the same kernels, so both see the same rows and the same seconds.
@@ -8,6 +8,7 @@ Knows rows, holders and prices. Does not know plans or time of day.
 Invariants (asserted by the tests):
 1. The busiest rank's nanoseconds and those of the exchanges are the price line of `kernels.price`.
 2. Sending tokens once per node never sends more across than sending every row.
+3. Forward and backward of a rank's experts add up to the nanoseconds of both.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.cost.kernels import compute_ns, settle
 from equipoise.cost.links import RECEIVED_ACROSS, RECEIVED_INSIDE, SENT_ACROSS, Holders, home_nodes, nodes_of, traffic
-from equipoise.cost.model import Tables
+from equipoise.cost.model import CostModel, Tables
 
 
 class RankRows(NamedTuple):
@@ -93,6 +94,42 @@ def level_rows(
         busy_MR=np.where(rows_MR > 0, experts // ranks, 0),
         inside_M=inside_M,
         across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1) * int(keep_permille_N.mean()) // 1000,
+    )
+
+
+class VisitNs(NamedTuple):
+    """Nanoseconds of every rank's part in every visit, exchanges left out."""
+
+    forward_MLR: np.ndarray
+    """Experts."""
+    backward_MLR: np.ndarray
+    """Experts, zero in recompute."""
+    attention_MLR: np.ndarray
+    """Attention and shared experts, and spreading the rank's own tokens to rows and combining them, forward."""
+    attention_backward_MLR: np.ndarray
+
+
+def visit_ns(cost: CostModel, *, rows_MLR: np.ndarray, busy_MLR: np.ndarray, sent_MLR: np.ndarray) -> VisitNs:
+    """Cut each (micro-step, layer) into its visits; backward is what both together take beyond forward.
+
+    Args:
+        cost: prices of the window's stage
+        rows_MLR: [M, L, R] rows each rank computes
+        busy_MLR: [M, L, R] its slots that have rows
+        sent_MLR: [M, L, R] rows of its own tokens
+    """
+    forward, shape = cost.forward_alone, rows_MLR.shape
+    flat = rows_MLR.reshape(-1, shape[2]), busy_MLR.reshape(-1, shape[2])
+    most, tables = int(busy_MLR.max(initial=1)), cost.tables(1)
+    forward_MLR, both_MLR = (compute_ns_of(one.tables(most), *flat).reshape(shape) for one in (forward, cost))
+    token_MLR = -(-sent_MLR // cost.model.top_k)
+    spread_MLR, spread_both_MLR = (one.sending_ns(sent_MLR) for one in (forward, cost))
+    back_MLR = token_MLR * tables.backward_window_ps // 1000 + np.maximum(0, spread_both_MLR - spread_MLR)
+    return VisitNs(
+        forward_MLR=forward_MLR,
+        backward_MLR=np.maximum(0, both_MLR - forward_MLR),
+        attention_MLR=token_MLR * tables.window_ps // 1000 + spread_MLR,
+        attention_backward_MLR=back_MLR * (cost.stage == "update"),
     )
 
 

@@ -1,7 +1,8 @@
 """From decisions to a checked `Plan`: slots, replica table, paths, window edges, seconds and bytes.
 
 All policies end here, so all are charged alike. A `Draft` holds what a policy decided and each (micro-step, layer)'s
-price line; nothing here decides anything but the path of a pull.
+price line; nothing here decides anything but the path of a pull. What edges cost follows from each layer's own busiest
+link and what hides it in the window's first and last pass (`cost.edges`).
 
 Knows cost and core. Does not know how homes or replicas were chosen.
 """
@@ -14,6 +15,7 @@ import numpy as np
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Bytes, Objective, Plan, ReplicaTable, Seconds
 from equipoise.cost import CostModel
+from equipoise.cost.edges import Turn, exposed_edges
 from equipoise.cost.kernels import (
     ACROSS,
     COMPUTE,
@@ -25,6 +27,7 @@ from equipoise.cost.kernels import (
     RETURN,
     choose_paths,
 )
+from equipoise.cost.ranks import visit_ns
 from equipoise.planner.itinerary import build_itinerary
 from equipoise.planner.options import PlanOptions
 
@@ -66,6 +69,8 @@ class Draft:
     """[M, L, COLUMNS] price lines."""
     closed_MLC: np.ndarray
     static_MLC: np.ndarray
+    edge_ns_2L: np.ndarray
+    """[2, L] nanoseconds of publish and collect beyond those of displaced experts; all there is where copies stay."""
     charges: Seconds = field(default_factory=Seconds)
     """Seconds a policy pays beyond the price lines and edges."""
     moved: Bytes = field(default_factory=Bytes)
@@ -77,12 +82,19 @@ class Draft:
     executable: bool = True
 
 
-class Links(NamedTuple):
-    """Experts over the busiest link at a window edge, and over all links."""
+def no_edges(task: Task) -> np.ndarray:
+    """[2, L] nothing moves but displaced experts."""
+    return np.zeros((2, task.model.layers), dtype=np.int64)
 
-    inside: int
-    across: int
+
+class Links(NamedTuple):
+    """Experts over the links at a window edge: each layer travels by itself."""
+
+    inside_L: np.ndarray
+    """[L] over the busiest link inside nodes."""
+    across_L: np.ndarray
     all_inside: int
+    """Over all links, of all layers."""
     all_across: int
 
 
@@ -101,26 +113,38 @@ def home_slots_of(home_LE: np.ndarray, ranks: int) -> np.ndarray:
     return slot_LE
 
 
-def edge_links(home_LE: np.ndarray, cluster: Cluster) -> Links:
-    """Count displaced experts per link over all layers."""
-    ranks, experts = cluster.ep, home_LE.shape[1]
-    owner = np.broadcast_to(np.arange(experts) // (experts // ranks), home_LE.shape)
-    node_R = cluster.node_array_R
-    away = home_LE != owner
-    across = node_R[home_LE] != node_R[owner]
+def edge_links(holds_LER: np.ndarray, cluster: Cluster) -> Links:
+    """Count the copies of experts that are not on their owner, per link.
+
+    Args:
+        holds_LER: [L, E, R] bool, where a copy stands
+        cluster: ranks and their nodes
+    """
+    layers, experts, ranks = holds_LER.shape
+    owner_E, node_R = np.arange(experts) // (experts // ranks), cluster.node_array_R
+    away_LER = holds_LER & (owner_E[:, None] != np.arange(ranks))
+    is_inside_ER = node_R[owner_E][:, None] == node_R
     busiest, everything = [], []
-    for chosen in (away & ~across, away & across):
-        sent = np.bincount(owner[chosen], minlength=ranks)
-        received = np.bincount(home_LE[chosen], minlength=ranks)
-        busiest.append(int(max(sent.max(), received.max())))
-        everything.append(int(chosen.sum()))
+    for chosen_LER in (away_LER & is_inside_ER, away_LER & ~is_inside_ER):
+        sent_LR = chosen_LER.reshape(layers, ranks, -1).sum(axis=2)
+        busiest.append(np.maximum(sent_LR.max(axis=1), chosen_LER.sum(axis=1).max(axis=1)))
+        everything.append(int(sent_LR.sum()))
     return Links(*busiest, *everything)
+
+
+def home_links(home_LE: np.ndarray, cluster: Cluster) -> Links:
+    """Count displaced experts per link."""
+    return edge_links(home_LE[:, :, None] == np.arange(cluster.ep), cluster)
+
+
+def edge_ns_L(cost: CostModel, links: Links, edge: str) -> np.ndarray:
+    """[L] nanoseconds of one edge of each layer, by its busiest link."""
+    pairs = zip(links.inside_L.tolist(), links.across_L.tolist(), strict=True)
+    return np.array([cost.edge_ns(inside_experts=near, across_experts=far, edge=edge) for near, far in pairs])
 
 
 def build_plan(task: Task, draft: Draft) -> Plan:
     """Assemble and check the plan of one window."""
-    cost = task.cost
-    links = edge_links(draft.home_LE, task.cluster) if not draft.persistent else Links(0, 0, 0, 0)
     table = _replica_table(task, draft)
     needs_ML = np.diff(table.start_ML).reshape(draft.line_MLC.shape[:2]) > 0
     return Plan(
@@ -135,9 +159,10 @@ def build_plan(task: Task, draft: Draft) -> Plan:
         replica_table=table,
         ns_ML=draft.line_MLC[..., :4].sum(axis=-1),
         closed_ns_ML=draft.closed_MLC[..., :4].sum(axis=-1),
-        seconds=_seconds(draft, links, cost),
-        bytes=_bytes(draft, links, cost),
+        seconds=seconds_of(task, draft),
+        bytes=_bytes(task, draft),
         static_seconds=_line_seconds(draft.static_MLC, Seconds()).total,
+        edge_ns_2L=_edge_ns_2L(task, draft),
         itinerary=build_itinerary(task.loads.stage, needs_ML, task.options) if draft.executable else None,
         estimated_share=task.estimated_share,
         cross_node=draft.cross_node,
@@ -145,14 +170,57 @@ def build_plan(task: Task, draft: Draft) -> Plan:
     )
 
 
-def _seconds(draft: Draft, links: Links, cost: CostModel) -> Seconds:
-    edges = {
-        edge: cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge=edge) * NS
-        for edge in ("publish", "collect")
-    }
-    extra = draft.charges
-    edges = {edge: seconds + getattr(extra, edge) for edge, seconds in edges.items()}
-    return replace(_line_seconds(draft.line_MLC, extra), **edges)
+def seconds_of(task: Task, draft: Draft) -> Seconds:
+    """Predicted seconds of a window, every charge included."""
+    edge_ns_2L = _edge_ns_2L(task, draft)
+    lines = _line_seconds(draft.line_MLC, draft.charges)
+    if not edge_ns_2L.any():
+        return lines
+    slowdown = task.cost.profile.peer_slowdown_permille
+    exposed = exposed_edges(edge_ns_2L, _turns(task, draft), slowdown_permille=slowdown)
+    return replace(lines, publish=exposed.publish * NS, collect=exposed.collect * NS)
+
+
+def _edge_ns_2L(task: Task, draft: Draft) -> np.ndarray:
+    """[2, L] nanoseconds of each layer's publish and collect."""
+    if draft.persistent:
+        return draft.edge_ns_2L
+    links = home_links(draft.home_LE, task.cluster)
+    return draft.edge_ns_2L + np.stack([edge_ns_L(task.cost, links, edge) for edge in ("publish", "collect")])
+
+
+def _turns(task: Task, draft: Draft) -> list[Turn]:
+    """The turns of a window's first pass, which waits for what is published, and of its last, which is collected."""
+    ends = [0, task.loads.num_micro_steps - 1]
+    rows_MLR, busy_MLR = rank_rows_of(task, draft, ends)
+    sent_MLR = task.loads.load_MLRE[ends].sum(axis=3)
+    visits = visit_ns(task.cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=sent_MLR)
+    forward_ML, backward_ML, attention_ML, attention_backward_ML = (ns_MLR.max(axis=2).tolist() for ns_MLR in visits)
+    layers = range(task.model.layers)
+    first, last = (list(map(Turn, layers, attention_ML[m], forward_ML[m])) for m in (0, 1))
+    if task.loads.stage == "recompute":
+        return first if ends[1] == 0 else first + last
+    back = list(map(Turn, layers, backward_ML[1], attention_backward_ML[1]))
+    return first + back[::-1]
+
+
+def rank_rows_of(task: Task, draft: Draft, micro_steps: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """([M, L, R] rows each rank computes, [M, L, R] its slots that have rows) in some micro-steps."""
+    rep_rows_MLRS = draft.rep_rows_MLRS[micro_steps]
+    left_MLE = task.loads.total_MLE()[micro_steps]
+    rows_MLR = np.zeros((*left_MLE.shape[:2], task.cluster.ep), dtype=np.int64)
+    busy_MLR = np.zeros_like(rows_MLR)
+    m_P, l_P, r_P, s_P = np.nonzero(rep_rows_MLRS)
+    taken_P = rep_rows_MLRS[m_P, l_P, r_P, s_P]
+    np.subtract.at(left_MLE, (m_P, l_P, draft.rep_expert_MLRS[micro_steps][m_P, l_P, r_P, s_P]), taken_P)
+    m_H, l_H, e_H = np.nonzero(left_MLE)
+    for place, count in (
+        ((m_P, l_P, r_P), taken_P),
+        ((m_H, l_H, draft.home_LE[l_H, e_H]), left_MLE[m_H, l_H, e_H]),
+    ):
+        np.add.at(rows_MLR, place, count)
+        np.add.at(busy_MLR, place, 1)
+    return rows_MLR, busy_MLR
 
 
 def _line_seconds(line_MLC: np.ndarray, extra: Seconds) -> Seconds:
@@ -167,18 +235,19 @@ def _line_seconds(line_MLC: np.ndarray, extra: Seconds) -> Seconds:
     )
 
 
-def _bytes(draft: Draft, links: Links, cost: CostModel) -> Bytes:
-    parts = draft.line_MLC.reshape(-1, draft.line_MLC.shape[-1]).sum(axis=0)
+def _bytes(task: Task, draft: Draft) -> Bytes:
+    parts, cost = draft.line_MLC.reshape(-1, draft.line_MLC.shape[-1]).sum(axis=0), task.cost
     model, per_edge = cost.model, cost.edge_bytes("publish") + cost.edge_bytes("collect")
     exchanges = 4 if cost.stage == "update" else 2
+    displaced = (0, 0) if draft.persistent else home_links(draft.home_LE, task.cluster)[2:]
     returned = 0
     if cost.stage == "update" and not draft.persistent:
         returned = int((draft.rep_expert_MLRS >= 0).sum()) * model.expert_bytes
     return Bytes(
         peer=int(parts[PEER_PULLS]) * model.expert_bytes + returned,
         host=int(parts[HOST_PULLS]) * model.expert_bytes,
-        edge_inside=links.all_inside * per_edge + draft.moved.edge_inside,
-        edge_across=links.all_across * per_edge + draft.moved.edge_across,
+        edge_inside=displaced[0] * per_edge + draft.moved.edge_inside,
+        edge_across=displaced[1] * per_edge + draft.moved.edge_across,
         all_to_all_inside=int(parts[INSIDE]) * model.row_bytes * exchanges,
         all_to_all_across=int(parts[ACROSS]) * model.row_bytes * exchanges,
     )

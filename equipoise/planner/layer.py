@@ -1,8 +1,9 @@
 """The plan of one layer: which homes are tried, and which of them wins.
 
 1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
-   and keeps the one with the least total, publish and collect included (`value_of`). Homes at their owners are always
-   tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all are tried without that, too.
+   and keeps the one with the least total, with what publish and collect add to it (`value_of`). Homes at their owners
+   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all are tried without
+   that, too.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
    Nodes look at experts owner by owner in turn (`in_turn`), so that what is displaced spreads over the owners' links.
@@ -17,10 +18,10 @@ Knows rows and prices. Does not know windows, slots in memory or itineraries.
 Invariants (asserted by the tests):
 1. No more than `budget` experts of a layer are displaced, and each rank keeps its number of homes.
 2. What is minimised is never above that of homes at their owners.
+3. An edge that takes longer, or has less to hide behind, never costs less.
 """
 
 from collections.abc import Callable
-from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -67,15 +68,20 @@ class LayerProblem(NamedTuple):
     link_weight: int
     """Price of one more row on the busiest link across nodes, in the same."""
     cost_inside: int
-    """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
+    """Price of displacing one expert inside its node, of what is never hidden, in 1/1024 rows of the busiest rank."""
     cost_across: int
     layers: int
-    """Layers of the window, which share its edges."""
-    edge_inside_ns: int
-    """Publish and collect of one expert over one link, both edges together."""
-    edge_across_ns: int
+    """Layers of the window, behind which edges hide."""
+    edge_ns_22: np.ndarray
+    """[2, 2] publish and collect of one expert over one link, inside a node and across."""
+    edge_fixed_ns: int
+    """What an edge takes beyond that."""
     crossing_ns: int
-    """Bringing one expert to the host store of another node at the window's start, over one link."""
+    """Bringing one expert to the host store of another node when its layer is published, over one link."""
+    hides_2: np.ndarray
+    """[2] what another layer's mean visit hides of a publish, and of a collect, in nanoseconds."""
+    slowdown: int
+    """Thousandths by which an edge slows the compute beside it."""
 
 
 class LayerPlan(NamedTuple):
@@ -330,10 +336,10 @@ def level_ranks(inputs: Inputs, start_E: np.ndarray, problem: LayerProblem, leve
 def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
     """What is minimised: nanoseconds of all micro-steps and both edges, or the busiest rank over the mean in 2^-40."""
     if not problem.by_skew:
-        edges = edges_ns(plan.home_E, owner_E, problem)
+        crossing = 0
         if len(problem.domain_DR) > 1:
-            edges += int(crossings(plan.rep_expert_MRS, plan.home_E, problem.node_R).max()) * problem.crossing_ns
-        return int(plan.line_MC[:, :4].sum()) + edges
+            crossing = int(crossings(plan.rep_expert_MRS, plan.home_E, problem.node_R).max())
+        return int(plan.line_MC[:, :4].sum()) + edges_ns(plan.home_E, owner_E, crossing, problem)
     load_ME, ranks = load_MRE.sum(axis=1), load_MRE.shape[1]
     rows_MR = load_ME @ (plan.home_E[:, None] == np.arange(ranks)).astype(np.int64)
     m, r, s = np.nonzero(plan.rep_expert_MRS >= 0)
@@ -344,19 +350,36 @@ def value_of(plan: LayerPlan, load_MRE: np.ndarray, owner_E: np.ndarray, problem
     return int((rows_MR.max(axis=1) * weight_M).sum())
 
 
-def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> int:
-    """One layer's part of publish and collect, both edges together.
+def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, crossing: int, problem: LayerProblem) -> int:
+    """What one layer's publish and collect add to the window by themselves.
 
-    The busiest link counts over all layers of a window. Layers displace different experts, so what one adds to it is
-    nearer its mean link than its own busiest: their distance shrinks with the root of the layers, as sums even out.
+    Args:
+        crossing: experts over the busiest link to other nodes' host stores
     """
-    node_R, ranks, root = problem.node_R, len(problem.node_R), isqrt(problem.layers)
+    node_R, ranks = problem.node_R, len(problem.node_R)
     away_E, across_E = home_E != owner_E, node_R[home_E] != node_R[owner_E]
-    ns = []
-    for chosen_E, each in ((away_E & ~across_E, problem.edge_inside_ns), (across_E, problem.edge_across_ns)):
-        busiest = max(int(np.bincount(rank_E[chosen_E], minlength=ranks).max()) for rank_E in (owner_E, home_E))
-        ns.append((int(chosen_E.sum()) * (root - 1) + busiest * ranks) * each // (root * ranks))
-    return max(ns)
+    busiest_2 = [
+        max(int(np.bincount(rank_E[chosen_E], minlength=ranks).max()) for rank_E in (owner_E, home_E))
+        for chosen_E in (away_E & ~across_E, across_E)
+    ]
+    fixed = problem.edge_fixed_ns
+    publish, collect = (
+        int((busiest_2 * each_2).max()) + (fixed if any(busiest_2) else 0) for each_2 in problem.edge_ns_22
+    )
+    publish += crossing * problem.crossing_ns + (fixed if crossing else 0)
+    return sum(
+        edge_price(ns, int(hides), problem) for ns, hides in zip((publish, collect), problem.hides_2, strict=True)
+    )
+
+
+def edge_price(ns: int, hides: int, problem: LayerProblem) -> int:
+    """What an edge of `ns` nanoseconds adds: all of it in one layer of all, which has nothing to hide it behind.
+
+    That is the first layer's publish and the last one's collect. In others it is what another layer's visit does not
+    hide; and everywhere it slows the compute beside it.
+    """
+    exposed = ns + (problem.layers - 1) * max(0, ns - hides)
+    return exposed // problem.layers + ns * problem.slowdown // 1000
 
 
 def crossings(rep_expert_MRS: np.ndarray, home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:

@@ -19,8 +19,8 @@ Invariants (asserted by the tests):
 import numpy as np
 
 from equipoise.core import Cluster
-from equipoise.cost.kernels import COMPUTE, RETURN
-from equipoise.planner.assemble import NS, Draft, Task
+from equipoise.cost.kernels import COMPUTE
+from equipoise.planner.assemble import Draft, Task, seconds_of
 from equipoise.planner.bounds import split_optimum
 from equipoise.planner.eplb import place
 from equipoise.planner.pricing import owner_homes, persistent_draft
@@ -46,7 +46,7 @@ def _value(task: Task, draft: Draft) -> float:
     """What is minimised: seconds, or the busiest ranks alone."""
     if task.objective == "skew":
         return float(draft.line_MLC[..., COMPUTE].sum())
-    return float(draft.line_MLC[..., : RETURN + 1].sum()) * NS + draft.charges.total
+    return seconds_of(task, draft).total
 
 
 def _draft(task: Task, home_LE: np.ndarray, source_RS: np.ndarray) -> Draft:

@@ -5,9 +5,10 @@ follows from these two. Does not know how they were chosen.
 
 How a persistent baseline (copies stay for the whole window) is charged:
 1. Compute and all-to-all of every (micro-step, layer) by `cost.kernels.price`, as every other plan.
-2. Publish: weights to every copy that is not on its owner, once per window, by the busiest link over all layers.
+2. Publish: weights to every copy that is not on its owner, once per window, each layer by its busiest link.
 3. Collect: in update windows the gradient of every such copy to the owner, which adds up all that it gets; in recompute
    windows nothing but the weights of experts that left their owner, which must come back.
+Both hide behind the layers as those of displaced experts do.
 
 Invariants (asserted by the tests):
 1. Quotas survive: the plan's `quota_ER` is the quota that was given.
@@ -18,12 +19,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from equipoise.core import Cluster
 from equipoise.core.compiled import compiled
 from equipoise.core.plan import Bytes, Seconds
 from equipoise.cost.kernels import COLUMNS, kept_rows, price
 from equipoise.cost.model import Tables
-from equipoise.planner.assemble import NS, Draft, Links, Task
+from equipoise.planner.assemble import Draft, Links, Task, edge_links, edge_ns_L
 
 
 def owner_homes(task: Task) -> np.ndarray:
@@ -122,7 +122,8 @@ def persistent_draft(
         line_MLC=line_MLC,
         closed_MLC=price_homes(task, home_LE),
         static_MLC=price_homes(task, owner_homes(task)),
-        charges=charge_copies(task, holds_LER, planning_s=planning_s),
+        edge_ns_2L=copy_edges(task, holds_LER),
+        charges=Seconds(planning=planning_s),
         moved=copy_bytes(task, holds_LER),
         persistent=True,
         cross_node=True,
@@ -163,23 +164,21 @@ def count_before(value_LX: np.ndarray) -> np.ndarray:
     return count
 
 
-def charge_copies(task: Task, holds_LER: np.ndarray, *, planning_s: float) -> Seconds:
-    """What copies that stay for a window cost at its edges."""
+def copy_edges(task: Task, holds_LER: np.ndarray) -> np.ndarray:
+    """[2, L] nanoseconds of publishing and collecting copies that stay, and of adding up what is collected."""
     cost = task.cost
-    seconds = {}
-    for edge, links in zip(("publish", "collect"), _edges(task, holds_LER), strict=True):
-        ns = cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge=edge)
-        seconds[edge] = ns * NS
+    edges = zip(("publish", "collect"), _edges(task, holds_LER), strict=True)
+    edge_ns_2L = np.stack([edge_ns_L(cost, links, edge) for edge, links in edges])
     if task.loads.stage == "update":
-        seconds["collect"] += cost.add_ns(cost.edge_bytes("collect")) * _most_added(holds_LER) * NS
-    return Seconds(planning=planning_s, **seconds)
+        edge_ns_2L[1] += cost.add_ns(cost.edge_bytes("collect")) * _most_added(holds_LER)
+    return edge_ns_2L
 
 
-def _most_added(holds_LER: np.ndarray) -> int:
-    """Gradients that the busiest owner adds up over all layers: all of an expert's copies but the first."""
-    ranks = holds_LER.shape[2]
-    added_E = (holds_LER.sum(axis=2) - 1).sum(axis=0)
-    return int(added_E.reshape(ranks, -1).sum(axis=1).max())
+def _most_added(holds_LER: np.ndarray) -> np.ndarray:
+    """[L] gradients that the busiest owner adds up: all of an expert's copies but the first."""
+    layers, _, ranks = holds_LER.shape
+    most_L: np.ndarray = (holds_LER.sum(axis=2) - 1).reshape(layers, ranks, -1).sum(axis=2).max(axis=1)
+    return most_L
 
 
 def copy_bytes(task: Task, holds_LER: np.ndarray) -> Bytes:
@@ -195,27 +194,12 @@ def _edges(task: Task, holds_LER: np.ndarray) -> tuple[Links, Links]:
     """Copies over the links at publish and at collect."""
     owner_E = owner_homes(task)[0]
     at_owner_LE = holds_LER[:, np.arange(len(owner_E)), owner_E]
-    publish = copy_links(holds_LER, task.cluster)
+    publish = edge_links(holds_LER, task.cluster)
     if task.loads.stage == "update":
         return publish, publish
     # One copy of each expert that left its owner comes back: the lowest rank's.
     lowest_LER = np.cumsum(holds_LER, axis=2) == 1
-    return publish, copy_links(holds_LER & lowest_LER & ~at_owner_LE[:, :, None], task.cluster)
-
-
-def copy_links(holds_LER: np.ndarray, cluster: Cluster) -> Links:
-    """Count the copies that are not on their owner per link, over all layers."""
-    _, experts, ranks = holds_LER.shape
-    owner_E, node_R = np.arange(experts) // (experts // ranks), cluster.node_array_R
-    copies_ER = holds_LER.sum(axis=0)
-    copies_ER[np.arange(experts), owner_E] = 0
-    is_inside_ER = node_R[owner_E][:, None] == node_R[None, :]
-    busiest, everything = [], []
-    for chosen_ER in (copies_ER * is_inside_ER, copies_ER * ~is_inside_ER):
-        sent_R = np.bincount(owner_E, weights=chosen_ER.sum(axis=1), minlength=ranks)
-        busiest.append(int(max(sent_R.max(), chosen_ER.sum(axis=0).max())))
-        everything.append(int(chosen_ER.sum()))
-    return Links(*busiest, *everything)
+    return publish, edge_links(holds_LER & lowest_LER & ~at_owner_LE[:, :, None], task.cluster)
 
 
 def _tables(task: Task, home_LE: np.ndarray, rep_expert_MLRS: np.ndarray | None = None) -> Tables:

@@ -235,7 +235,7 @@ def _paths(document: Document, after: Policy) -> Listing:
         caption=f"Computation hides {percent(1 - exposed / moved if moved else 1.0)} of the time that transfers take "
         f"({after['policy']}).",
         data=Table(columns=("window", "path", "moved, s", "hidden, s", "exposed, s", "bytes"), rows=tuple(rows)),
-        terms=("pull", "return", "hidden", "exposed"),
+        terms=("pull", "return", "publish", "collect", "hidden", "exposed"),
     )
 
 

@@ -29,7 +29,7 @@ PART_COLOURS = {
     "other": GREY,
 }
 """A part has one colour in every chart; what balance does not touch is grey."""
-LANES = ("compute", "all-to-all", "pull", "return")
+LANES = ("compute", "all-to-all", "pull", "return", "edges")
 MAX_EVENTS = 4000
 """Bars of one timeline that a browser draws without delay."""
 
@@ -128,7 +128,7 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         traces=tuple(_lane(lane, used, found) for (_, lane), found in lanes.items()),
         layout=_timeline_frame(ranks, end_s),
         data=Table(columns=("policy", *columns), rows=rows),
-        terms=("micro-step", "compute", "all-to-all", "pull", "return", "hidden"),
+        terms=("micro-step", "compute", "all-to-all", "pull", "return", "publish", "collect", "hidden"),
         views=switch([policy for policy, _ in lanes]),
         note=_cut_note(events, drawn),
     )

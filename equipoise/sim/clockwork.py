@@ -30,11 +30,12 @@ LaneKey = tuple[str, int, int]
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One expert's weights or gradients on their way."""
+    """Weights or gradients on their way: of one expert, or of a layer at a window's edge."""
 
     name: str
     lane: Lane
-    rank: int
+    ranks: tuple[int, ...]
+    """Whose bars it draws."""
     lanes: tuple[LaneKey, ...]
     left: int
     """Nanoseconds still to go."""
@@ -136,8 +137,9 @@ class World:
         self.running[stage].remove(transfer)
         for lane in transfer.lanes:
             self.queues[lane].pop(0)
-        bar = Event(transfer.rank, transfer.lane, transfer.name, transfer.began / NANO, self.now / NANO)
-        self.bars.append((stage, bar))
+        for rank in transfer.ranks:
+            bar = Event(rank, transfer.lane, transfer.name, transfer.began / NANO, self.now / NANO)
+            self.bars.append((stage, bar))
         self.give(transfer.done)
         self.dispatch(stage)
 

@@ -8,6 +8,7 @@ Knows order. Does not know seconds.
 
 Invariants (asserted by the tests):
 1. Every pass of every stage appears exactly once, after the passes it waits for.
+2. A layer's first visit is forward; its last is backward in an update.
 """
 
 from collections.abc import Sequence
@@ -42,6 +43,10 @@ class Course(Value):
     issue_start_V: np.ndarray
     """[V + 1] where the visits begin whose pulls are issued at each visit's start."""
     issue_visit_I: np.ndarray
+    first_L: np.ndarray
+    """[L] the first visit of each layer: its experts wait for their publish there."""
+    last_L: np.ndarray
+    """[L] the last visit of each layer: it is collected after it."""
 
 
 def course_of(work: Work, *, depth: int, pipeline_stage: int = 0, pipeline_stages: int = 1) -> Course:
@@ -74,6 +79,8 @@ def course_of(work: Work, *, depth: int, pipeline_stage: int = 0, pipeline_stage
         passes=passes,
         issue_start_V=np.concatenate([[0], np.cumsum(count_V)]),
         issue_visit_I=pulling[order],
+        first_L=np.unique(itinerary.layer_V, return_index=True)[1],
+        last_L=len(itinerary) - 1 - np.unique(itinerary.layer_V[::-1], return_index=True)[1],
     )
 
 

@@ -16,6 +16,8 @@ Invariants (asserted by the tests):
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from equipoise.core.itinerary import PATHS
 from equipoise.sim.clockwork import NANO, Programme, Signal, Transfer, World
 from equipoise.sim.course import Course, Pass, course_of, waits_for
@@ -39,16 +41,19 @@ def play(works: list[Work], *, depth: int = 1) -> Played:
     """Play one EP group's window; arguments as in `replay`."""
     world, starts = World(), dict[tuple[int, int], int]()
     ends = [0] * len(works)
+    # What needs nothing is ready when it is issued.
+    world.given.add(("now",))
     for p, work in enumerate(works):
         course = course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=len(works))
         stage = _Stage(world, work, course, p, len(works), starts, {})
+        stage.queue_edges()
         for rank in range(work.shape[2]):
             world.start(stage.rank_programme(rank))
     world.run()
     for p, work in enumerate(works):
         passes = work.shape[0] * (2 if work.has_backward else 1)
         assert ("window", p) in world.given or not passes, f"pipeline stage {p} never came to its end"
-        ends[p] = world.met[("end", p)] + work.collect
+        ends[p] = world.met[("end", p)]
     return Played(total=max(ends), bars=tuple(world.bars), visit_start=starts)
 
 
@@ -63,12 +68,28 @@ class _Stage:
     stages: int
     starts: dict[tuple[int, int], int]
     slowed: dict[tuple[int, int], int]
-    """(visit, rank) to what the visit's pulls still add to the compute beside them."""
+    """(visit, rank) to what the visit's pulls, and its layer's publish and collect, still add to the compute."""
+
+    def queue_edges(self) -> None:
+        """Queue every layer's publish, then every layer's collect in the order in which layers end."""
+        for edge, (name, visit_L) in enumerate((("publish", self.course.first_L), ("collect", self.course.last_L))):
+            for layer in np.argsort(visit_L).tolist():
+                for rank in range(self.work.shape[2]):
+                    at = (int(visit_L[layer]), rank)
+                    self.slowed[at] = self.slowed.get(at, 0) + int(self.work.edge_slow_2L[edge, layer])
+                needs = ("over", self.p, layer) if name == "collect" else ("now",)
+                self._queue_edge(name, layer, int(self.work.edge_ns_2L[edge, layer]), needs)
+
+    def _queue_edge(self, name: str, layer: int, left: int, needs: Signal) -> None:
+        p, done = self.p, (name, self.p, layer)
+        if left == 0:
+            self.world.given.add(done)
+            return
+        ranks = tuple(range(self.work.shape[2]))
+        self.world.queue(p, Transfer(f"{name} {layer}", "edges", ranks, (("edges", p, 0),), left, needs, done))
 
     def rank_programme(self, rank: int) -> Programme:
-        work, p, world = self.work, self.p, self.world
-        layers = work.shape[1]
-        yield (world.busy(p, (rank, "compute", "publish"), work.publish),)
+        p, layers = self.p, self.work.shape[1]
         for index, one in enumerate(self.course.passes):
             needed = waits_for(one, self.stages)
             if needed is not None:
@@ -76,7 +97,9 @@ class _Stage:
             for v in range(index * layers, (index + 1) * layers):
                 yield (self._together(("visit", p, v), lambda v=v: self._open_visit(v)),)  # type: ignore[misc]
                 yield from self._visit(rank, v, one)
+                yield (self._together(("through", p, v), lambda v=v: self._close_visit(v)),)  # type: ignore[misc]
             yield (self._together(("pass", p, index), lambda one=one: self._send(one)),)  # type: ignore[misc]
+        yield tuple(("collect", p, layer) for layer in range(layers))
         yield (self._together(("window", p), self._close),)
 
     def _visit(self, rank: int, v: int, one: Pass) -> Programme:
@@ -90,7 +113,7 @@ class _Stage:
         if one.phase == 0 or work.repeats_forward:
             yield (world.busy(p, (rank, "compute", f"attention {layer}"), int(work.attention_MLR[at])),)
             yield (self._exchange(rank, ("dispatch", p, v), at),)
-            yield self._pulled(v, rank)
+            yield (("publish", p, layer), *self._pulled(v, rank))
             took = int(work.forward_MLR[at]) + self.slowed.pop((v, rank), 0)
             yield (world.busy(p, (rank, "compute", f"experts {layer}"), took),)
             yield (self._exchange(rank, ("combine", p, v), at),)
@@ -146,6 +169,12 @@ class _Stage:
                 self._queue_return(v, at)
         self.world.dispatch(self.p)
 
+    def _close_visit(self, v: int) -> None:
+        """All ranks are through: after its last visit a layer can be collected."""
+        layer = int(self.course.itinerary.layer_V[v])
+        if self.course.last_L[layer] == v:
+            self.world.give(("over", self.p, layer))
+
     def _queue_pull(self, v: int, at: int, seen: set[tuple[int, int]]) -> None:
         transfers, t, p = self.work.transfers, self.work.tables, self.p
         rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
@@ -156,10 +185,8 @@ class _Stage:
         left = int(took + (0 if (path, rank) in seen else fixed))
         seen.add((path, rank))
         self.slowed[(v, rank)] = self.slowed.get((v, rank), 0) + left * int(self.work.slowdown_2[path]) // 1000
-        # Pulls are ready when they are issued.
-        self.world.given.add(("now",))
-        done = ("pulled", p, v, at)
-        self.world.queue(p, Transfer(name, "pull", rank, lanes, left, ("now",), done))
+        needs = ("publish", p, int(self.course.itinerary.layer_V[v]))
+        self.world.queue(p, Transfer(name, "pull", (rank,), lanes, left, needs, ("pulled", p, v, at)))
 
     def _queue_return(self, v: int, at: int) -> None:
         transfers, t, p = self.work.transfers, self.work.tables, self.p
@@ -167,7 +194,7 @@ class _Stage:
         left = int(t.return_ns)
         name = f"return {self.course.itinerary.layer_V[v]}"
         lanes = (("out", p, rank), ("in", p, home))
-        transfer = Transfer(name, "return", rank, lanes, left, ("ended", p, v, rank), ("returned", p, v, at))
+        transfer = Transfer(name, "return", (rank,), lanes, left, ("ended", p, v, rank), ("returned", p, v, at))
         self.world.queue(p, transfer)
 
     def _replicas(self, v: int) -> range:

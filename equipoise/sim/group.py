@@ -15,12 +15,25 @@ import numpy as np
 from equipoise.core.plan import Plan
 from equipoise.core.value import Value
 from equipoise.sim.clockwork import NANO
-from equipoise.sim.replay import ACROSS, ATTENTION, COMPUTE, INSIDE, PLANNING, PULL, RETURN, Replayed, replay
+from equipoise.sim.replay import (
+    ACROSS,
+    ATTENTION,
+    COLLECT,
+    COMPUTE,
+    INSIDE,
+    PLANNING,
+    PUBLISH,
+    PULL,
+    RETURN,
+    Replayed,
+    replay,
+)
 from equipoise.sim.result import RANK_PARTS, Parts, PathName, PathUse
 from equipoise.sim.setting import StepSetting
 from equipoise.sim.work import Work, work_of
 
 PATH_NAMES: tuple[PathName, ...] = ("peer", "host", "return")
+"""Paths of replicas, in the order of `replay`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,18 +69,18 @@ def run_group(
         for plan, pair_LEE in zip(plans, pairs_Q, strict=True)
     ]
     done = replay(works, depth=depth)
-    busy_Q = done.part_QC.sum(axis=1) + np.array([work.publish + work.collect for work in works])
+    busy_Q = done.part_QC.sum(axis=1)
     # The stage with most to do waits least: its parts are the critical ones.
     busiest = int(busy_Q.argmax())
-    part_C, work = [int(ns) / NANO for ns in done.part_QC[busiest]], works[busiest]
+    part_C = [int(ns) / NANO for ns in done.part_QC[busiest]]
     seconds = Parts(
         compute=part_C[COMPUTE],
         all_to_all_inside=part_C[INSIDE],
         all_to_all_across=part_C[ACROSS],
         pull=part_C[PULL],
         return_=part_C[RETURN],
-        publish=work.publish / NANO,
-        collect=work.collect / NANO,
+        publish=part_C[PUBLISH],
+        collect=part_C[COLLECT],
         planning=part_C[PLANNING] + planning_s,
         attention=part_C[ATTENTION],
         bubble=(done.total - int(busy_Q[busiest])) / NANO,
@@ -75,7 +88,7 @@ def run_group(
     return GroupOutcome(
         seconds=seconds,
         rank_s_CX=_rank_seconds(works, done, busy_Q, planning_s),
-        paths=_paths(plans, done, busiest),
+        paths=(*_paths(plans, done, busiest), _edges(plans, done, busiest)),
         works=tuple(works),
     )
 
@@ -88,7 +101,7 @@ def _rank_seconds(works: Sequence[Work], done: Replayed, busy_Q: np.ndarray, pla
         attention_R = (times * work.attention_MLR + work.attention_backward_MLR).sum(axis=(0, 1))
         part_C = done.part_QC[p]
         exchange = part_C[INSIDE] + part_C[ACROSS]
-        edges = work.publish + work.collect + part_C[PLANNING] + work.push_ML.sum()
+        edges = part_C[PUBLISH] + part_C[COLLECT] + part_C[PLANNING] + work.push_ML.sum()
         wait_R = busy_Q[p] - compute_R - attention_R - exchange - edges + round(planning_s * NANO)
         kinds = (compute_R, attention_R, exchange, edges, wait_R, done.total - busy_Q[p])
         stages.append(np.stack([np.broadcast_to(kind, wait_R.shape) for kind in kinds]))
@@ -106,4 +119,15 @@ def _paths(plans: Sequence[Plan], done: Replayed, busiest: int) -> tuple[PathUse
             bytes=int(done.count_Q3[:, i].sum()) * each,
         )
         for i, name in enumerate(PATH_NAMES)
+    )
+
+
+def _edges(plans: Sequence[Plan], done: Replayed, busiest: int) -> PathUse:
+    """Publish and collect together."""
+    moved_ns, exposed_ns = int(plans[busiest].edge_ns_2L.sum()), int(done.part_QC[busiest, [PUBLISH, COLLECT]].sum())
+    return PathUse(
+        path="edges",
+        moved_s=max(moved_ns, exposed_ns) / NANO,
+        exposed_s=exposed_ns / NANO,
+        bytes=sum(plan.bytes.edge_inside + plan.bytes.edge_across for plan in plans),
     )

@@ -10,6 +10,10 @@ The model, in the words of one visit (one layer of one micro-step on one pipelin
    its rank's incoming and its source's outgoing NVLink lane; a return holds its rank's outgoing and its home's incoming
    lane. Lanes serve in order of issue. All of them stand still during an all-to-all, which has the links to itself.
 5. A pull slows the compute beside it: the experts of its visit take longer by a measured share of its time.
+6. Publish and collect of displaced experts have a lane of their own, which stands still like the others. It serves the
+   publish of every layer, from the window's start on, then the collect of each layer that all ranks are through with.
+   A layer's experts, and pulls of them, wait for its publish; the window ends when all is collected. Each slows the
+   compute beside it, as a pull from a peer does: the experts of its layer's first or last visit take longer.
 
 Because every rank is in the all-to-all at the same time, lanes keep a clock of their own that leaves exchanges out:
 a transfer's end is known when it is issued. That is all that makes this form fast.
@@ -33,7 +37,7 @@ from equipoise.cost.model import Tables
 from equipoise.sim.course import Course, Pass, course_of, in_order, waits_for
 from equipoise.sim.work import Work
 
-COMPUTE, INSIDE, ACROSS, PULL, RETURN, PLANNING, ATTENTION = range(7)
+COMPUTE, INSIDE, ACROSS, PULL, RETURN, PLANNING, ATTENTION, PUBLISH, COLLECT = range(9)
 """Parts of a stage's busy time, nanoseconds each."""
 PEER, HOST, BACK = range(3)
 """Paths: weights from a peer, weights from the host store, gradients back home."""
@@ -59,6 +63,10 @@ class _Figures(NamedTuple):
     """[V, 3] micro-step, phase, layer."""
     issue_start_V: np.ndarray
     issue_visit_I: np.ndarray
+    published_L: np.ndarray
+    """[L] when each layer's publish is done, on the lanes' clock; 0 where nothing is published."""
+    collect_V: np.ndarray
+    """[V] what is collected after a visit: of the layer whose last visit it is."""
     slowdown_2: np.ndarray
     tables: Tables
     repeats_forward: bool
@@ -74,7 +82,11 @@ class _Clock(NamedTuple):
     arrive_2VR: np.ndarray
     """[2, V, R] when a rank's pulls of a visit have arrived, by path, on the lanes' clock."""
     slowed_VR: np.ndarray
-    """[V, R] what a visit's pulls still add to the compute beside them."""
+    """[V, R] what a visit's pulls, and its layer's publish and collect, still add to the compute beside them."""
+    edge_slow_2V: np.ndarray
+    """[2, V] what of it is publish, and what collect."""
+    carried: np.ndarray
+    """[1] when the lane of publish and collect is free, on the lanes' clock."""
     part_C: np.ndarray
     exposed_3: np.ndarray
     moved_3: np.ndarray
@@ -90,7 +102,7 @@ class Replayed(Value):
     total: int
     """From the window's start to its end, edges included."""
     part_QC: np.ndarray
-    """[Q, 7] busy time by part."""
+    """[Q, 9] busy time by part."""
     exposed_Q3: np.ndarray
     moved_Q3: np.ndarray
     """[Q, 3] by path."""
@@ -109,7 +121,7 @@ def replay(works: list[Work], *, depth: int = 1) -> Replayed:
     courses = [course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=stages) for p, work in enumerate(works)]
     figures = [_figures(work, course) for work, course in zip(works, courses, strict=True)]
     clocks = [_clock(work, course) for work, course in zip(works, courses, strict=True)]
-    now_Q = [work.publish for work in works]
+    now_Q = [0] * stages
     ended: dict[Pass, int] = {}
     for index, one in in_order(courses):
         p, needed = one.pipeline_stage, waits_for(one, stages)
@@ -118,8 +130,13 @@ def replay(works: list[Work], *, depth: int = 1) -> Replayed:
         layers = works[p].shape[1]
         now_Q[p] = int(_run_pass(figures[p], clocks[p], index * layers, layers, max(now_Q[p], ready)))
         ended[one] = now_Q[p]
+    for p, clock in enumerate(clocks):
+        # What is left to collect when all layers are through.
+        late = max(0, int(clock.carried[0] + clock.exchanged[0]) - now_Q[p])
+        clock.part_C[COLLECT] += late
+        now_Q[p] += late
     return Replayed(
-        total=max(now + work.collect for now, work in zip(now_Q, works, strict=True)),
+        total=max(now_Q),
         part_QC=np.stack([clock.part_C for clock in clocks]),
         exposed_Q3=np.stack([clock.exposed_3 for clock in clocks]),
         moved_Q3=np.stack([np.maximum(clock.moved_3, clock.exposed_3) for clock in clocks]),
@@ -131,6 +148,9 @@ def _figures(work: Work, course: Course) -> _Figures:
     # Copies, because a read-only array would compile the kernel a second time.
     names = _Figures._fields[:8]
     itinerary, transfers = course.itinerary, work.transfers
+    publish_L, collect_L = work.edge_ns_2L
+    collect_V = np.zeros(len(itinerary), dtype=np.int64)
+    collect_V[course.last_L] = collect_L
     return _Figures(
         **{name: np.array(getattr(work, name)) for name in names},
         start_ML=np.array(transfers.start_ML),
@@ -140,6 +160,8 @@ def _figures(work: Work, course: Course) -> _Figures:
         visit_V3=np.stack([itinerary.micro_step_V, itinerary.phase_V, itinerary.layer_V], axis=1),
         issue_start_V=np.array(course.issue_start_V),
         issue_visit_I=np.array(course.issue_visit_I),
+        published_L=np.where(publish_L > 0, np.cumsum(publish_L), 0),
+        collect_V=collect_V,
         slowdown_2=np.array(work.slowdown_2),
         tables=work.tables,
         repeats_forward=work.repeats_forward,
@@ -147,12 +169,13 @@ def _figures(work: Work, course: Course) -> _Figures:
 
 
 def _clock(work: Work, course: Course) -> _Clock:
-    ranks = work.shape[2]
-    zeros = [
-        np.zeros(shape, dtype=np.int64)
-        for shape in (1, (3, ranks), (2, len(course.itinerary), ranks), (len(course.itinerary), ranks), 7, 3, 3, 3)
-    ]
-    return _Clock(*zeros)
+    visits, ranks = len(course.itinerary), work.shape[2]
+    shapes = (1, (3, ranks), (2, visits, ranks), (visits, ranks), (2, visits), 1, 9, 3, 3, 3)
+    clock = _Clock(*(np.zeros(shape, dtype=np.int64) for shape in shapes))
+    clock.edge_slow_2V[0, course.first_L], clock.edge_slow_2V[1, course.last_L] = work.edge_slow_2L
+    clock.slowed_VR[:] = clock.edge_slow_2V.sum(axis=0)[:, None]
+    clock.carried[0] = work.edge_ns_2L[0].sum()
+    return clock
 
 
 @compiled
@@ -166,6 +189,8 @@ def _run_pass(f: _Figures, clock: _Clock, first: int, layers: int, now: int) -> 
             if f.repeats_forward:
                 now = _forward(f, clock, v, now)
             now = _backward(f, clock, v, now)
+        if f.collect_V[v] > 0:
+            clock.carried[0] = max(clock.carried[0], now - clock.exchanged[0]) + f.collect_V[v]
     return now
 
 
@@ -196,7 +221,7 @@ def _issue_pulls(f: _Figures, clock: _Clock, visit: int, now: int) -> None:
             rank, home, path = f.rank_P[p], f.home_P[p], f.path_P2[p, phase]
             # A batch pays the fixed part of a path once.
             is_first = clock.arrive_2VR[path, v, rank] == 0
-            begin = now - clock.exchanged[0]
+            begin = max(now - clock.exchanged[0], f.published_L[layer])
             if path == HOST:
                 took = t.host_ns + (t.host_fixed_ns if is_first else 0)
                 begin = max(begin, lane_3R[HOST_LANE, rank])
@@ -226,19 +251,28 @@ def _exchange(f: _Figures, clock: _Clock, m: int, layer: int, now: int) -> int:
 
 @compiled
 def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now: int) -> int:
-    """Experts of every rank, after their pulls; returns when the last rank is through."""
+    """Experts of every rank, after their publish and their pulls; returns when the last rank is through."""
     lane_now = now - clock.exchanged[0]
+    published = f.published_L[f.visit_V3[visit, 2]]
     last, level, late_path = np.int64(0), np.int64(0), 0
     for r in range(len(compute_R)):
         peer, host = clock.arrive_2VR[PEER, visit, r], clock.arrive_2VR[HOST, visit, r]
-        end = max(np.int64(0), max(peer, host) - lane_now) + compute_R[r] + clock.slowed_VR[visit, r]
+        ready = max(published, max(peer, host))
+        end = max(np.int64(0), ready - lane_now) + compute_R[r] + clock.slowed_VR[visit, r]
         if end > last:
             last, late_path = end, (PEER if peer >= host else HOST)
         level = max(level, compute_R[r])
+    publish = max(np.int64(0), published - lane_now) + clock.edge_slow_2V[0, visit]
+    collect = clock.edge_slow_2V[1, visit]
+    pull = last - level - publish - collect
+    # A visit that runs forward twice is slowed once.
     clock.slowed_VR[visit] = 0
+    clock.edge_slow_2V[:, visit] = 0
     clock.part_C[COMPUTE] += level
-    clock.part_C[PULL] += last - level
-    clock.exposed_3[late_path] += last - level
+    clock.part_C[PUBLISH] += publish
+    clock.part_C[COLLECT] += collect
+    clock.part_C[PULL] += pull
+    clock.exposed_3[late_path] += pull
     return int(now + last)
 
 

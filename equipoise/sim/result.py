@@ -33,11 +33,12 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
             slowest        that group's number; group_s [G] seconds of every group
             ranks          {compute, attention, all_to_all, edges, wait, bubble}: each [G][X] seconds of every rank;
                            busy is the first four, idle the last two; all six add up to the group's seconds
-            paths          list of {path, moved_s, exposed_s, hidden_s, bytes}; path is peer, host or return
+            paths          list of {path, moved_s, exposed_s, hidden_s, bytes}; path is peer, host, return or
+                           edges (publish and collect together)
             after          a `Balance` of the shown group with this policy
             byte_RR        [R][R] bytes of all-to-all from source to destination rank, shown group, all exchanges
         timeline       list of {rank, lane, name, start_s, end_s} of the shown micro-step, 0 at its start; lane is
-                       compute, all-to-all, pull or return. Empty where no timeline was asked for
+                       compute, all-to-all, pull, return or edges. Empty where no timeline was asked for
     sweep          null, or
         axes           {name: values} that were swept: ep, slots, micro (samples per micro-step), tokens (per rank)
         points         list of {ep, slots, micro, tokens, skew, seconds {policy: expert_s}, saved_share, of_balanced};
@@ -69,8 +70,8 @@ from equipoise.cost import Profile
 from equipoise.sim.break_even import Sweep, ratio
 
 FORMAT = "equipoise-simulation-1"
-Lane = Literal["compute", "all-to-all", "pull", "return"]
-PathName = Literal["peer", "host", "return"]
+Lane = Literal["compute", "all-to-all", "pull", "return", "edges"]
+PathName = Literal["peer", "host", "return", "edges"]
 RANK_PARTS = ("compute", "attention", "all_to_all", "edges", "wait", "bubble")
 """What a rank does with its seconds; the first four are busy, the others idle."""
 
@@ -90,7 +91,9 @@ class Parts:
     return_: float = 0.0
     """What returning gradients and adding them takes beyond what hides it."""
     publish: float = 0.0
+    """What publishing displaced experts takes beyond what hides it."""
     collect: float = 0.0
+    """The same of collecting them."""
     planning: float = 0.0
     """Planning on the critical path."""
     attention: float = 0.0
@@ -146,7 +149,7 @@ class PathUse:
 
     path: PathName
     moved_s: float
-    """What its transfers would take in the open: per visit the busiest rank's, added up."""
+    """What its transfers would take in the open: per visit the busiest rank's, added up; of edges per layer."""
     exposed_s: float
     bytes: int
     """Over all ranks of the group."""

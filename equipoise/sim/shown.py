@@ -4,7 +4,8 @@ Knows plans and work. Computes no seconds of its own: the timeline is played by 
 
 Invariants (asserted by the tests):
 1. The byte matrix holds every row that leaves its rank, once per exchange, and no other.
-2. A timeline's bars are those of the shown micro-step; pulls that began before it have a negative start.
+2. A timeline's bars are those of the shown micro-step; pulls that began before it have a negative start. The first
+   one shows what is published, the last one what is collected.
 """
 
 from collections.abc import Sequence
@@ -69,5 +70,5 @@ def timeline_of(work: Work, *, micro_step: int, layers: int, depth: int) -> tupl
     played = play([part], depth=depth)
     visits = part.shape[1] * (2 if part.has_backward else 1)
     start = played.visit_start[(0, before * visits)] / NANO
-    bars = [bar for _, bar in played.bars if bar.end_s > start and bar.name != "publish"]
+    bars = [bar for _, bar in played.bars if bar.end_s > start]
     return tuple(sorted(bar._replace(start_s=bar.start_s - start, end_s=bar.end_s - start) for bar in bars))

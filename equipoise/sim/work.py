@@ -2,9 +2,9 @@
 
 Steps of `work_of`:
 1. Settle every entry: rows and busy slots of each rank, rows of the busiest links (`cost.ranks`).
-2. Price them: forward and backward of each rank's experts, one exchange, attention of each source (`cost`).
+2. Price them: forward and backward of each rank's experts, attention of each source, one exchange (`cost`).
 3. List the transfers: pulls ahead of each visit with their path, returns after it.
-4. Edges and charges in the open come from the plan's own seconds.
+4. Publish and collect of each layer are the plan's own; charges in the open come from its seconds.
 
 Knows plans and prices. Does not know the order of things: that is `replay.py`, and `events.py` beside it.
 
@@ -24,7 +24,7 @@ from equipoise.core.value import Value
 from equipoise.cost import CostModel
 from equipoise.cost.links import kept_by_chance, kept_permille
 from equipoise.cost.model import Tables
-from equipoise.cost.ranks import RankRows, compute_ns_of, level_rows, rank_rows
+from equipoise.cost.ranks import RankRows, level_rows, rank_rows, visit_ns
 from equipoise.loads.forecast import Activations
 from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.planner.pricing import count_before
@@ -71,8 +71,8 @@ class Work(Value):
     slowdown_2: np.ndarray
     """[2] thousandths by which a pull from a peer, or from the host, slows the compute beside it."""
     tables: Tables
-    publish: int
-    collect: int
+    edge_ns_2L: np.ndarray
+    """[2, L] publish and collect of each layer."""
     repeats_forward: bool
     """Whether backward repeats the forward pass."""
     rows_MLR: np.ndarray
@@ -83,6 +83,12 @@ class Work(Value):
         """Micro-steps, layers, ranks."""
         micro_steps, layers, ranks = self.forward_MLR.shape
         return micro_steps, layers, ranks
+
+    @property
+    def edge_slow_2L(self) -> np.ndarray:
+        """[2, L] what publish and collect add to the compute beside them, at the share of a pull from a peer."""
+        slow_2L: np.ndarray = self.edge_ns_2L * self.slowdown_2[0] // 1000
+        return slow_2L
 
     @property
     def has_backward(self) -> bool:
@@ -114,59 +120,32 @@ def work_of(
         sends: what crosses nodes
         pair_LEE: [L, E, E] tokens that chose both experts, with which the planner thins rows that cross nodes
     """
-    forward, both = (CostModel.of(plan.cluster, plan.model, stage=stage) for stage in ("recompute", plan.loads.stage))
+    cost = CostModel.of(plan.cluster, plan.model, stage=plan.loads.stage)
     settled = _settle(plan, pair_LEE, sends)
-    tables = both.tables(int(settled.busy_MLR.max(initial=1)))
+    tables = cost.tables(int(settled.busy_MLR.max(initial=1)))
+    sent_MLR = plan.loads.load_MLRE.sum(axis=3)
+    visits = visit_ns(cost, rows_MLR=settled.rows_MLR, busy_MLR=settled.busy_MLR, sent_MLR=sent_MLR)
     planning_ML, push_ML = _open_charges(plan)
     inside_ML, across_ML = settled.inside_ML * tables.inside_ps, settled.across_ML * tables.across_ps
     return Work(
         stage=plan.loads.stage,
-        **_compute(settled, forward, both),
-        **_attention(plan, forward, both),
+        **visits._asdict(),
         exchange_ML=tables.exchange_fixed_ns + np.maximum(inside_ML, across_ML) // 1000,
         is_across_ML=across_ML > inside_ML,
         planning_ML=planning_ML,
         push_ML=push_ML,
-        send_M=_tokens(plan).max(axis=(1, 2)) * tables.across_ps // 1000,
+        send_M=-(-sent_MLR.max(axis=(1, 2)) // plan.model.top_k) * tables.across_ps // 1000,
         transfers=_transfers(plan),
-        slowdown_2=np.array([both.profile.peer_slowdown_permille, both.profile.host_slowdown_permille]),
+        slowdown_2=np.array([cost.profile.peer_slowdown_permille, cost.profile.host_slowdown_permille]),
         tables=tables,
-        publish=round(plan.seconds.publish * NANO),
-        collect=round(plan.seconds.collect * NANO),
+        edge_ns_2L=plan.edge_ns_2L,
         repeats_forward=activations == "recomputed" and plan.loads.stage == "update",
         rows_MLR=settled.rows_MLR,
     )
 
 
-def _compute(settled: _Settled, forward: CostModel, both: CostModel) -> dict[str, np.ndarray]:
-    """Experts of every rank; backward is what forward and backward together take beyond forward."""
-    ranks, most = settled.rows_MLR.shape[2], int(settled.busy_MLR.max(initial=1))
-    flat = settled.rows_MLR.reshape(-1, ranks), settled.busy_MLR.reshape(-1, ranks)
-    forward_MLR, both_MLR = (
-        compute_ns_of(cost.tables(most), *flat).reshape(settled.rows_MLR.shape) for cost in (forward, both)
-    )
-    return {"forward_MLR": forward_MLR, "backward_MLR": np.maximum(0, both_MLR - forward_MLR)}
-
-
-def _attention(plan: Plan, forward: CostModel, both: CostModel) -> dict[str, np.ndarray]:
-    """What every rank does for its own tokens: attention, shared experts, spreading them to rows and combining."""
-    row_MLR, token_MLR, tables = plan.loads.load_MLRE.sum(axis=3), _tokens(plan), both.tables(1)
-    sent_MLR, sent_both_MLR = (cost.sending_ns(row_MLR) for cost in (forward, both))
-    backward_MLR = token_MLR * tables.backward_window_ps // 1000 + np.maximum(0, sent_both_MLR - sent_MLR)
-    return {
-        "attention_MLR": token_MLR * tables.window_ps // 1000 + sent_MLR,
-        "attention_backward_MLR": backward_MLR * (plan.loads.stage == "update"),
-    }
-
-
-def _tokens(plan: Plan) -> np.ndarray:
-    """[M, L, R] tokens at each source."""
-    token_MLR: np.ndarray = -(-plan.loads.load_MLRE.sum(axis=3) // plan.model.top_k)
-    return token_MLR
-
-
 def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
-    """Some micro-steps and layers of a window, as work of their own."""
+    """Some micro-steps and layers of a window, as work of their own; published and collected where its edges are."""
     kept_ML = np.arange(work.exchange_ML.size).reshape(work.exchange_ML.shape)[micro_steps, layers]
     arrays = {f.name: getattr(work, f.name)[micro_steps, layers] for f in fields(work) if "_ML" in f.name}
     transfers = work.transfers
@@ -179,7 +158,9 @@ def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
         path_P2=transfers.path_P2[is_kept_P],
         has_pulls=transfers.has_pulls,
     )
-    return replace(work, **arrays, send_M=work.send_M[micro_steps], transfers=chosen)
+    has_edges_2 = np.array([micro_steps.start == 0, micro_steps.stop == work.shape[0]])
+    edge_ns_2L = work.edge_ns_2L[:, layers] * has_edges_2[:, None]
+    return replace(work, **arrays, send_M=work.send_M[micro_steps], transfers=chosen, edge_ns_2L=edge_ns_2L)
 
 
 def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> _Settled:

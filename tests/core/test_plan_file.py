@@ -28,6 +28,7 @@ PLANS = {
     "itinerary": plan_of(itinerary=itinerary_of(*VISITS, depth=3)),
     "every optional part": plan_of(loads=FULL, estimated_share=0.25, objective="skew"),
     "no replica": plan_of(replica_table=table_of(), slots=0),
+    "edges": plan_of(edge_ns_2L=np.array([[5, 0], [10**12, 7]])),
     "persistent, across nodes": plan_of(persistent=True, cross_node=True, policy="eplb-oracle"),
 }
 
@@ -138,7 +139,9 @@ def test_any_array_replaced_by_something_else_is_refused_or_a_plan(tmp_path_fact
     assert found is None or isinstance(found, Plan)
 
 
-@pytest.mark.parametrize("name", ["home_LE", "ns_ML", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"])
+@pytest.mark.parametrize(
+    "name", ["home_LE", "ns_ML", "edge_ns_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"]
+)
 def test_a_missing_array_is_named(name, tmp_path):
     arrays = arrays_of("itinerary")
     del arrays[name]
@@ -150,8 +153,11 @@ def test_an_unknown_array_and_another_format_are_refused(tmp_path):
     arrays = arrays_of("plain")
     with pytest.raises(InfeasiblePlanError, match="array 'extra' is unknown"):
         load_plan(written(tmp_path / "plan.npz", {**arrays, "extra": np.zeros(1)}))
-    with pytest.raises(InfeasiblePlanError, match=f"'equipoise-plan-2', expected '{FORMAT}'"):
-        load_plan(written(tmp_path / "plan.npz", {**arrays, "format": np.array("equipoise-plan-2")}))
+    with pytest.raises(InfeasiblePlanError, match=f"'equipoise-plan-3', expected '{FORMAT}'$"):
+        load_plan(written(tmp_path / "plan.npz", {**arrays, "format": np.array("equipoise-plan-3")}))
+    older = {name: array for name, array in arrays.items() if name != "edge_ns_2L"}
+    with pytest.raises(InfeasiblePlanError, match=r"'equipoise-plan-1', expected .*plan the window anew"):
+        load_plan(written(tmp_path / "plan.npz", {**older, "format": np.array("equipoise-plan-1")}))
 
 
 def test_content_that_breaks_a_promise_is_refused_as_the_plan_itself_would_be(tmp_path):

@@ -102,9 +102,11 @@ def layers(draw):
         cost_inside=0 if by_skew else draw(st.sampled_from([0, 100, 50_000])),
         cost_across=0 if by_skew else draw(st.sampled_from([0, 1000, 500_000])),
         layers=draw(st.sampled_from([1, 3])),
-        edge_inside_ns=draw(st.sampled_from([0, 1000, 100_000])),
-        edge_across_ns=draw(st.sampled_from([0, 5000, 1_000_000])),
+        edge_ns_22=np.array([[draw(st.sampled_from([0, 1000, 100_000, 1_000_000])) for _ in "ia"] for _ in "pc"]),
+        edge_fixed_ns=draw(st.sampled_from([0, 3000])),
         crossing_ns=draw(st.sampled_from([0, 3000, 1_000_000])),
+        hides_2=np.array([draw(st.sampled_from([0, 2000, 300_000])) for _ in "pc"]),
+        slowdown=draw(st.sampled_from([0, 150])),
     )
     load_MRE = draw(loads(draw(st.sampled_from([1, 2, 3, 7])), ranks, experts))
     stage = draw(st.sampled_from(["recompute", "update"]))

@@ -18,7 +18,7 @@ from equipoise.cost.model import replica_bytes
 from equipoise.planner import fast
 from equipoise.planner._fill import fill, node_bound
 from equipoise.planner._level import level
-from equipoise.planner.assemble import edge_links
+from equipoise.planner.assemble import home_links
 from equipoise.planner.layer import crossings
 from tests.planner import problems
 
@@ -247,23 +247,22 @@ def test_crossing_is_charged_for_what_it_brings_and_beats_copies_that_stay():
     assert across.cross_node and not inside.cross_node
     assert across.seconds.total < 0.7 * inside.seconds.total
     assert across.seconds.total < planned(loads, policy="eplb-oracle", **nodes).seconds.total
-    crossing_2R = np.zeros((2, 8), dtype=np.int64)
+    cost = CostModel.of(across.cluster, across.model, stage="recompute")
+    links, moved = home_links(across.home_LE, across.cluster), 0
     for layer, home_E in enumerate(across.home_LE):
         rep_expert_MRS = np.full((4, 8, 1), -1)
         for m in range(4):
             for expert, rank in across.replicas(m, layer):
                 rep_expert_MRS[m, rank, 0] = expert
-        crossing_2R += crossings(rep_expert_MRS, home_E, across.cluster.node_array_R)
-    cost, links = (
-        CostModel.of(across.cluster, across.model, stage="recompute"),
-        edge_links(across.home_LE, across.cluster),
-    )
-    displaced_ns = cost.edge_ns(inside_experts=links.inside, across_experts=links.across, edge="publish")
-    crossing_ns = cost.edge_ns(inside_experts=0, across_experts=int(crossing_2R.max()), edge="publish")
-    assert crossing_ns > 0
-    assert across.seconds.publish == pytest.approx((displaced_ns + crossing_ns) * 1e-9)
-    moved = 2 * links.all_across + int(crossing_2R[0].sum())
-    assert across.bytes.edge_across == moved * across.model.expert_bytes
+        crossing_2R = crossings(rep_expert_MRS, home_E, across.cluster.node_array_R)
+        moved += int(crossing_2R[0].sum())
+        displaced = {"inside_experts": int(links.inside_L[layer]), "across_experts": int(links.across_L[layer])}
+        displaced_ns = [cost.edge_ns(edge=edge, **displaced) for edge in ("publish", "collect")]
+        crossing_ns = cost.edge_ns(inside_experts=0, across_experts=int(crossing_2R.max()), edge="publish")
+        assert crossing_ns > 0
+        assert across.edge_ns_2L[:, layer].tolist() == [displaced_ns[0] + crossing_ns, displaced_ns[1]]
+    assert 0 < across.seconds.publish <= 1.5e-9 * across.edge_ns_2L[0].sum()
+    assert across.bytes.edge_across == (2 * links.all_across + moved) * across.model.expert_bytes
 
 
 def test_a_store_takes_an_expert_once_through_the_first_rank_of_its_node():

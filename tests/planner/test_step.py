@@ -9,14 +9,14 @@ from tests.planner.test_plan import check_promises, model_for, planned, window
 CLUSTER = eq.Cluster.preset("h200", nodes=2, ranks_per_node=4)
 
 
-def drifting(windows, seed=0, *, drift=0.05):
+def drifting(windows, seed=0, *, drift=0.05, rows=200):
     """Windows whose experts' heat changes a little from one to the next."""
     rng = np.random.default_rng(seed)
     heat_E = rng.lognormal(0, 1, size=32)
     made = []
     for _ in range(windows):
         heat_E = heat_E * rng.lognormal(0, drift, size=32)
-        made.append(eq.LoadMatrix((rng.poisson(200, size=(4, 1, 8, 32)) * heat_E).astype(np.int64)))
+        made.append(eq.LoadMatrix((rng.poisson(rows, size=(4, 1, 8, 32)) * heat_E).astype(np.int64)))
     return made
 
 
@@ -35,7 +35,7 @@ def test_one_plan_per_window_in_order():
 
 
 def test_every_window_is_charged_with_its_own_edges():
-    for plan in stepped(drifting(3), slots=1):
+    for plan in stepped(drifting(3, rows=2000), slots=1):
         assert plan.displaced_LE.any()
         assert min(plan.seconds.publish, plan.seconds.collect) > 0
 

@@ -56,7 +56,7 @@ def test_a_lane_serves_in_order_and_a_pause_stops_it():
     world = World()
     world.given.add(("go",))
     for name in "ab":
-        transfer = Transfer(name, "pull", 0, (("in", 0, 0),), 100, ("go",), ("done", name))
+        transfer = Transfer(name, "pull", (0,), (("in", 0, 0),), 100, ("go",), ("done", name))
         world.queue(0, transfer)
     world.at(30, lambda: world.pause(0))
     world.at(50, lambda: world.resume(0))
@@ -70,9 +70,9 @@ def test_a_lane_serves_in_order_and_a_pause_stops_it():
 def test_a_transfer_waits_for_the_head_of_both_its_lanes():
     world = World()
     world.given.add(("go",))
-    world.queue(0, Transfer("blocks", "pull", 0, (("in", 0, 0), ("out", 0, 1)), 100, ("go",), ("done", 1)))
-    world.queue(0, Transfer("waits", "pull", 2, (("in", 0, 2), ("out", 0, 1)), 50, ("go",), ("done", 2)))
-    world.queue(0, Transfer("free", "pull", 3, (("in", 0, 3), ("out", 0, 4)), 70, ("go",), ("done", 3)))
+    world.queue(0, Transfer("blocks", "pull", (0,), (("in", 0, 0), ("out", 0, 1)), 100, ("go",), ("done", 1)))
+    world.queue(0, Transfer("waits", "pull", (2,), (("in", 0, 2), ("out", 0, 1)), 50, ("go",), ("done", 2)))
+    world.queue(0, Transfer("free", "pull", (3,), (("in", 0, 3), ("out", 0, 4)), 70, ("go",), ("done", 3)))
     world.run()
     ends = {bar.name: round(bar.end_s * 1e9) for _, bar in world.bars}
     assert ends == {"blocks": 100, "waits": 150, "free": 70}
@@ -81,7 +81,7 @@ def test_a_transfer_waits_for_the_head_of_both_its_lanes():
 def test_what_ends_when_an_exchange_begins_has_ended():
     world = World()
     world.given.add(("go",))
-    world.queue(0, Transfer("a", "pull", 0, (("in", 0, 0),), 30, ("go",), ("done", "a")))
+    world.queue(0, Transfer("a", "pull", (0,), (("in", 0, 0),), 30, ("go",), ("done", "a")))
     world.at(30, lambda: world.pause(0))
     world.at(90, lambda: world.resume(0))
     world.run()

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.cost.edges import Turn, exposed_edges
 from equipoise.sim.events import play
-from equipoise.sim.replay import ATTENTION, COMPUTE, PLANNING, PULL, RETURN, replay
+from equipoise.sim.replay import ATTENTION, COLLECT, COMPUTE, PLANNING, PUBLISH, PULL, RETURN, replay
 from tests.sim.works import random_transfers, random_work
 
 some = settings(max_examples=50, deadline=None)
@@ -46,13 +47,26 @@ def test_the_fast_clock_equals_the_event_level_one(seed, stages, shape, depth, r
         {"micro_steps": 5, "layers": 1, "ranks": 3, "most_ns": 4},
         {"micro_steps": 2, "layers": 2, "ranks": 7, "replicas": 0},
         {"micro_steps": 3, "layers": 2, "ranks": 4, "stage": "recompute", "replicas": 8, "most_ns": 4},
+        {"micro_steps": 1, "layers": 4, "ranks": 2, "stage": "recompute", "replicas": 3},
+        {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "replicas": 2},
     ],
-    ids=["one of each", "pulls alone matter", "no compute", "no replica", "recompute, no compute"],
+    ids=[
+        "one of each",
+        "pulls alone matter",
+        "no compute",
+        "no replica",
+        "recompute, no compute",
+        "one pass",
+        "one visit",
+    ],
 )
 def test_the_forms_agree_on_awkward_work(shape):
-    for stages in (1, 2):
+    for stages in (1, 2, 3):
         works = works_of(7, stages, {"stage": "update", "most_ns": 50_000, "replicas": 3, **shape})
         assert replay(works).total == play(works).total
+        for scale in (0, 1000):
+            others = [replace(work, edge_ns_2L=work.edge_ns_2L * scale) for work in works]
+            assert replay(others).total == play(others).total
 
 
 @given(st.integers(0, 10**6), shapes, st.integers(1, 3))
@@ -60,7 +74,7 @@ def test_the_forms_agree_on_awkward_work(shape):
 def test_parts_add_up_to_the_clock_where_there_is_one_pipeline_stage(seed, shape, depth):
     (work,) = works_of(seed, 1, shape)
     done = replay([work], depth=depth)
-    assert done.part_QC.sum() + work.publish + work.collect == done.total
+    assert done.part_QC.sum() == done.total
     assert (done.moved_Q3 >= done.exposed_Q3).all()
     assert (done.exposed_Q3 >= 0).all()
     assert done.exposed_Q3[0, :2].sum() == done.part_QC[0, PULL]
@@ -73,7 +87,7 @@ def test_compute_and_attention_are_those_of_the_busiest_rank():
     assert done.part_QC[0, COMPUTE] == (work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)).sum()
     attention = work.attention_MLR.max(axis=2) + work.attention_backward_MLR.max(axis=2)
     assert done.part_QC[0, ATTENTION] == attention.sum()
-    assert done.total == done.part_QC.sum() + work.publish + work.collect
+    assert done.total == done.part_QC.sum()
 
 
 @given(st.integers(0, 10**6), shapes)
@@ -130,6 +144,65 @@ def test_a_pull_slows_the_compute_beside_it_by_its_share():
     assert slowed.part_QC[0, PULL] == (tables.peer_ns + tables.peer_fixed_ns) * 200 // 1000
 
 
+@given(st.integers(0, 10**6), shapes, st.sampled_from([0, 225, 1500]))
+@some
+def test_exposed_edges_are_those_of_the_price_list_where_nothing_else_delays(seed, shape, slowdown):
+    (work,) = works_of(seed, 1, {**shape, "replicas": 0})
+    work = replace(work, slowdown_2=np.array([slowdown, 0]))
+    done, layers = replay([work]), range(work.shape[1])
+    turns = []
+    for m in range(work.shape[0]):
+        forward_L, attention_L = work.forward_MLR[m].max(axis=1).tolist(), work.attention_MLR[m].max(axis=1).tolist()
+        turns += map(Turn, layers, attention_L, forward_L)
+        if work.has_backward:
+            back_L = (work.backward_MLR[m].max(axis=1) + work.attention_backward_MLR[m].max(axis=1)).tolist()
+            turns += [Turn(layer, 0, back_L[layer]) for layer in reversed(layers)]
+    exposed = exposed_edges(work.edge_ns_2L, turns, slowdown_permille=slowdown)
+    assert (done.part_QC[0, PUBLISH], done.part_QC[0, COLLECT]) == exposed
+    # A window's first and last pass are enough.
+    passes = [turns[i : i + len(layers)] for i in range(0, len(turns), len(layers))]
+    ends = passes[0] + (passes[-1] if len(passes) > 1 else [])
+    assert exposed_edges(work.edge_ns_2L, ends, slowdown_permille=slowdown) == exposed
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), shapes)
+@some
+def test_edges_make_a_window_no_shorter_and_longer_by_what_they_take_at_most(seed, stages, shape):
+    works = works_of(seed, stages, {**shape, "replicas": 0})
+    bare = [replace(work, edge_ns_2L=work.edge_ns_2L * 0) for work in works]
+    total, least = replay(works).total, replay(bare).total
+    assert least <= total <= least + sum(int(work.edge_ns_2L.sum() + work.edge_slow_2L.sum()) for work in works)
+    parts_QC, bare_QC = replay(works).part_QC, replay(bare).part_QC
+    assert not bare_QC[:, [PUBLISH, COLLECT]].any()
+    assert np.array_equal(parts_QC[:, :PUBLISH], bare_QC[:, :PUBLISH])
+
+
+def test_a_later_pipeline_stage_publishes_while_it_waits_for_the_first():
+    shape = {"micro_steps": 2, "layers": 1, "ranks": 2, "stage": "update", "most_ns": 100, "replicas": 0}
+    first, second = (replace(work, slowdown_2=np.zeros(2, dtype=np.int64)) for work in works_of(1, 2, shape))
+    first = replace(first, attention_MLR=first.attention_MLR + 5000, edge_ns_2L=np.zeros((2, 1), dtype=np.int64))
+    second = replace(second, edge_ns_2L=np.array([[5000], [0]]))
+    assert replay([first, second]).part_QC[:, PUBLISH].tolist() == [0, 0]
+    assert replay([second]).part_QC[0, PUBLISH] > 4000
+
+
+def test_a_pull_waits_until_its_layer_is_published():
+    rng = np.random.default_rng(0)
+    transfers = replace(
+        random_transfers(rng, entries=1, ranks=2, most=0),
+        start_ML=np.array([0, 1]),
+        rank_P=np.array([1]),
+        home_P=np.array([0]),
+        path_P2=np.array([[0, 0]]),
+    )
+    shape = {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
+    work = random_work(rng, **shape, edge_ns_2L=np.array([[10**6], [0]]), slowdown_2=np.zeros(2, dtype=np.int64))
+    pull_ns = work.tables.peer_ns + work.tables.peer_fixed_ns
+    done = replay([work])
+    assert done.part_QC[0, PUBLISH] == 10**6 - work.attention_MLR.max()
+    assert pull_ns - 10 <= done.part_QC[0, PULL] <= pull_ns
+
+
 def test_deeper_prefetch_never_exposes_more():
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -144,7 +217,7 @@ def test_a_pipeline_takes_at_least_its_busiest_stage_and_at_most_all_of_them_in_
             seed, 3, {"micro_steps": 4, "layers": 2, "ranks": 3, "stage": "update", "most_ns": 9_000, "replicas": 2}
         )
         done = replay(works)
-        busy = done.part_QC.sum(axis=1) + [w.publish + w.collect for w in works]
+        busy = done.part_QC.sum(axis=1)
         sends = sum(int(w.send_M.sum()) for w in works) * 2
         assert busy.max() <= done.total <= busy.sum() + sends
 
@@ -166,8 +239,7 @@ def test_two_equal_stages_have_the_bubble_of_one_forward_one_backward():
         attention_backward_MLR=zero,
         exchange_ML=zero[..., 0],
         send_M=zero[:, 0, 0],
-        publish=0,
-        collect=0,
+        edge_ns_2L=np.zeros((2, 1), dtype=np.int64),
     )
     assert replay([work] * stages).total == (micro_steps + stages - 1) * (forward + backward)
 

@@ -30,15 +30,19 @@ def simulated(loads):
 @pytest.mark.parametrize("stage", ["update", "recompute"])
 @pytest.mark.parametrize("policy", EVERY)
 def test_parts_are_the_planners_own_seconds(policy, stage):
-    """Exactly so for compute (within the rank that is busiest in one phase alone), exchanges, edges and charges."""
+    """Exactly so for compute (within the rank that is busiest in one phase alone), exchanges and charges.
+
+    Edges may hide behind more than the planner's list has: waits for pulls and returns, and planning in the open.
+    """
     loads = skewed_loads(3, stage=stage)
     given = {"cluster": cluster_of(), "model": MODEL}
     made = plan(loads, policy=policy, history=loads.micro_steps(0, 2), slots=1, **given)
     parts = simulate(loads, made, **given).policies[0].seconds
     assert made.seconds.compute <= parts.compute * (1 + 1e-9) <= made.seconds.compute * 1.01
     assert parts.all_to_all_inside + parts.all_to_all_across == pytest.approx(made.seconds.all_to_all, rel=1e-6)
-    assert parts.publish == pytest.approx(made.seconds.publish)
-    assert parts.collect == pytest.approx(made.seconds.collect)
+    slack = 0 if made.policy.startswith("eplb") else parts.pull + parts.return_ + parts.planning
+    for ours, theirs in ((parts.publish, made.seconds.publish), (parts.collect, made.seconds.collect)):
+        assert theirs - slack <= ours * (1 + 1e-9) <= theirs * (1 + 1e-8)
     assert parts.planning == pytest.approx(made.seconds.planning, rel=1e-6)
     # A clock lets pulls hide longer than a price list, but has them slow the compute beside them.
     assert parts.pull <= made.seconds.pull + 0.02 * parts.compute
@@ -66,6 +70,27 @@ def test_the_order_of_policies_is_what_each_can_know(simulated):
     assert seconds["reactive-free"] < seconds["reactive"]
     compute = {result.policy: result.seconds.compute for result in simulated.policies}
     assert min(compute.values()) == compute["balanced"]
+
+
+def test_most_of_the_edges_is_hidden_where_layers_are_long_and_all_is_accounted_for():
+    loads = skewed_loads(5, tokens=65_536)
+    found = simulate(loads, ["equipoise", "eplb-oracle"], cluster=cluster_of(), model=MODEL).policies
+    for result in found:
+        (window,) = result.windows
+        (edges,) = [use for use in window.paths if use.path == "edges"]
+        assert edges.exposed_s == pytest.approx(window.seconds.publish + window.seconds.collect)
+        assert 0 < edges.exposed_s < 0.7 * edges.moved_s
+        assert edges.bytes > 0
+
+
+def test_the_first_micro_step_shows_what_is_published_and_the_last_what_is_collected():
+    loads = skewed_loads(5, tokens=65_536)
+    given = {"cluster": cluster_of(), "model": MODEL}
+    for micro_step, word in ((0, "publish"), (1, None), (3, "collect")):
+        setting = StepSetting(shown=Shown(micro_step=micro_step), timeline_layers=4)
+        (result,) = simulate(loads, "eplb-oracle", setting=setting, **given).policies
+        names = {event.name.split()[0] for event in result.timeline if event.lane == "edges"}
+        assert names == ({word} if word else set())
 
 
 def test_a_step_is_its_windows_and_what_was_given(simulated):

@@ -40,8 +40,7 @@ def random_work(
         "transfers": random_transfers(rng, entries=micro_steps * layers, ranks=ranks, most=replicas),
         "slowdown_2": np.array([200, 10]),
         "tables": tables,
-        "publish": int(rng.integers(0, most_ns)),
-        "collect": int(rng.integers(0, most_ns)),
+        "edge_ns_2L": rng.integers(0, most_ns, (2, layers)) * rng.choice([0, 1, 1, 4], (2, layers)),
         "repeats_forward": False,
         "rows_MLR": np.ones(shape, dtype=np.int64),
     }
