@@ -18,7 +18,7 @@ class Counters:
     bytes: Counter[str] = field(default_factory=Counter)
     """By path: `peer`, `host`, `shm`, `p2p`. Example: {"shm": 4096, "p2p": 512}."""
     exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By path, of pulls and returns; publish and collect count whole, since they lie between windows."""
+    """By path: what layers waited for, and the window's end."""
     pulls: int = 0
     """Replicas brought to this rank."""
     returns: int = 0

@@ -14,7 +14,7 @@ from equipoise.parity.run import routes_of, run_window
 from equipoise.parity.stack import SmallStack, window_inputs
 from equipoise.runtime.relocate import Relocator
 from equipoise.runtime.state import expert_state_dict, load_expert_state_dict, load_experts, save_experts
-from tests.balancer.work import balancer_of
+from tests.balancer.work import all_at_home, balancer_of
 from tests.runtime.test_memory import is_back
 
 FATAL = 2
@@ -146,6 +146,7 @@ def state_inside_a_window(group, case):
     with balancer_of(net, case, group) as balancer:
         found = {"before": state()}
         with balancer.window(routes_of(window)):
+            all_at_home(balancer)
             found["at the homes"] = state()
             with balancer.canonical():
                 found["canonical"] = state()

@@ -98,6 +98,7 @@ def weights_in_a_window(group, case):
         before = copies()
         balancer.submit(routes_of(window))
         balancer.begin()
+        all_at_home(balancer)
         inside = copies()
         with balancer.canonical():
             canonical = copies()
@@ -107,6 +108,11 @@ def weights_in_a_window(group, case):
         a is b for a, b in zip(parameters, (p for x in find_layers(net).values() for p in x.parameters()), strict=True)
     )
     return {"before": before, "inside": inside, "canonical": canonical, "after": after}, report
+
+
+def all_at_home(balancer):
+    """Wait until every layer is published, which goes on beside the layers."""
+    balancer._parts.mover._passage.drain()
 
 
 def run_micro_steps(net, window):
