@@ -11,9 +11,9 @@ kernels over each rank's rows and slots, attention between them, pulls on a side
 adds (`benchmarks/replay_chain.py`).
 What is composed: the ranks run one after another on one GPU; a layer of a micro-step takes as long as its slowest
 rank, plus what every rank does with its own tokens (spread to rows, combined), measured once.
-What is modelled: the all-to-all; and, in the column `charged`, a window's edges shared out over its micro-steps and
-what `reactive` is charged for planning and pushing in the open. Pulls from peers are copies inside the device. The
-wait of a home for gradients under way is not part of it.
+What is modelled: the all-to-all; and, in the column `charged`, what nothing hides of a window's edges, shared out over
+its micro-steps, and what `reactive` is charged for planning and pushing in the open. Pulls from peers are copies inside
+the device. The wait of a home for gradients under way is not part of it.
 
 What bounds it: `balanced`, every rank with the mean load in groups as uneven as the experts are. Throughput of the MoE
 part in percent of `balanced` is given over measured parts alone, with the modelled all-to-all, and with every charge.

@@ -7,7 +7,8 @@ How a case is made:
    has about 8,500 tokens: the traces' own routing pattern at a size they lack.
 2. A few layers of it, evenly spread. Where a trace is named "stacked" its layers are composed (`traces.stacked`).
 3. One window per policy, planned for the update stage; forward alone is timed under the same plan.
-4. Some micro-steps of the window are run; what a window's edges cost is shared out over all of its micro-steps.
+4. Some micro-steps of the window are run; what a window's edges cost, as far as nothing hides it, is shared out over
+   all of its micro-steps.
 
 Two ceilings: `balanced` is the planner's policy of that name: all rows of a layer, expert by expert, cut into equal
 parts, one per rank, so that groups are as uneven as the experts are. `balanced, even` is the run with forced routing
@@ -102,7 +103,7 @@ class PolicyWork:
     exchange_ns_ML: np.ndarray
     """[M, L] modelled all-to-all of an update; forward alone is half of it."""
     charge_ns: np.ndarray
-    """[3] modelled, per (micro-step, layer): share of the window's edges, planning and push in the open."""
+    """[3] modelled, per (micro-step, layer): exposed share of the window's edges, planning and push in the open."""
 
     @property
     def row_MLR(self) -> np.ndarray:

@@ -22,8 +22,9 @@ versions), a window has *micro-steps*. A *rank* is a process with one device, a 
 The *owner* of an expert keeps it for good; its *home* is where it computes during a window; a *displaced* expert's
 home is not its owner. A *slot* holds one expert; a *replica* lives in a replica slot for one micro-step of one layer.
 A *placement* says which expert has its home where, a *split* how many rows of an expert each holder takes, a *plan*
-both, with replicas and prices, for one window. Weights are *published* from owner to home at a window's start and
-gradients *collected* at its end; weights are *pulled* from home to replica ahead of use and gradients *returned*.
+both, with replicas and prices, for one window. Weights are *published* from owner to home from a window's start on
+and gradients *collected* after a layer's last turn in it; weights are *pulled* from home to replica ahead of use and
+gradients *returned*.
 *Skew* is busiest rank over mean rank, in rows, of one layer in one micro-step.
 
 Shape letters, one legend for the package: M micro-step, L MoE layer, R rank of the EP group, E expert, N node,

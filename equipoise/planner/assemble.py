@@ -207,7 +207,7 @@ def _turns(task: Task, draft: Draft) -> list[Turn]:
 def rank_rows_of(task: Task, draft: Draft, micro_steps: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """([M, L, R] rows each rank computes, [M, L, R] its slots that have rows) in some micro-steps."""
     rep_rows_MLRS = draft.rep_rows_MLRS[micro_steps]
-    left_MLE = task.loads.total_MLE()[micro_steps]
+    left_MLE = task.loads.load_MLRE[micro_steps].sum(axis=2)
     rows_MLR = np.zeros((*left_MLE.shape[:2], task.cluster.ep), dtype=np.int64)
     busy_MLR = np.zeros_like(rows_MLR)
     m_P, l_P, r_P, s_P = np.nonzero(rep_rows_MLRS)

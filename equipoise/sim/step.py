@@ -10,7 +10,8 @@ Knows loads, plans and the order of a step. Does not know files or terminals; pr
 
 Invariants (asserted by the tests):
 1. For one pipeline stage a window's parts are the plan's own predicted seconds, but for what a clock sees and a price
-   list does not: pulls that hide longer and slow what runs beside them, returns that must be home after attention.
+   list does not: pulls that hide longer and slow what runs beside them, returns that must be home after attention, and
+   publish and collect, which hide behind waits for these, too.
 2. A step takes its windows, the slowest group of each, and what was given for rollout and the rest.
 3. `balanced` is never slower than another policy in compute.
 4. Same input, same result.

@@ -35,3 +35,18 @@ def test_pulls_are_issued_where_the_itinerary_says_and_residents_never():
             issued[later] = v
     assert sorted(issued) == np.flatnonzero(itinerary.pulls_V & ~itinerary.resident_V).tolist()
     assert all(itinerary.ready_from_V[later] == v for later, v in issued.items())
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stage", ["update", "recompute"])
+def test_a_layers_first_visit_is_forward_and_its_last_backward_in_an_update(stages, stage):
+    work = random_work(np.random.default_rng(1), micro_steps=4, layers=3, stage=stage)
+    for p in range(stages):
+        course = course_of(work, depth=1, pipeline_stage=p, pipeline_stages=stages)
+        itinerary = course.itinerary
+        for layer in range(3):
+            (own,) = np.nonzero(itinerary.layer_V == layer)
+            assert (course.first_L[layer], course.last_L[layer]) == (own[0], own[-1])
+            assert itinerary.phase_V[own[0]] == 0
+            assert itinerary.phase_V[own[-1]] == (stage == "update")
+        assert np.array_equal(np.argsort(course.last_L), [2, 1, 0] if stage == "update" else [0, 1, 2])
