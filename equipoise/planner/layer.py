@@ -62,7 +62,7 @@ class LayerProblem(NamedTuple):
     max_checks: int
     """Swaps `polish` may look at."""
     near_checks: int
-    """Swaps `near` may look at; as many from a warm start, because sources change from window to window."""
+    """Swaps `near` may look at; twice as many from a good warm start, where nothing else looks for better nodes."""
     row_weight: int
     """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
     link_weight: int
@@ -163,7 +163,7 @@ def candidates(
     """Homes worth pricing, [E] each: level across nodes and near their sources; level inside nodes, too; inside alone.
 
     For skew, where displacements are free and links do not count, one is enough. From a good warm start, whose nodes
-    and ranks are level already, the homes as they were and nearer ones are.
+    and ranks are level already, so are nearer ones.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R, level = owners(experts, ranks), problem.node_R, kernels.level
@@ -176,7 +176,8 @@ def candidates(
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
     if is_good and not problem.by_skew:
-        found = [start_E, bring_near(load_MRE, start_E, problem, kernels.near)]
+        longer = problem._replace(near_checks=2 * problem.near_checks)
+        found = [bring_near(load_MRE, start_E, longer, kernels.near)]
     else:
         nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
         if problem.by_skew:
