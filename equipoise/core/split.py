@@ -10,11 +10,16 @@ Steps of `split_rows`, for each expert:
 2. Rows left over go to holders of the same node, in proportion to what they have left: so no holder takes all rows
    from near and another all from afar.
 3. What is left goes to whatever quota is left.
+Then, expert by expert where several holders share one node:
+4. The rows that come from other nodes are dealt anew, each to the holder whose rank receives least from afar so far:
+   what crosses is the slowest link, and a rank that had more of it than others would make all wait. The holders' own
+   ranks' rows come next, then the rest of the node's.
 
 Invariants (asserted by the tests):
 1. Sums over holders give the load of each source; sums over sources give the quota of each holder.
-2. Local first: no row leaves its rank while that rank has quota left, nor its node while the node has.
-3. In proportion: quotas that are multiples of each other split every source's rows the same way, up to rounding.
+2. No row leaves its node while the node has quota left for it, and dealing anew sends no more rows across.
+3. Dealing anew never raises the most rows that a rank of a node receives from afar.
+4. In proportion: quotas that are multiples of each other split every source's rows the same way, up to rounding.
 """
 
 import numpy as np
@@ -33,24 +38,66 @@ def split_rows(load_RE: np.ndarray, quota_ER: np.ndarray, *, node_R: np.ndarray)
     ranks, experts = load_RE.shape
     split = np.zeros((ranks, experts, ranks), dtype=np.int64)
     for expert in range(experts):
-        left_R, room_R = load_RE[:, expert].copy(), quota_ER[expert].copy()
-        # Step 1: own rank.
-        own_R = np.minimum(left_R, room_R)
-        split[np.arange(ranks), expert, np.arange(ranks)] = own_R
-        left_R -= own_R
-        room_R -= own_R
-        # Step 2: own node.
-        for node in np.unique(node_R):
-            inside_R = node_R == node
-            rows = min(int(left_R[inside_R].sum()), int(room_R[inside_R].sum()))
-            sent_R, taken_R = shares(rows, left_R * inside_R), shares(rows, room_R * inside_R)
-            split[:, expert] += _pair(sent_R, taken_R)
-            left_R -= sent_R
-            room_R -= taken_R
-        # Step 3: the rest.
-        split[:, expert] += _pair(left_R, room_R)
-        assert left_R.sum() == room_R.sum(), f"expert {expert}: quota does not sum to its load"
+        load_R, quota_R = load_RE[:, expert], quota_ER[expert]
+        assert load_R.sum() == quota_R.sum(), f"expert {expert}: quota does not sum to its load"
+        split[:, expert] = split_local_first(load_R, quota_R, node_R=node_R)
+    _even_out(split, quota_ER, node_R)
     return split
+
+
+def split_local_first(load_R: np.ndarray, quota_R: np.ndarray, *, node_R: np.ndarray) -> np.ndarray:
+    """[R source, R holder] steps 1 to 3 for one expert."""
+    left_R, room_R = load_R.copy(), quota_R.copy()
+    own_R = np.minimum(left_R, room_R)
+    split_RR = np.diag(own_R)
+    left_R -= own_R
+    room_R -= own_R
+    for node in np.unique(node_R):
+        inside_R = node_R == node
+        rows = min(int(left_R[inside_R].sum()), int(room_R[inside_R].sum()))
+        sent_R, taken_R = shares(rows, left_R * inside_R), shares(rows, room_R * inside_R)
+        split_RR += _pair(sent_R, taken_R)
+        left_R -= sent_R
+        room_R -= taken_R
+    return split_RR + _pair(left_R, room_R)
+
+
+def _even_out(split_RER: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray) -> None:
+    """Step 4, in place, in the order of experts."""
+    is_far_RR = node_R[:, None] != node_R[None, :]
+    received_R = (split_RER.sum(axis=1) * is_far_RR).sum(axis=0)
+    for expert in np.flatnonzero((quota_ER > 0).sum(axis=1) > 1).tolist():
+        quota_R, load_R = quota_ER[expert], split_RER[:, expert].sum(axis=1)
+        holders = np.flatnonzero(quota_R)
+        is_far_R = node_R != node_R[holders[0]]
+        if is_far_R[holders].any():
+            continue
+        received_R -= split_RER[is_far_R, expert].sum(axis=0)
+        far_R = np.zeros_like(quota_R)
+        far_R[holders] = level_shares(int(load_R[is_far_R].sum()), quota_R[holders], received_R[holders])
+        received_R += far_R
+        near_R, room_R = load_R * ~is_far_R, quota_R - far_R
+        own_R = np.minimum(near_R, room_R)
+        split_RER[:, expert] = _pair(load_R * is_far_R, far_R) + np.diag(own_R) + _pair(near_R - own_R, room_R - own_R)
+
+
+def level_shares(rows: int, room_X: np.ndarray, level_X: np.ndarray) -> np.ndarray:
+    """[X] `rows` rows dealt one by one to the lowest level that has room, the first of equals; levels rise with it."""
+    share_X = np.zeros_like(room_X)
+    left = rows
+    while left > 0:
+        open_X = share_X < room_X
+        now_X = level_X + share_X
+        lowest_X = open_X & (now_X == now_X[open_X].min())
+        higher = now_X[open_X & ~lowest_X] - now_X[lowest_X][0]
+        step = min(int((room_X - share_X)[lowest_X].min()), int(higher.min()) if len(higher) else left)
+        step = min(step, left // int(lowest_X.sum()))
+        if step == 0:
+            share_X[np.flatnonzero(lowest_X)[:left]] += 1
+            break
+        share_X[lowest_X] += step
+        left -= step * int(lowest_X.sum())
+    return share_X
 
 
 def _pair(sent_R: np.ndarray, taken_R: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ Invariants (asserted by the tests):
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.links import Nodes, fill_shares, nodes_of
+from equipoise.cost.links import Nodes, fill_levels, fill_shares, nodes_of
 
 
 @compiled
@@ -19,14 +19,60 @@ def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, 
     """[R source, R holder] rows; arguments as in `core.split.split_rows`, in proportion where `persistent`."""
     ranks, experts = load_RE.shape
     rows_RR = np.zeros((ranks, ranks), dtype=np.int64)
-    nodes = nodes_of(node_R)
+    if persistent:
+        for e in range(experts):
+            _in_proportion(rows_RR, load_RE[:, e], quota_ER[e].copy())
+        return rows_RR
+    nodes, received_R = nodes_of(node_R), np.zeros(ranks, dtype=np.int64)
     for e in range(experts):
-        left_R, room_R = load_RE[:, e].copy(), quota_ER[e].copy()
-        if persistent:
-            _in_proportion(rows_RR, left_R, room_R)
-        else:
-            _local_first(rows_RR, left_R, room_R, nodes)
+        local_RR = np.zeros_like(rows_RR)
+        _local_first(local_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
+        received_R += _from_afar(local_RR, node_R)
+        if _common_node(quota_ER[e], node_R) < 0:
+            rows_RR += local_RR
+    for e in range(experts):
+        node = _common_node(quota_ER[e], node_R)
+        if node >= 0:
+            local_RR = np.zeros_like(rows_RR)
+            _local_first(local_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
+            received_R -= _from_afar(local_RR, node_R)
+            received_R += _evened(rows_RR, load_RE[:, e], quota_ER[e], received_R, node_R == node)
     return rows_RR
+
+
+@compiled
+def _common_node(quota_R: np.ndarray, node_R: np.ndarray) -> int:
+    """The node of all holders, where there are several; -1 where there is none such."""
+    holders = np.flatnonzero(quota_R)
+    node_X = node_R[holders]
+    return node_X[0] if len(holders) > 1 and (node_X == node_X[0]).all() else -1
+
+
+@compiled
+def _from_afar(rows_RR: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[R] rows that each holder gets from other nodes."""
+    far_R = np.zeros(len(node_R), dtype=np.int64)
+    for s in range(len(node_R)):
+        for r in range(len(node_R)):
+            if node_R[s] != node_R[r]:
+                far_R[r] += rows_RR[s, r]
+    return far_R
+
+
+@compiled
+def _evened(
+    rows_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray, received_R: np.ndarray, is_near_R: np.ndarray
+) -> np.ndarray:
+    """Add one expert's rows, those from other nodes dealt to level what holders receive; [R] how many each got."""
+    far_R, all_R = np.zeros_like(quota_R), np.arange(len(quota_R))
+    fill_levels(load_R[~is_near_R].sum(), quota_R, received_R.copy(), far_R, len(quota_R))
+    near_R = np.where(is_near_R, load_R, 0)
+    own_R = np.minimum(near_R, quota_R - far_R)
+    for r in range(len(own_R)):
+        rows_RR[r, r] += own_R[r]
+    _pair(rows_RR, all_R, load_R - near_R, far_R)
+    _pair(rows_RR, all_R, near_R - own_R, quota_R - far_R - own_R)
+    return far_R
 
 
 @compiled

@@ -20,6 +20,7 @@ from equipoise.cost.links import (
     SENT_INSIDE,
     Holders,
     Traffic,
+    even_out,
     home_nodes,
     kept_by_chance,
     kept_permille,
@@ -150,6 +151,11 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
                 reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
             else:
                 reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], scratch_3R)
+    if len(nodes.start_N) > 2 and not persistent:
+        scratch_5R = np.zeros((5, ranks), dtype=np.int64)
+        for e in range(len(home_E)):
+            if quota_E[e] < base.total_E[e]:
+                even_out(link_R4, load_RE, base, holders, e, quota_E[e], scratch_5R)
     return Settled(rows_R, busy_R, link_R4)
 
 

@@ -1,7 +1,8 @@
 """Compiled links: which rows travel over which link in one (micro-step, layer).
 
 `traffic` adds up the rows if everything goes to the experts' homes; `reroute` then moves the rows of one replicated
-expert to its holders, split exactly as `core.split` does: local first, or in proportion where copies stay for a window.
+expert to its holders, and `even_out` deals those from other nodes anew, all split exactly as `core.split` does: local
+first, or in proportion where copies stay for a window.
 
 Integers only. Knows rows, ranks and nodes. Does not know seconds.
 
@@ -195,6 +196,65 @@ def reroute_near(
 
 
 @compiled
+def even_out(
+    link_R4: np.ndarray,
+    load_RE: np.ndarray,
+    base: Traffic,
+    holders: Holders,
+    expert: int,
+    home_rows: int,
+    scratch_5R: np.ndarray,
+) -> None:
+    """Deal a replicated expert's rows from other nodes anew, where its holders share one node; see `core.split`."""
+    nodes = holders.nodes
+    node = _common_node(holders, expert, home_rows)
+    if node < 0:
+        return
+    start = nodes.start_N[node]
+    count = nodes.start_N[node + 1] - start
+    quota_X, own_X, room_X, share_X, level_X = scratch_5R
+    near = np.int64(0)
+    for i in range(count):
+        r = nodes.by_node_R[start + i]
+        quota_X[i] = _room(holders, expert, home_rows, r)
+        own_X[i] = min(load_RE[r, expert], quota_X[i])
+        room_X[i] = quota_X[i] - own_X[i]
+        near += load_RE[r, expert] - own_X[i]
+    fill_shares(near, room_X, share_X, count)
+    far = np.int64(0)
+    for i in range(count):
+        r = nodes.by_node_R[start + i]
+        # Off the links with what local first gave it.
+        far += room_X[i] - share_X[i]
+        link_R4[r, SENT_INSIDE] += own_X[i]
+        link_R4[r, RECEIVED_INSIDE] -= share_X[i]
+        link_R4[r, RECEIVED_ACROSS] -= room_X[i] - share_X[i]
+        level_X[i] = link_R4[r, RECEIVED_ACROSS]
+    fill_levels(far, quota_X, level_X, share_X, count)
+    for i in range(count):
+        r = nodes.by_node_R[start + i]
+        own = min(load_RE[r, expert], quota_X[i] - share_X[i])
+        link_R4[r, SENT_INSIDE] -= own
+        link_R4[r, RECEIVED_INSIDE] += quota_X[i] - share_X[i] - own
+        link_R4[r, RECEIVED_ACROSS] += share_X[i]
+
+
+@compiled
+def _common_node(holders: Holders, expert: int, home_rows: int) -> int:
+    """The node of all holders that have rows, where there are several; -1 where there is none such."""
+    node_R, home = holders.nodes.node_R, holders.home_E[expert]
+    node, count = (node_R[home], 1) if home_rows > 0 else (-1, 0)
+    for r in range(len(node_R)):
+        for j in range(holders.rep_expert_RS.shape[1]):
+            if holders.rep_expert_RS[r, j] == expert and holders.rep_rows_RS[r, j] > 0:
+                if node >= 0 and node_R[r] != node:
+                    return -1
+                node = node_R[r]
+                count += 1
+    return node if count > 1 else -1
+
+
+@compiled
 def _take_off(link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int) -> None:
     """Take an expert's rows off the links into its home."""
     home = holders.home_E[expert]
@@ -247,6 +307,33 @@ def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarr
     for r in range(len(left_R)):
         link_R4[r, SENT_ACROSS] += left_R[r]
         link_R4[r, RECEIVED_ACROSS] += room_R[r]
+
+
+@compiled
+def fill_levels(rows: int, room_X: np.ndarray, level_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
+    """Fill the first `count` of `share_X`, from the lowest level up; see `core.split.level_shares`. Levels rise."""
+    for i in range(count):
+        share_X[i] = 0
+    left = rows
+    while left > 0:
+        lowest, higher = np.int64(2**62), np.int64(2**62)
+        for i in range(count):
+            if share_X[i] < room_X[i]:
+                lowest = min(lowest, level_X[i])
+        step, at_lowest = left, np.int64(0)
+        for i in range(count):
+            if share_X[i] < room_X[i]:
+                if level_X[i] == lowest:
+                    at_lowest += 1
+                    step = min(step, room_X[i] - share_X[i])
+                else:
+                    higher = min(higher, level_X[i])
+        each: int = max(np.int64(1), min(min(step, higher - lowest), left // at_lowest))
+        for i in range(count):
+            if left > 0 and share_X[i] < room_X[i] and level_X[i] == lowest:
+                share_X[i] += each
+                level_X[i] += each
+                left -= each
 
 
 @compiled

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core.split import split_in_proportion, split_rows
+from equipoise.core.split import level_shares, split_in_proportion, split_local_first, split_rows
+
+ANYWHERE = st.just(False)
 
 
 @st.composite
-def splits(draw):
-    """(load_RE, quota_ER, node_R): each expert's rows dealt to random holders."""
+def splits(draw, is_inside=ANYWHERE):
+    """(load_RE, quota_ER, node_R): each expert's rows dealt to random holders, of any node or of one."""
     node_R = np.array(
         draw(st.sampled_from([(0,), (0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (2, 0, 1)]))
     )
@@ -20,8 +22,11 @@ def splits(draw):
     if draw(st.booleans()):
         load_RE[0] = 0
     share_ER = rng.dirichlet(np.full(ranks, 0.5), size=experts)
+    if draw(is_inside):
+        share_ER *= node_R[None, :] == rng.choice(node_R, size=experts)[:, None]
+        share_ER /= share_ER.sum(axis=1, keepdims=True)
     quota_ER = np.floor(share_ER * load_RE.sum(axis=0)[:, None]).astype(np.int64)
-    quota_ER[:, -1] += load_RE.sum(axis=0) - quota_ER.sum(axis=1)
+    quota_ER[np.arange(experts), share_ER.argmax(axis=1)] += load_RE.sum(axis=0) - quota_ER.sum(axis=1)
     return load_RE, quota_ER, node_R
 
 
@@ -39,13 +44,61 @@ def test_sums_over_holders_give_the_load_and_over_sources_the_quota(case):
 @settings(max_examples=100, deadline=None)
 def test_no_row_leaves_its_rank_or_node_while_there_is_room(case):
     load_RE, quota_ER, node_R = case
-    split = split_rows(load_RE, quota_ER, node_R=node_R)
-    ranks = np.arange(len(node_R))
-    assert np.array_equal(split[ranks, :, ranks], np.minimum(load_RE, quota_ER.T))
+    split, ranks = split_rows(load_RE, quota_ER, node_R=node_R), np.arange(len(node_R))
+    for expert in range(quota_ER.shape[0]):
+        held_R = quota_ER[expert] - split[node_R != node_R[quota_ER[expert].argmax()], expert].sum(axis=0)
+        # What holders in one node leave of their quota to rows from near; elsewhere it is the whole quota.
+        room_R = held_R if is_in_one_node(quota_ER[expert], node_R) else quota_ER[expert]
+        assert np.array_equal(split[ranks, expert, ranks], np.minimum(load_RE[:, expert], room_R))
     for node in set(node_R.tolist()):
         inside = node_R == node
         stays_E = split[inside][:, :, inside].sum(axis=(0, 2))
         assert np.array_equal(stays_E, np.minimum(load_RE[inside].sum(axis=0), quota_ER[:, inside].sum(axis=1)))
+
+
+def is_in_one_node(quota_R, node_R):
+    """Whether an expert has several holders and all are in one node."""
+    return (quota_R > 0).sum() > 1 and len(set(node_R[quota_R > 0].tolist())) == 1
+
+
+def from_afar(split, node_R):
+    """[R] rows that each rank receives from other nodes."""
+    return (split.sum(axis=1) * (node_R[:, None] != node_R[None, :])).sum(axis=0)
+
+
+@given(splits(is_inside=st.booleans()))
+@settings(max_examples=200, deadline=None)
+def test_what_comes_from_afar_is_more_even_and_no_more(case):
+    load_RE, quota_ER, node_R = case
+    pairs = zip(load_RE.T, quota_ER, strict=True)
+    local = np.stack([split_local_first(load, quota, node_R=node_R) for load, quota in pairs], axis=1)
+    even = split_rows(load_RE, quota_ER, node_R=node_R)
+    before_R, after_R = from_afar(local, node_R), from_afar(even, node_R)
+    for node in set(node_R.tolist()):
+        assert after_R[node_R == node].sum() == before_R[node_R == node].sum()
+        assert after_R[node_R == node].max() <= before_R[node_R == node].max()
+    for expert in range(quota_ER.shape[0]):
+        if not is_in_one_node(quota_ER[expert], node_R):
+            assert np.array_equal(even[:, expert], local[:, expert])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), min_size=1, max_size=6), st.data())
+@settings(max_examples=200, deadline=None)
+def test_levels_are_those_of_dealing_rows_one_by_one(holders, data):
+    room_X, level_X = (np.array(column) for column in zip(*holders, strict=True))
+    rows = data.draw(st.integers(0, int(room_X.sum())))
+    share_X = np.zeros_like(room_X)
+    for _ in range(rows):
+        lowest = min(np.flatnonzero(share_X < room_X), key=lambda x: (level_X[x] + share_X[x], x))
+        share_X[lowest] += 1
+    assert level_shares(rows, room_X, level_X).tolist() == share_X.tolist()
+
+
+def test_rows_from_afar_go_to_the_holder_that_receives_least():
+    # Expert 0 is at rank 0 alone, whose 4 rows from afar leave expert 1's 6 to rank 1; its own 2 rows move over.
+    load_RE = np.array([[0, 0], [0, 2], [4, 6]])
+    split = split_rows(load_RE, np.array([[4, 0, 0], [2, 6, 0]]), node_R=np.array([0, 0, 1]))
+    assert split[:, 1].tolist() == [[0, 0, 0], [1, 1, 0], [1, 5, 0]]
 
 
 def test_a_case_worked_out_by_hand():
