@@ -5,10 +5,10 @@ Knows traces, plans and the price of an all-to-all. Needs no GPU; `benchmarks/ra
 How a case is made:
 1. Micro-steps of 4,096 tokens of a real trace, dealt to the ranks, and loads multiplied (`traces.scaled`) until a rank
    has about 8,500 tokens: the traces' own routing pattern at a size they lack.
-2. A few layers of it, evenly spread. Where a trace is named "stacked" its layers are composed (`traces.stacked`).
+2. All of its layers. Where a trace is named "stacked" its layers are composed (`traces.stacked`).
 3. One window per policy, planned for the update stage; forward alone is timed under the same plan.
-4. Some micro-steps of the window are run; what a window's edges cost, as far as nothing hides it, is shared out over
-   all of its micro-steps.
+4. Some micro-steps of the window, and some of its layers, evenly spread, are run; what a window's edges cost, as far as nothing hides it, is shared out over
+   all of its micro-steps and layers.
 
 Two ceilings: `balanced` is the planner's policy of that name: all rows of a layer, expert by expert, cut into equal
 parts, one per rank, so that groups are as uneven as the experts are. `balanced, even` is the run with forced routing
@@ -48,6 +48,7 @@ WINDOW = 8
 RUN = (1, 6)
 """Micro-steps of the window that are run."""
 LAYERS = 3
+"""Layers of the window that are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,21 +146,25 @@ def loads_of(case: Case) -> tuple[LoadMatrix, ModelShape]:
     loads = scaled(joined([part for part, _ in parts]), case.factor)
     window = LoadMatrix(loads.load_MLRE[:WINDOW])
     experts, top_k = parts[0][1].experts, parts[0][1].top_k
-    model = ModelShape.preset(case.model, experts=experts, top_k=top_k, layers=LAYERS)
+    model = ModelShape.preset(case.model, experts=experts, top_k=top_k, layers=window.num_layers)
     return window, model
 
 
 def _traced(trace: Trace, case: Case) -> tuple[LoadMatrix, ModelShape]:
     used = trace if case.stack == 1 else stacked(trace, case.stack * trace.model.experts)
-    loads = used.loads(case.ranks, tokens=MICRO_STEP_TOKENS, micro_steps=WINDOW)
-    kept = np.linspace(0, loads.num_layers - 1, LAYERS).astype(int)
-    return LoadMatrix(loads.load_MLRE[:, kept]), used.model
+    return used.loads(case.ranks, tokens=MICRO_STEP_TOKENS, micro_steps=WINDOW), used.model
+
+
+def run_entries(made: Plan) -> list[tuple[int, int]]:
+    """(micro-step, layer) of everything that is run."""
+    layers = np.linspace(0, made.loads.num_layers - 1, min(LAYERS, made.loads.num_layers)).astype(int).tolist()
+    return [(m, layer) for m in RUN for layer in layers]
 
 
 def policy_work(made: Plan, cost: CostModel) -> PolicyWork:
     """Read every rank's work off a plan."""
-    entries = [entry_work(made, cost, m, layer) for m in RUN for layer in range(made.loads.num_layers)]
-    arrays = {key: _by_entry(made, [entry[key] for entry in entries]) for key in entries[0]}
+    entries = [entry_work(made, cost, m, layer) for m, layer in run_entries(made)]
+    arrays = {key: _by_entry([entry[key] for entry in entries]) for key in entries[0]}
     return PolicyWork(**arrays, charge_ns=charges_of(made))
 
 
@@ -201,7 +206,8 @@ def entry_work(made: Plan, cost: CostModel, micro_step: int, layer: int) -> dict
 def even_rows_MLRS(made: Plan) -> np.ndarray:
     """[M, L, R, S] the mean load of every rank, even over its home slots."""
     slots = made.cluster.ep * made.home_slots
-    total_ML1 = made.loads.total_MLE()[list(RUN)].sum(axis=2)[..., None]
+    total_MLE = made.loads.total_MLE()
+    total_ML1 = _by_entry([total_MLE[entry].sum(keepdims=True) for entry in run_entries(made)])
     # Whole rows: the first slots of all ranks take what is left over.
     flat = total_ML1 // slots + (np.arange(slots) < total_ML1 % slots)
     return np.ascontiguousarray(flat.reshape(*flat.shape[:2], made.home_slots, made.cluster.ep).swapaxes(2, 3))
@@ -209,8 +215,7 @@ def even_rows_MLRS(made: Plan) -> np.ndarray:
 
 def cut_rows_MLRS(made: Plan) -> np.ndarray:
     """[M, L, R, S] the quotas of `balanced`; a rank holds the experts it has rows of, and no others."""
-    quotas = [made.quota_ER(m, layer).T for m in RUN for layer in range(made.loads.num_layers)]
-    quota_MLRE = _by_entry(made, quotas)
+    quota_MLRE = _by_entry([made.quota_ER(*entry).T for entry in run_entries(made)])
     # Descending, so that slots in use come first.
     ordered = -np.sort(-quota_MLRE, axis=3)[..., : int((quota_MLRE > 0).sum(axis=3).max())]
     return np.where(ordered > 0, ordered, -1)
@@ -242,9 +247,10 @@ def charges_of(made: Plan) -> np.ndarray:
     return np.array([edges, REACTIVE_PLAN_NS, round(REACTIVE_PUSH_NS * float(opened.mean()))])
 
 
-def _by_entry(made: Plan, values: list[Any]) -> np.ndarray:
+def _by_entry(values: list[Any]) -> np.ndarray:
+    """[M, L, ...] values of the entries that are run."""
     array = np.stack(values)
-    return array.reshape(len(RUN), made.loads.num_layers, *array.shape[1:])
+    return array.reshape(len(RUN), -1, *array.shape[1:])
 
 
 def save_work(cases: list[CaseWork], path: Path) -> None:
