@@ -88,6 +88,8 @@ class PulledByEngine:
         rank.node.words[0][VERSION] = 1
         self._puller = Puller(rank.node, rank.paths)
         self._puller.resume(walk, version=1)
+        for layer in range(LAYERS):
+            self._puller.open_layer(layer)
 
     def begin(self) -> None:
         """Go on to the next micro-step of the walk."""

@@ -321,8 +321,8 @@ def document_of(rows: list[dict[str, Any]], made_by: dict[str, str], *, runs: in
     """The result as one JSON document."""
     facts = {key: made_by[key] for key in ("commit", "device", "driver", "torch", "date")}
     note = (
-        f"{LAYERS} layers and micro-steps {RUN} of a planned window, bf16, medians of {runs} runs; measured rank by rank "
-        "on one GPU, composed by the slowest; the all-to-all and charges are modelled"
+        f"{LAYERS} layers and micro-steps {RUN} of a planned window, bf16, medians of {runs} runs; measured rank by "
+        "rank on one GPU, composed by the slowest; the all-to-all and charges are modelled"
     )
     limits = [{**asdict(limit), "holds": limit.holds} for limit in limits_of(rows)]
     return {"benchmark": "rank replay", **facts, "note": note, "rows": rows, "limits": limits}

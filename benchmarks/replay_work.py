@@ -7,8 +7,8 @@ How a case is made:
    has about 8,500 tokens: the traces' own routing pattern at a size they lack.
 2. All of its layers. Where a trace is named "stacked" its layers are composed (`traces.stacked`).
 3. One window per policy, planned for the update stage; forward alone is timed under the same plan.
-4. Some micro-steps of the window, and some of its layers, evenly spread, are run; what a window's edges cost, as far as nothing hides it, is shared out over
-   all of its micro-steps and layers.
+4. Some micro-steps of the window, and some of its layers, evenly spread, are run; what a window's edges cost, as far as
+   nothing hides it, is shared out over all of its micro-steps and layers.
 
 Two ceilings: `balanced` is the planner's policy of that name: all rows of a layer, expert by expert, cut into equal
 parts, one per rank, so that groups are as uneven as the experts are. `balanced, even` is the run with forced routing
