@@ -170,6 +170,8 @@ class Plan(Value):
     """Predicted seconds of the same window under contiguous expert parallelism."""
     edge_ns_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     """[2, L] nanoseconds of publish and of collect of each layer, hidden or not; all 0 where left out."""
+    edge_slow_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
+    """[2, L] nanoseconds by which each of them slows the compute beside it; all 0 where left out."""
     itinerary: Itinerary | None = None
     """None for baselines that are not executed."""
     estimated_share: float = 0.0
@@ -189,7 +191,8 @@ class Plan(Value):
             if array.shape != wanted:
                 raise InfeasiblePlanError(f"{name} has shape {array.shape}, expected {wanted}")
             object.__setattr__(self, name, array)
-        self._check_edges()
+        for name in ("edge_ns_2L", "edge_slow_2L"):
+            self._check_edges(name)
         if self.loads.num_ranks != self.cluster.ep:
             raise InfeasiblePlanError(f"loads have {self.loads.num_ranks} ranks, the EP group {self.cluster.ep}")
         if (self.loads.num_layers, self.loads.num_experts) != (self.model.layers, self.model.experts):
@@ -227,15 +230,15 @@ class Plan(Value):
         """Predicted seconds saved against contiguous expert parallelism; negative if the plan loses."""
         return self.static_seconds - self.seconds.total
 
-    def _check_edges(self) -> None:
-        wanted = (2, self.loads.num_layers)
-        given = self.edge_ns_2L if np.size(self.edge_ns_2L) else np.zeros(wanted, dtype=np.int64)
-        edges = int64_array("edge_ns_2L", given, ndim=2, error=InfeasiblePlanError)
+    def _check_edges(self, name: str) -> None:
+        wanted, given = (2, self.loads.num_layers), getattr(self, name)
+        given = given if np.size(given) else np.zeros(wanted, dtype=np.int64)
+        edges = int64_array(name, given, ndim=2, error=InfeasiblePlanError)
         if edges.shape != wanted:
-            raise InfeasiblePlanError(f"edge_ns_2L has shape {edges.shape}, expected {wanted}")
+            raise InfeasiblePlanError(f"{name} has shape {edges.shape}, expected {wanted}")
         if edges.min() < 0:
-            raise InfeasiblePlanError(f"edge_ns_2L holds {int(edges.min())}; no transfer takes less than nothing")
-        object.__setattr__(self, "edge_ns_2L", edges)
+            raise InfeasiblePlanError(f"{name} holds {int(edges.min())}; no transfer takes less than nothing")
+        object.__setattr__(self, name, edges)
 
     def _check_homes(self) -> None:
         ranks = self.cluster.ep
@@ -408,7 +411,7 @@ class Plan(Value):
         table = self.replica_table
         arrays = (self.home_LE, self.home_slot_LE, table.start_ML, table.expert_P, table.rank_P, table.rows_P)
         hasher = hashlib.sha256()
-        for array in (*arrays, table.path_P2, self.ns_ML, self.closed_ns_ML, self.edge_ns_2L):
+        for array in (*arrays, table.path_P2, self.ns_ML, self.closed_ns_ML, self.edge_ns_2L, self.edge_slow_2L):
             hasher.update(np.ascontiguousarray(array).tobytes())
         if self.itinerary is not None:
             for array in (self.itinerary.buffer_V, self.itinerary.ready_from_V, self.itinerary.resident_V):

@@ -24,6 +24,7 @@ File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype 
     path_P2                [P, 2] path of the forward and the backward pull: 0 peer, 1 host
     ns_ML, closed_ns_ML    [M, L] predicted nanoseconds with and without replicas
     edge_ns_2L             [2, L] nanoseconds of each layer's publish and collect, hidden or not
+    edge_slow_2L           [2, L] nanoseconds by which each of them slows the compute beside it
     micro_step_V, phase_V, layer_V, pulls_V, buffer_V, ready_from_V, resident_V   [V] itinerary, where depth is given
 
 Files of "equipoise-plan-1" are refused: they have no `edge_ns_2L`, and their seconds charge publish and collect in full
@@ -65,7 +66,7 @@ _PARTS = ("seconds", "bytes", "cluster", "model", "depth")
 _LOADS = ("load_MLRE", "stage")
 _LOADS_OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
 _TABLE = ("start_ML", "expert_P", "rank_P", "rows_P", "path_P2")
-_ENTRIES = ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML", "edge_ns_2L")
+_ENTRIES = ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML", "edge_ns_2L", "edge_slow_2L")
 _VISITS = ("micro_step_V", "phase_V", "layer_V", "pulls_V", "buffer_V", "ready_from_V", "resident_V")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time stamp of every member, so that the same plan gives the same bytes."""

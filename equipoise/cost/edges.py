@@ -30,6 +30,20 @@ class Turn(NamedTuple):
     """From there to its end."""
 
 
+class Edges(NamedTuple):
+    """What the layers of a window have to carry, in nanoseconds."""
+
+    ns_2L: np.ndarray
+    """[2, L] publish and collect of each layer."""
+    slow_2L: np.ndarray
+    """[2, L] how much longer each makes the compute beside it."""
+
+    @classmethod
+    def none(cls, layers: int) -> "Edges":
+        """Nothing moves."""
+        return cls(np.zeros((2, layers), dtype=np.int64), np.zeros((2, layers), dtype=np.int64))
+
+
 class Exposed(NamedTuple):
     """Nanoseconds by which a window is longer for its edges."""
 
@@ -37,19 +51,16 @@ class Exposed(NamedTuple):
     collect: int
 
 
-def exposed_edges(edge_ns_2L: np.ndarray, turns: Sequence[Turn], *, slowdown_permille: int) -> Exposed:
+def exposed_edges(edges: Edges, turns: Sequence[Turn]) -> Exposed:
     """Follow the edges through a window.
 
     Args:
-        edge_ns_2L: [2, L] publish and collect of each layer
+        edges: of each layer
         turns: in execution order; a window's first and last pass are enough
-        slowdown_permille: share of a transfer's time by which the compute beside it takes longer
     """
-    if not edge_ns_2L.any():
+    if not any(array.any() for array in edges):
         return Exposed(0, 0)
-    (publish_L, collect_L), (slow_in_L, slow_out_L) = (
-        array.tolist() for array in (edge_ns_2L, edge_ns_2L * slowdown_permille // 1000)
-    )
+    (publish_L, collect_L), (slow_in_L, slow_out_L) = (array.tolist() for array in edges)
     published_L = np.cumsum(publish_L).tolist()
     first, last = first_turns(turns), last_turns(turns)
     now, waited, carried = 0, 0, sum(publish_L)

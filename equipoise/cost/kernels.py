@@ -21,6 +21,7 @@ from equipoise.cost.links import (
     Holders,
     Traffic,
     even_out,
+    finish_near,
     home_nodes,
     kept_by_chance,
     kept_permille,
@@ -142,6 +143,8 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
                 rows_R[r] += rep_rows_RS[r, j]
                 busy_R[r] += 1
                 far_E[e] |= node_R[r] != node_R[home_E[e]]
+    most = ranks if len(nodes.start_N) == 2 else (nodes.start_N[1:] - nodes.start_N[:-1]).max()
+    part_E3X = np.empty((len(home_E) if slots > 0 and not persistent else 0, 3, most), dtype=np.int64)
     for e in range(len(home_E)):
         if quota_E[e] > 0:
             rows_R[home_E[e]] += quota_E[e]
@@ -150,12 +153,13 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
             if far_E[e] or persistent:
                 reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
             else:
-                reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], scratch_3R)
-    if len(nodes.start_N) > 2 and not persistent:
-        scratch_5R = np.zeros((5, ranks), dtype=np.int64)
-        for e in range(len(home_E)):
-            if quota_E[e] < base.total_E[e]:
-                even_out(link_R4, load_RE, base, holders, e, quota_E[e], scratch_5R)
+                reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], part_E3X[e])
+    for e in range(len(part_E3X)):
+        if quota_E[e] < base.total_E[e]:
+            if not far_E[e]:
+                finish_near(link_R4, load_RE, holders, e, part_E3X[e])
+            elif quota_E[e] == 0:
+                even_out(link_R4, load_RE, base, holders, e, quota_E[e])
     return Settled(rows_R, busy_R, link_R4)
 
 

@@ -172,27 +172,54 @@ def reroute_near(
     holders: Holders,
     expert: int,
     home_rows: int,
-    scratch_3R: np.ndarray,
+    part_3X: np.ndarray,
 ) -> None:
-    """`reroute` where all holders are in the home's node: who is outside sends across as before."""
-    room_X, share_X = scratch_3R[0], scratch_3R[1]
+    """Begin `reroute` where all holders are in the home's node: who is outside sends across as before.
+
+    Args:
+        part_3X: [3, X] filled for `finish_near`, which follows once this is done for all experts: rows that each of the
+            node's ranks computes, rows that it gets from afar if local first, and scratch
+    """
     home, nodes = holders.home_E[expert], holders.nodes
     start = nodes.start_N[nodes.node_R[home]]
     count = nodes.start_N[nodes.node_R[home] + 1] - start
     _take_off(link_R4, load_RE, base, holders, expert)
+    quota_X, far_X, room_X = part_3X
     rows = np.int64(0)
     for i in range(count):
         r = nodes.by_node_R[start + i]
-        load, room = load_RE[r, expert], _room(holders, expert, home_rows, r)
-        own = min(load, room)
-        room_X[i] = room - own
-        rows += load - own
-        link_R4[r, SENT_INSIDE] += load - own if r == home else -own
-    fill_shares(rows, room_X, share_X, count)
+        quota_X[i] = _room(holders, expert, home_rows, r)
+        own = min(load_RE[r, expert], quota_X[i])
+        room_X[i] = quota_X[i] - own
+        rows += load_RE[r, expert] - own
+    fill_shares(rows, room_X, far_X, count)
+    for i in range(count):
+        far_X[i] = room_X[i] - far_X[i]
+        link_R4[nodes.by_node_R[start + i], RECEIVED_ACROSS] += far_X[i]
+
+
+@compiled
+def finish_near(link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expert: int, part_3X: np.ndarray) -> None:
+    """Deal the rows from afar anew, and let the node's own follow; see `core.split`."""
+    home, nodes = holders.home_E[expert], holders.nodes
+    start = nodes.start_N[nodes.node_R[home]]
+    count = nodes.start_N[nodes.node_R[home] + 1] - start
+    quota_X, far_X, level_X = part_3X
+    rows = np.int64(0)
     for i in range(count):
         r = nodes.by_node_R[start + i]
-        link_R4[r, RECEIVED_INSIDE] += share_X[i]
-        link_R4[r, RECEIVED_ACROSS] += room_X[i] - share_X[i]
+        rows += far_X[i]
+        link_R4[r, RECEIVED_ACROSS] -= far_X[i]
+        level_X[i] = link_R4[r, RECEIVED_ACROSS]
+    share_X = far_X
+    fill_levels(rows, quota_X, level_X, share_X, count)
+    for i in range(count):
+        r = nodes.by_node_R[start + i]
+        load = load_RE[r, expert]
+        own = min(load, quota_X[i] - share_X[i])
+        link_R4[r, SENT_INSIDE] += load - own if r == home else -own
+        link_R4[r, RECEIVED_INSIDE] += quota_X[i] - share_X[i] - own
+        link_R4[r, RECEIVED_ACROSS] += share_X[i]
 
 
 @compiled
@@ -203,16 +230,15 @@ def even_out(
     holders: Holders,
     expert: int,
     home_rows: int,
-    scratch_5R: np.ndarray,
 ) -> None:
-    """Deal a replicated expert's rows from other nodes anew, where its holders share one node; see `core.split`."""
+    """Deal a replicated expert's rows from other nodes anew, where its holders share a node that is not its home's."""
     nodes = holders.nodes
     node = _common_node(holders, expert, home_rows)
     if node < 0:
         return
     start = nodes.start_N[node]
     count = nodes.start_N[node + 1] - start
-    quota_X, own_X, room_X, share_X, level_X = scratch_5R
+    quota_X, own_X, room_X, share_X, level_X = np.zeros((5, count), dtype=np.int64)
     near = np.int64(0)
     for i in range(count):
         r = nodes.by_node_R[start + i]

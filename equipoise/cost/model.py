@@ -181,16 +181,26 @@ class CostModel(Value):
 
     def edge_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
         """Publish or collect, given the experts over the busiest link inside and across nodes."""
+        fixed = self.profile.peer_fixed_ns if inside_experts or across_experts else 0
+        return max(self._link_ns(inside_experts, across_experts, edge)) + fixed
+
+    def edge_slow_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
+        """How much longer the compute beside a publish or collect takes.
+
+        What stays in the node passes through staging memory at a peer's rate; what leaves it goes through the host.
+        """
+        inside, across = self._link_ns(inside_experts, across_experts, edge)
+        return (inside * self.profile.peer_slowdown_permille + across * self.profile.host_slowdown_permille) // 1000
+
+    def _link_ns(self, inside_experts: int, across_experts: int, edge: str) -> tuple[int, int]:
+        """Nanoseconds of an edge's experts over the links inside nodes, and across them."""
         size = self.edge_bytes(edge)
         is_weights = size == self.model.expert_bytes
         staged = self.profile.weight_bytes_per_s if is_weights else self.profile.gradient_bytes_per_s
         # The link and the way through the staging buffer follow each other in pieces: the slower one counts.
         inside = inside_experts * size * 10**9 // min(self.profile.peer_bytes_per_s, staged)
-        across = (
-            across_experts * size * 10**9 * 1000 // (self.cluster.network_bytes_per_s * self.profile.across_permille)
-        )
-        fixed = self.profile.peer_fixed_ns if inside_experts or across_experts else 0
-        return max(inside, across) + fixed
+        network = self.cluster.network_bytes_per_s * self.profile.across_permille
+        return inside, across_experts * size * 10**9 * 1000 // network
 
     def edge_bytes(self, edge: str) -> int:
         """Bytes one displaced expert moves at an edge: weights out; gradients home, or weights where none were made."""

@@ -15,7 +15,7 @@ import numpy as np
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Bytes, Objective, Plan, ReplicaTable, Seconds
 from equipoise.cost import CostModel
-from equipoise.cost.edges import Turn, exposed_edges
+from equipoise.cost.edges import Edges, Turn, exposed_edges
 from equipoise.cost.kernels import (
     ACROSS,
     COMPUTE,
@@ -69,8 +69,8 @@ class Draft:
     """[M, L, COLUMNS] price lines."""
     closed_MLC: np.ndarray
     static_MLC: np.ndarray
-    edge_ns_2L: np.ndarray
-    """[2, L] nanoseconds of publish and collect beyond those of displaced experts; all there is where copies stay."""
+    edges: Edges
+    """What is published and collected beyond displaced experts; all there is where copies stay."""
     charges: Seconds = field(default_factory=Seconds)
     """Seconds a policy pays beyond the price lines and edges."""
     moved: Bytes = field(default_factory=Bytes)
@@ -80,11 +80,6 @@ class Draft:
     persistent: bool = False
     cross_node: bool = False
     executable: bool = True
-
-
-def no_edges(task: Task) -> np.ndarray:
-    """[2, L] nothing moves but displaced experts."""
-    return np.zeros((2, task.model.layers), dtype=np.int64)
 
 
 class Links(NamedTuple):
@@ -137,16 +132,22 @@ def home_links(home_LE: np.ndarray, cluster: Cluster) -> Links:
     return edge_links(home_LE[:, :, None] == np.arange(cluster.ep), cluster)
 
 
-def edge_ns_L(cost: CostModel, links: Links, edge: str) -> np.ndarray:
-    """[L] nanoseconds of one edge of each layer, by its busiest link."""
-    pairs = zip(links.inside_L.tolist(), links.across_L.tolist(), strict=True)
-    return np.array([cost.edge_ns(inside_experts=near, across_experts=far, edge=edge) for near, far in pairs])
+def price_edges(cost: CostModel, publish: Links, collect: Links) -> Edges:
+    """Price both edges of each layer, by its busiest link."""
+    ns, slow = [], []
+    for edge, links in (("publish", publish), ("collect", collect)):
+        pairs = zip(links.inside_L.tolist(), links.across_L.tolist(), strict=True)
+        given = [{"inside_experts": near, "across_experts": far, "edge": edge} for near, far in pairs]
+        ns.append([cost.edge_ns(**one) for one in given])
+        slow.append([cost.edge_slow_ns(**one) for one in given])
+    return Edges(np.array(ns), np.array(slow))
 
 
 def build_plan(task: Task, draft: Draft) -> Plan:
     """Assemble and check the plan of one window."""
     table = _replica_table(task, draft)
     needs_ML = np.diff(table.start_ML).reshape(draft.line_MLC.shape[:2]) > 0
+    edges = _edges(task, draft)
     return Plan(
         loads=task.loads,
         cluster=task.cluster,
@@ -162,7 +163,8 @@ def build_plan(task: Task, draft: Draft) -> Plan:
         seconds=seconds_of(task, draft),
         bytes=_bytes(task, draft),
         static_seconds=_line_seconds(draft.static_MLC, Seconds()).total,
-        edge_ns_2L=_edge_ns_2L(task, draft),
+        edge_ns_2L=edges.ns_2L,
+        edge_slow_2L=edges.slow_2L,
         itinerary=build_itinerary(task.loads.stage, needs_ML, task.options) if draft.executable else None,
         estimated_share=task.estimated_share,
         cross_node=draft.cross_node,
@@ -172,21 +174,20 @@ def build_plan(task: Task, draft: Draft) -> Plan:
 
 def seconds_of(task: Task, draft: Draft) -> Seconds:
     """Predicted seconds of a window, every charge included."""
-    edge_ns_2L = _edge_ns_2L(task, draft)
-    lines = _line_seconds(draft.line_MLC, draft.charges)
-    if not edge_ns_2L.any():
+    edges, lines = _edges(task, draft), _line_seconds(draft.line_MLC, draft.charges)
+    if not edges.ns_2L.any():
         return lines
-    slowdown = task.cost.profile.peer_slowdown_permille
-    exposed = exposed_edges(edge_ns_2L, _turns(task, draft), slowdown_permille=slowdown)
+    exposed = exposed_edges(edges, _turns(task, draft))
     return replace(lines, publish=exposed.publish * NS, collect=exposed.collect * NS)
 
 
-def _edge_ns_2L(task: Task, draft: Draft) -> np.ndarray:
-    """[2, L] nanoseconds of each layer's publish and collect."""
+def _edges(task: Task, draft: Draft) -> Edges:
+    """Each layer's publish and collect."""
     if draft.persistent:
-        return draft.edge_ns_2L
+        return draft.edges
     links = home_links(draft.home_LE, task.cluster)
-    return draft.edge_ns_2L + np.stack([edge_ns_L(task.cost, links, edge) for edge in ("publish", "collect")])
+    displaced = price_edges(task.cost, links, links)
+    return Edges(draft.edges.ns_2L + displaced.ns_2L, draft.edges.slow_2L + displaced.slow_2L)
 
 
 def _turns(task: Task, draft: Draft) -> list[Turn]:

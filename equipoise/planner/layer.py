@@ -68,7 +68,7 @@ class LayerProblem(NamedTuple):
     link_weight: int
     """Price of one more row on the busiest link across nodes, in the same."""
     cost_inside: int
-    """Price of displacing one expert inside its node, of what is never hidden, in 1/1024 rows of the busiest rank."""
+    """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
     cost_across: int
     layers: int
     """Layers of the window, behind which edges hide."""
@@ -80,8 +80,8 @@ class LayerProblem(NamedTuple):
     """Bringing one expert to the host store of another node when its layer is published, over one link."""
     hides_2: np.ndarray
     """[2] what another layer's mean visit hides of a publish, and of a collect, in nanoseconds."""
-    slowdown: int
-    """Thousandths by which an edge slows the compute beside it."""
+    edge_slow_22: np.ndarray
+    """[2, 2] how much longer publish and collect of one expert make the compute beside them, inside and across."""
 
 
 class LayerPlan(NamedTuple):
@@ -359,28 +359,29 @@ def edges_ns(home_E: np.ndarray, owner_E: np.ndarray, crossing: int, problem: La
     """
     node_R, ranks = problem.node_R, len(problem.node_R)
     away_E, across_E = home_E != owner_E, node_R[home_E] != node_R[owner_E]
-    busiest_2 = [
-        max(int(np.bincount(rank_E[chosen_E], minlength=ranks).max()) for rank_E in (owner_E, home_E))
-        for chosen_E in (away_E & ~across_E, across_E)
-    ]
+    chosen_2E = (away_E & ~across_E, across_E)
+    busiest_2 = np.array(
+        [
+            max(int(np.bincount(rank_E[chosen_E], minlength=ranks).max()) for rank_E in (owner_E, home_E))
+            for chosen_E in chosen_2E
+        ]
+    )
     fixed = problem.edge_fixed_ns
-    publish, collect = (
-        int((busiest_2 * each_2).max()) + (fixed if any(busiest_2) else 0) for each_2 in problem.edge_ns_22
-    )
-    publish += crossing * problem.crossing_ns + (fixed if crossing else 0)
-    return sum(
-        edge_price(ns, int(hides), problem) for ns, hides in zip((publish, collect), problem.hides_2, strict=True)
+    ns_2 = (busiest_2 * problem.edge_ns_22).max(axis=1) + (fixed if busiest_2.any() else 0)
+    ns_2[0] += crossing * problem.crossing_ns + (fixed if crossing else 0)
+    slow = int((busiest_2 * problem.edge_slow_22).sum()) + crossing * int(problem.edge_slow_22[0, 1])
+    return slow + sum(
+        edge_price(ns, hides, problem.layers) for ns, hides in zip(ns_2.tolist(), problem.hides_2.tolist(), strict=True)
     )
 
 
-def edge_price(ns: int, hides: int, problem: LayerProblem) -> int:
+def edge_price(ns: int, hides: int, layers: int) -> int:
     """What an edge of `ns` nanoseconds adds: all of it in one layer of all, which has nothing to hide it behind.
 
     That is the first layer's publish and the last one's collect. In others it is what another layer's visit does not
-    hide; and everywhere it slows the compute beside it.
+    hide. What it slows comes on top.
     """
-    exposed = ns + (problem.layers - 1) * max(0, ns - hides)
-    return exposed // problem.layers + ns * problem.slowdown // 1000
+    return (ns + (layers - 1) * max(0, ns - hides)) // layers
 
 
 def crossings(rep_expert_MRS: np.ndarray, home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:

@@ -18,18 +18,16 @@ import numpy as np
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
+from equipoise.cost.edges import Edges
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import visit_ns
-from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of, no_edges
+from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
 from equipoise.planner.estimate import complete
 from equipoise.planner.fast import plan_layer
 from equipoise.planner.layer import LayerPlan, LayerProblem, crossings
 from equipoise.planner.options import PlanOptions
 from equipoise.planner.policies import POLICIES, draft_baseline
 
-BUSIEST = 3
-"""How many times a mean link's experts the busiest one is taken to carry, while homes are searched for: of 1, 2, 3, 5
-the best over six cases of benchmarks/paper.py at EP32, where 1 makes windows up to 0.5 % longer."""
 LayerPlanner = Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 """From loads, starting homes, pairs, problem and prices of one layer to its plan."""
 
@@ -225,11 +223,12 @@ def _draft(
 
 def _crossing_charges(task: Task, crossing_L2R: np.ndarray) -> dict[str, Any]:
     """What it costs to bring experts to the host stores of other nodes: they follow each layer's displaced ones."""
-    edge_ns_2L, cost = no_edges(task), task.cost
+    cost, edges = task.cost, Edges.none(task.model.layers)
     for layer, most in enumerate(crossing_L2R.max(axis=(1, 2)).tolist()):
-        edge_ns_2L[0, layer] = cost.edge_ns(inside_experts=0, across_experts=most, edge="publish")
+        edges.ns_2L[0, layer] = cost.edge_ns(inside_experts=0, across_experts=most, edge="publish")
+        edges.slow_2L[0, layer] = cost.edge_slow_ns(inside_experts=0, across_experts=most, edge="publish")
     moved = int(crossing_L2R[:, 0].sum()) * cost.edge_bytes("publish")
-    return {"edge_ns_2L": edge_ns_2L, "moved": Bytes(edge_across=moved)}
+    return {"edges": edges, "moved": Bytes(edge_across=moved)}
 
 
 def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerProblem:
@@ -240,17 +239,19 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
     domains = [node_R]
     if task.options.cross_node and task.loads.stage == "recompute":
         domains.append(np.zeros_like(node_R))
-    fixed_ns, slowdown = cost.profile.peer_fixed_ns, cost.profile.peer_slowdown_permille
-    edge_ns_22 = np.array(
-        [
-            [cost.edge_ns(inside_experts=1 - far, across_experts=far, edge=edge) - fixed_ns for far in (0, 1)]
-            for edge in ("publish", "collect")
-        ]
+    fixed_ns, one = cost.profile.peer_fixed_ns, [{"inside_experts": 1 - far, "across_experts": far} for far in (0, 1)]
+    edge_ns_22, edge_slow_22 = (
+        np.array([[price(**each, edge=edge) for each in one] for edge in ("publish", "collect")])
+        for price in (cost.edge_ns, cost.edge_slow_ns)
     )
+    edge_ns_22 -= fixed_ns
     row = _row_prices(task)
-    # What is never hidden, whatever the homes: only that can be charged expert by expert.
-    bare_2 = edge_ns_22.sum(axis=0) * (1000 + task.model.layers * slowdown) // task.model.layers
-    cost_2 = (BUSIEST * bare_2 * 1024 // (row.slope_ps * task.cluster.ep)).tolist()
+    hides_2, layers = _hides(task), task.model.layers
+    # An expert's price while homes are searched for: its part of what would be late if a rank's were all displaced.
+    homes = task.cluster.home_slots(task.model)
+    late_22 = np.maximum(0, homes * edge_ns_22 - hides_2[:, None]) // homes
+    each_2 = ((edge_ns_22 + (layers - 1) * late_22) // layers + edge_slow_22).sum(axis=0)
+    cost_2 = (each_2 * 1000 * 1024 // (row.slope_ps * task.cluster.ep)).tolist()
     patience = _patience(task.model.experts, by_skew) * task.options.effort
     return LayerProblem(
         node_R=node_R,
@@ -268,12 +269,12 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         link_weight=1024 * row.crossing_ps // row.slope_ps,
         cost_inside=0 if by_skew else cost_2[0],
         cost_across=0 if by_skew else cost_2[1],
-        layers=task.model.layers,
+        layers=layers,
         edge_ns_22=edge_ns_22,
         edge_fixed_ns=fixed_ns,
         crossing_ns=int(edge_ns_22[0, 1]),
-        hides_2=_hides(task),
-        slowdown=slowdown,
+        hides_2=hides_2,
+        edge_slow_22=edge_slow_22,
     )
 
 

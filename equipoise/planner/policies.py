@@ -25,9 +25,10 @@ import numpy as np
 
 from equipoise.core import LoadMatrix
 from equipoise.core.plan import Seconds
+from equipoise.cost.edges import Edges
 from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, PULL, RETURN
 from equipoise.cost.model import interpolate
-from equipoise.planner.assemble import NS, Draft, Task, no_edges
+from equipoise.planner.assemble import NS, Draft, Task
 from equipoise.planner.eplb import draft_eplb
 from equipoise.planner.fast import plan_layer
 from equipoise.planner.layer import LayerPlan
@@ -72,7 +73,7 @@ def draft_static(task: Task) -> Draft:
         line_MLC=line_MLC,
         closed_MLC=line_MLC,
         static_MLC=line_MLC,
-        edge_ns_2L=no_edges(task),
+        edges=Edges.none(task.model.layers),
         executable=False,
     )
 
@@ -90,7 +91,7 @@ def draft_reactive(task: Task, *, plan_ns: int, push_ns: int) -> Draft:
         line_MLC=np.stack([p.line_MC for p in made], axis=1),
         closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
         static_MLC=np.stack([p.static_MC for p in made], axis=1),
-        edge_ns_2L=no_edges(task),
+        edges=Edges.none(task.model.layers),
         charges=Seconds(planning=entries * plan_ns * NS),
         executable=False,
     )
@@ -136,7 +137,7 @@ def draft_balanced(task: Task) -> Draft:
         line_MLC=_price_uniform(task),
         closed_MLC=static_MLC,
         static_MLC=static_MLC,
-        edge_ns_2L=no_edges(task),
+        edges=Edges.none(task.model.layers),
         slots=task.model.experts,
         persistent=True,
         cross_node=True,

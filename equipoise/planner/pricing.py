@@ -21,9 +21,10 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.core.plan import Bytes, Seconds
+from equipoise.cost.edges import Edges
 from equipoise.cost.kernels import COLUMNS, kept_rows, price
 from equipoise.cost.model import Tables
-from equipoise.planner.assemble import Draft, Links, Task, edge_links, edge_ns_L
+from equipoise.planner.assemble import Draft, Links, Task, edge_links, price_edges
 
 
 def owner_homes(task: Task) -> np.ndarray:
@@ -122,7 +123,7 @@ def persistent_draft(
         line_MLC=line_MLC,
         closed_MLC=price_homes(task, home_LE),
         static_MLC=price_homes(task, owner_homes(task)),
-        edge_ns_2L=copy_edges(task, holds_LER),
+        edges=copy_edges(task, holds_LER),
         charges=Seconds(planning=planning_s),
         moved=copy_bytes(task, holds_LER),
         persistent=True,
@@ -164,14 +165,13 @@ def count_before(value_LX: np.ndarray) -> np.ndarray:
     return count
 
 
-def copy_edges(task: Task, holds_LER: np.ndarray) -> np.ndarray:
-    """[2, L] nanoseconds of publishing and collecting copies that stay, and of adding up what is collected."""
+def copy_edges(task: Task, holds_LER: np.ndarray) -> Edges:
+    """Publishing and collecting copies that stay, and adding up what is collected."""
     cost = task.cost
-    edges = zip(("publish", "collect"), _edges(task, holds_LER), strict=True)
-    edge_ns_2L = np.stack([edge_ns_L(cost, links, edge) for edge, links in edges])
+    edges = price_edges(cost, *_edges(task, holds_LER))
     if task.loads.stage == "update":
-        edge_ns_2L[1] += cost.add_ns(cost.edge_bytes("collect")) * _most_added(holds_LER)
-    return edge_ns_2L
+        edges.ns_2L[1] += cost.add_ns(cost.edge_bytes("collect")) * _most_added(holds_LER)
+    return edges
 
 
 def _most_added(holds_LER: np.ndarray) -> np.ndarray:

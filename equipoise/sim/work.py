@@ -73,6 +73,8 @@ class Work(Value):
     tables: Tables
     edge_ns_2L: np.ndarray
     """[2, L] publish and collect of each layer."""
+    edge_slow_2L: np.ndarray
+    """[2, L] what they add to the compute beside them."""
     repeats_forward: bool
     """Whether backward repeats the forward pass."""
     rows_MLR: np.ndarray
@@ -83,12 +85,6 @@ class Work(Value):
         """Micro-steps, layers, ranks."""
         micro_steps, layers, ranks = self.forward_MLR.shape
         return micro_steps, layers, ranks
-
-    @property
-    def edge_slow_2L(self) -> np.ndarray:
-        """[2, L] what publish and collect add to the compute beside them, at the share of a pull from a peer."""
-        slow_2L: np.ndarray = self.edge_ns_2L * self.slowdown_2[0] // 1000
-        return slow_2L
 
     @property
     def has_backward(self) -> bool:
@@ -139,6 +135,7 @@ def work_of(
         slowdown_2=np.array([cost.profile.peer_slowdown_permille, cost.profile.host_slowdown_permille]),
         tables=tables,
         edge_ns_2L=plan.edge_ns_2L,
+        edge_slow_2L=plan.edge_slow_2L,
         repeats_forward=activations == "recomputed" and plan.loads.stage == "update",
         rows_MLR=settled.rows_MLR,
     )
@@ -158,9 +155,9 @@ def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
         path_P2=transfers.path_P2[is_kept_P],
         has_pulls=transfers.has_pulls,
     )
-    has_edges_2 = np.array([micro_steps.start == 0, micro_steps.stop == work.shape[0]])
-    edge_ns_2L = work.edge_ns_2L[:, layers] * has_edges_2[:, None]
-    return replace(work, **arrays, send_M=work.send_M[micro_steps], transfers=chosen, edge_ns_2L=edge_ns_2L)
+    has_edges_21 = np.array([[micro_steps.start == 0], [micro_steps.stop == work.shape[0]]])
+    edges = {f.name: getattr(work, f.name)[:, layers] * has_edges_21 for f in fields(work) if f.name.endswith("_2L")}
+    return replace(work, **arrays, **edges, send_M=work.send_M[micro_steps], transfers=chosen)
 
 
 def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> _Settled:

@@ -153,17 +153,18 @@ def test_a_replica_table_that_contradicts_itself_is_refused(changed):
         plan_of(replica_table=ReplicaTable(**{**right, "path_P2": np.zeros((1, 2), dtype=np.int64), **changed}))
 
 
-def test_edges_have_a_publish_and_a_collect_per_layer_and_take_no_less_than_nothing():
-    assert plan_of().edge_ns_2L.tolist() == [[0, 0], [0, 0]]
-    assert plan_of(edge_ns_2L=[[1, 2], [3, 4]]).edge_ns_2L.tolist() == [[1, 2], [3, 4]]
+@pytest.mark.parametrize("name", ["edge_ns_2L", "edge_slow_2L"])
+def test_edges_have_a_publish_and_a_collect_per_layer_and_take_no_less_than_nothing(name):
+    assert getattr(plan_of(), name).tolist() == [[0, 0], [0, 0]]
+    assert getattr(plan_of(**{name: [[1, 2], [3, 4]]}), name).tolist() == [[1, 2], [3, 4]]
     for wrong, words in (
         (np.zeros((2, 3), dtype=np.int64), r"shape \(2, 3\), expected \(2, 2\)"),
         (np.zeros(2, dtype=np.int64), "2 axes"),
         (np.array([[0, 0], [0, -1]]), "holds -1"),
         (np.zeros((2, 2)), "must hold integers"),
     ):
-        with pytest.raises(InfeasiblePlanError, match=f"edge_ns_2L.*{words}"):
-            plan_of(edge_ns_2L=wrong)
+        with pytest.raises(InfeasiblePlanError, match=f"{name}.*{words}"):
+            plan_of(**{name: wrong})
 
 
 def test_totals_are_the_sums_of_their_parts():
@@ -181,10 +182,11 @@ def test_plans_are_equal_by_content_and_their_digest_follows_every_decision():
         plan_of(home_slot_LE=1 - parts()["home_slot_LE"]),
         plan_of(ns_ML=np.full((2, 2), 91)),
         plan_of(edge_ns_2L=np.array([[0, 1], [0, 0]])),
+        plan_of(edge_slow_2L=np.array([[0, 1], [0, 0]])),
         plan_of(itinerary=itinerary_of(*np.ndindex(2, 2, 2))),
     ]
     assert all(other != plan_of() for other in others)
-    assert len({plan_of().digest(), *(other.digest() for other in others[:3])}) == 4
+    assert len({plan_of().digest(), *(other.digest() for other in others[:5])}) == 6
 
 
 def test_arrays_of_a_plan_cannot_be_written():

@@ -28,7 +28,7 @@ PLANS = {
     "itinerary": plan_of(itinerary=itinerary_of(*VISITS, depth=3)),
     "every optional part": plan_of(loads=FULL, estimated_share=0.25, objective="skew"),
     "no replica": plan_of(replica_table=table_of(), slots=0),
-    "edges": plan_of(edge_ns_2L=np.array([[5, 0], [10**12, 7]])),
+    "edges": plan_of(edge_ns_2L=np.array([[5, 0], [10**12, 7]]), edge_slow_2L=np.array([[1, 0], [9, 2]])),
     "persistent, across nodes": plan_of(persistent=True, cross_node=True, policy="eplb-oracle"),
 }
 
@@ -140,7 +140,8 @@ def test_any_array_replaced_by_something_else_is_refused_or_a_plan(tmp_path_fact
 
 
 @pytest.mark.parametrize(
-    "name", ["home_LE", "ns_ML", "edge_ns_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"]
+    "name",
+    ["home_LE", "ns_ML", "edge_ns_2L", "edge_slow_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"],
 )
 def test_a_missing_array_is_named(name, tmp_path):
     arrays = arrays_of("itinerary")

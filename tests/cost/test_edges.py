@@ -4,13 +4,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.cost.edges import Exposed, Turn, exposed_edges
+from equipoise.cost.edges import Edges, Exposed, Turn, exposed_edges
 
 some = settings(max_examples=100, deadline=None)
 
 
-def exposed(publish, collect, turns, slowdown=0):
-    return exposed_edges(np.array([publish, collect]), [Turn(*turn) for turn in turns], slowdown_permille=slowdown)
+def exposed(publish, collect, turns, slow=0):
+    ns_2L = np.array([publish, collect])
+    return exposed_edges(Edges(ns_2L, ns_2L * slow // 1000), [Turn(*turn) for turn in turns])
+
+
+def slowing(publish, collect, layers, permille):
+    """Edges of some layers that slow the compute beside them by a share of their time."""
+    ns_2L = np.array([publish, collect])[:, :layers]
+    return Edges(ns_2L, ns_2L * permille // 1000)
 
 
 UPDATE = [(0, 10, 20), (1, 10, 20), (2, 10, 20), (2, 0, 40), (1, 0, 40), (0, 0, 40)]
@@ -18,7 +25,7 @@ UPDATE = [(0, 10, 20), (1, 10, 20), (2, 10, 20), (2, 0, 40), (1, 0, 40), (0, 0, 
 
 
 def test_nothing_moved_costs_nothing():
-    assert exposed([0, 0, 0], [0, 0, 0], UPDATE, slowdown=225) == Exposed(0, 0)
+    assert exposed([0, 0, 0], [0, 0, 0], UPDATE, slow=225) == Exposed(0, 0)
 
 
 def test_a_delay_shifts_all_later_layers_and_counts_once():
@@ -42,7 +49,7 @@ def test_recompute_collects_its_first_layer_first_and_after_all_is_published():
 
 
 def test_what_is_beside_a_transfer_is_slowed_by_its_share():
-    assert exposed([0, 10, 0], [0, 0, 10], UPDATE, slowdown=200) == Exposed(2, 2)
+    assert exposed([0, 10, 0], [0, 0, 10], UPDATE, slow=200) == Exposed(2, 2)
 
 
 turns = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=5)
@@ -57,28 +64,29 @@ def window(pairs, micro_steps):
 @given(turns, edges, edges, st.integers(1, 3), st.integers(0, 400))
 @some
 def test_nothing_is_free_and_nothing_costs_more_than_itself_and_its_slowdown(pairs, publish, collect, steps, slowdown):
-    edge_ns_2L = np.array([publish, collect])[:, : len(pairs)]
-    found = exposed_edges(edge_ns_2L, window(pairs, steps), slowdown_permille=slowdown)
-    for ns, (moved_L, slow_L) in zip(found, zip(edge_ns_2L, edge_ns_2L * slowdown // 1000, strict=True), strict=True):
+    edges = slowing(publish, collect, len(pairs), slowdown)
+    found = exposed_edges(edges, window(pairs, steps))
+    for ns, moved_L, slow_L in zip(found, *edges, strict=True):
         assert slow_L.sum() <= ns <= moved_L.sum() + slow_L.sum()
 
 
 @given(turns, edges, edges, st.integers(2, 4))
 @some
 def test_turns_between_the_first_and_the_last_do_not_matter(pairs, publish, collect, steps):
-    edge_ns_2L = np.array([publish, collect])[:, : len(pairs)]
-    short, long = (exposed_edges(edge_ns_2L, window(pairs, n), slowdown_permille=225) for n in (1, steps))
+    edges = slowing(publish, collect, len(pairs), 225)
+    short, long = (exposed_edges(edges, window(pairs, n)) for n in (1, steps))
     assert short == long
 
 
 @given(turns, edges, edges, st.integers(0, 4), st.integers(1, 90))
 @some
 def test_more_to_move_never_costs_less_and_more_to_hide_behind_never_more(pairs, publish, collect, at, more):
-    edge_ns_2L, at = np.array([publish, collect])[:, : len(pairs)], at % len(pairs)
-    base = exposed_edges(edge_ns_2L, window(pairs, 1), slowdown_permille=100)
+    edges, at = slowing(publish, collect, len(pairs), 100), at % len(pairs)
+    base = exposed_edges(edges, window(pairs, 1))
     longer = [(a, b + more if i == at else b) for i, (a, b) in enumerate(pairs)]
-    assert sum(exposed_edges(edge_ns_2L, window(longer, 1), slowdown_permille=100)) <= sum(base)
+    assert sum(exposed_edges(edges, window(longer, 1))) <= sum(base)
     for edge in (0, 1):
-        fuller = edge_ns_2L.copy()
-        fuller[edge, at] += more
-        assert sum(exposed_edges(fuller, window(pairs, 1), slowdown_permille=100)) >= sum(base)
+        for field in edges._fields:
+            fuller = getattr(edges, field).copy()
+            fuller[edge, at] += more
+            assert sum(exposed_edges(edges._replace(**{field: fuller}), window(pairs, 1))) >= sum(base)

@@ -134,6 +134,20 @@ def test_an_edge_goes_at_the_slower_of_link_and_staging():
     assert cost.edge_ns(inside_experts=1, across_experts=0, edge="collect") == 2 * MODEL.expert_params + fixed
 
 
+def test_an_edge_slows_compute_as_a_peer_does_inside_a_node_and_as_the_host_does_beyond():
+    profile, fixed = UPDATE.profile, UPDATE.profile.peer_fixed_ns
+    for edge in ("publish", "collect"):
+        near, far = (
+            UPDATE.edge_ns(inside_experts=2 * (1 - n), across_experts=2 * n, edge=edge) - fixed for n in (0, 1)
+        )
+        slow = [UPDATE.edge_slow_ns(inside_experts=n, across_experts=m, edge=edge) for n, m in ((2, 0), (0, 2), (2, 2))]
+        assert slow[:2] == [
+            near * profile.peer_slowdown_permille // 1000,
+            far * profile.host_slowdown_permille // 1000,
+        ]
+        assert abs(slow[2] - sum(slow[:2])) <= 1, "both links have their own experts"
+
+
 def test_gradients_come_home_in_fp32_and_weights_where_there_are_none():
     assert UPDATE.edge_bytes("publish") == MODEL.expert_bytes == 2 * MODEL.expert_params
     assert UPDATE.edge_bytes("collect") == 4 * MODEL.expert_params

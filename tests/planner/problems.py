@@ -106,7 +106,7 @@ def layers(draw):
         edge_fixed_ns=draw(st.sampled_from([0, 3000])),
         crossing_ns=draw(st.sampled_from([0, 3000, 1_000_000])),
         hides_2=np.array([draw(st.sampled_from([0, 2000, 300_000])) for _ in "pc"]),
-        slowdown=draw(st.sampled_from([0, 150])),
+        edge_slow_22=np.array([[draw(st.sampled_from([0, 500, 20_000])) for _ in "ia"] for _ in "pc"]),
     )
     load_MRE = draw(loads(draw(st.sampled_from([1, 2, 3, 7])), ranks, experts))
     stage = draw(st.sampled_from(["recompute", "update"]))

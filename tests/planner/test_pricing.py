@@ -40,7 +40,7 @@ def test_links_count_copies_away_from_their_owner_inside_and_across_layer_by_lay
 
 def test_copies_on_their_owners_cost_nothing():
     task = task_of(skewed_loads(0, layers=1))
-    assert not copy_edges(task, copies()).any() and copy_bytes(task, copies()) == Bytes()
+    assert not any(ns.any() for ns in copy_edges(task, copies())) and copy_bytes(task, copies()) == Bytes()
 
 
 def test_an_update_collects_and_adds_every_copys_gradient():
@@ -50,18 +50,21 @@ def test_an_update_collects_and_adds_every_copys_gradient():
         task.cost.edge_ns(inside_experts=2, across_experts=0, edge=edge) for edge in ("publish", "collect")
     )
     add_ns = task.cost.add_ns(task.cost.edge_bytes("collect"))
-    assert copy_edges(task, holds).tolist() == [[publish_ns], [collect_ns + 2 * add_ns]]
+    slow_ns = [task.cost.edge_slow_ns(inside_experts=2, across_experts=0, edge=edge) for edge in ("publish", "collect")]
+    edges = copy_edges(task, holds)
+    assert edges.ns_2L.tolist() == [[publish_ns], [collect_ns + 2 * add_ns]]
+    assert edges.slow_2L.tolist() == [[slow_ns[0]], [slow_ns[1]]] and min(slow_ns) > 0
     both_edges = task.cost.edge_bytes("publish") + task.cost.edge_bytes("collect")
     assert copy_bytes(task, holds) == Bytes(edge_inside=2 * both_edges)
 
 
 def test_recompute_brings_back_only_experts_that_left_their_owner():
     task = task_of(skewed_loads(0, layers=1, stage="recompute"))
-    assert copy_edges(task, copies((0, 1)))[1] == 0
+    assert copy_edges(task, copies((0, 1))).ns_2L[1] == 0
     moved = copies((0, 1), (0, 2))
     moved[0, 0, 0] = False
     back_ns = task.cost.edge_ns(inside_experts=1, across_experts=0, edge="collect")
-    assert copy_edges(task, moved)[1] == back_ns
+    assert copy_edges(task, moved).ns_2L[1] == back_ns
 
 
 def test_slots_are_handed_out_in_order():

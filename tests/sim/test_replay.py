@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.cost.edges import Turn, exposed_edges
+from equipoise.cost.edges import Edges, Turn, exposed_edges
 from equipoise.sim.events import play
 from equipoise.sim.replay import ATTENTION, COLLECT, COMPUTE, PLANNING, PUBLISH, PULL, RETURN, replay
 from tests.sim.works import random_transfers, random_work
@@ -144,11 +144,11 @@ def test_a_pull_slows_the_compute_beside_it_by_its_share():
     assert slowed.part_QC[0, PULL] == (tables.peer_ns + tables.peer_fixed_ns) * 200 // 1000
 
 
-@given(st.integers(0, 10**6), shapes, st.sampled_from([0, 225, 1500]))
+@given(st.integers(0, 10**6), shapes, st.sampled_from([0, 1, 5]))
 @some
-def test_exposed_edges_are_those_of_the_price_list_where_nothing_else_delays(seed, shape, slowdown):
+def test_exposed_edges_are_those_of_the_price_list_where_nothing_else_delays(seed, shape, times):
     (work,) = works_of(seed, 1, {**shape, "replicas": 0})
-    work = replace(work, slowdown_2=np.array([slowdown, 0]))
+    work = replace(work, edge_slow_2L=times * work.edge_slow_2L)
     done, layers = replay([work]), range(work.shape[1])
     turns = []
     for m in range(work.shape[0]):
@@ -157,19 +157,20 @@ def test_exposed_edges_are_those_of_the_price_list_where_nothing_else_delays(see
         if work.has_backward:
             back_L = (work.backward_MLR[m].max(axis=1) + work.attention_backward_MLR[m].max(axis=1)).tolist()
             turns += [Turn(layer, 0, back_L[layer]) for layer in reversed(layers)]
-    exposed = exposed_edges(work.edge_ns_2L, turns, slowdown_permille=slowdown)
+    edges = Edges(work.edge_ns_2L, work.edge_slow_2L)
+    exposed = exposed_edges(edges, turns)
     assert (done.part_QC[0, PUBLISH], done.part_QC[0, COLLECT]) == exposed
     # A window's first and last pass are enough.
     passes = [turns[i : i + len(layers)] for i in range(0, len(turns), len(layers))]
     ends = passes[0] + (passes[-1] if len(passes) > 1 else [])
-    assert exposed_edges(work.edge_ns_2L, ends, slowdown_permille=slowdown) == exposed
+    assert exposed_edges(edges, ends) == exposed
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), shapes)
 @some
 def test_edges_make_a_window_no_shorter_and_longer_by_what_they_take_at_most(seed, stages, shape):
     works = works_of(seed, stages, {**shape, "replicas": 0})
-    bare = [replace(work, edge_ns_2L=work.edge_ns_2L * 0) for work in works]
+    bare = [replace(work, edge_ns_2L=0 * work.edge_ns_2L, edge_slow_2L=0 * work.edge_slow_2L) for work in works]
     total, least = replay(works).total, replay(bare).total
     assert least <= total <= least + sum(int(work.edge_ns_2L.sum() + work.edge_slow_2L.sum()) for work in works)
     parts_QC, bare_QC = replay(works).part_QC, replay(bare).part_QC
@@ -179,7 +180,7 @@ def test_edges_make_a_window_no_shorter_and_longer_by_what_they_take_at_most(see
 
 def test_a_later_pipeline_stage_publishes_while_it_waits_for_the_first():
     shape = {"micro_steps": 2, "layers": 1, "ranks": 2, "stage": "update", "most_ns": 100, "replicas": 0}
-    first, second = (replace(work, slowdown_2=np.zeros(2, dtype=np.int64)) for work in works_of(1, 2, shape))
+    first, second = (replace(work, edge_slow_2L=0 * work.edge_slow_2L) for work in works_of(1, 2, shape))
     first = replace(first, attention_MLR=first.attention_MLR + 5000, edge_ns_2L=np.zeros((2, 1), dtype=np.int64))
     second = replace(second, edge_ns_2L=np.array([[5000], [0]]))
     assert replay([first, second]).part_QC[:, PUBLISH].tolist() == [0, 0]
@@ -197,6 +198,7 @@ def test_a_pull_waits_until_its_layer_is_published():
     )
     shape = {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
     work = random_work(rng, **shape, edge_ns_2L=np.array([[10**6], [0]]), slowdown_2=np.zeros(2, dtype=np.int64))
+    work = replace(work, edge_slow_2L=np.zeros((2, 1), dtype=np.int64))
     pull_ns = work.tables.peer_ns + work.tables.peer_fixed_ns
     done = replay([work])
     assert done.part_QC[0, PUBLISH] == 10**6 - work.attention_MLR.max()
@@ -240,6 +242,7 @@ def test_two_equal_stages_have_the_bubble_of_one_forward_one_backward():
         exchange_ML=zero[..., 0],
         send_M=zero[:, 0, 0],
         edge_ns_2L=np.zeros((2, 1), dtype=np.int64),
+        edge_slow_2L=np.zeros((2, 1), dtype=np.int64),
     )
     assert replay([work] * stages).total == (micro_steps + stages - 1) * (forward + backward)
 

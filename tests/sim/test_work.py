@@ -51,17 +51,19 @@ def test_a_cut_of_everything_is_the_work_itself():
 
 def test_a_cut_is_published_and_collected_where_the_window_is():
     edge_ns_2L = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
-    work = random_work(np.random.default_rng(1), micro_steps=3, layers=4, edge_ns_2L=edge_ns_2L)
+    given = {"edge_ns_2L": edge_ns_2L, "edge_slow_2L": 10 * edge_ns_2L}
+    work = random_work(np.random.default_rng(1), micro_steps=3, layers=4, **given)
     cuts = {(0, 2): [[1, 2], [0, 0]], (1, 2): [[0, 0], [0, 0]], (1, 3): [[0, 0], [5, 6]], (0, 3): [[1, 2], [5, 6]]}
     for micro_steps, wanted in cuts.items():
-        assert cut(work, micro_steps=slice(*micro_steps), layers=slice(0, 2)).edge_ns_2L.tolist() == wanted
+        part = cut(work, micro_steps=slice(*micro_steps), layers=slice(0, 2))
+        assert part.edge_ns_2L.tolist() == wanted and (part.edge_slow_2L == 10 * part.edge_ns_2L).all()
 
 
-def test_edges_are_the_plans_own_and_slow_by_the_share_of_a_peer():
+def test_edges_are_the_plans_own():
     made = plan(skewed_loads(6, tokens=65_536), cluster=cluster_of(), model=MODEL, policy="eplb-oracle")
     work = work_of(made)
     assert work.edge_ns_2L.all() and np.array_equal(work.edge_ns_2L, made.edge_ns_2L)
-    assert np.array_equal(work.edge_slow_2L, made.edge_ns_2L * work.slowdown_2[0] // 1000)
+    assert work.edge_slow_2L.all() and np.array_equal(work.edge_slow_2L, made.edge_slow_2L)
 
 
 def test_a_cut_keeps_the_transfers_of_its_entries():

@@ -41,6 +41,7 @@ def random_work(
         "slowdown_2": np.array([200, 10]),
         "tables": tables,
         "edge_ns_2L": rng.integers(0, most_ns, (2, layers)) * rng.choice([0, 1, 1, 4], (2, layers)),
+        "edge_slow_2L": rng.integers(0, most_ns // 3, (2, layers)) * rng.choice([0, 1], (2, layers)),
         "repeats_forward": False,
         "rows_MLR": np.ones(shape, dtype=np.int64),
     }
