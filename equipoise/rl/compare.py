@@ -9,9 +9,9 @@ one sampled token that differs would fork them, and the comparison would be of t
 mode makes its own rollouts, and what is shown is no proof.
 
 Verdict, per pair of modes:
-1. Loss of every step within `LOSS` of each other, relative to the mean size of its terms: the terms of GRPO cancel, so
-   that a loss near 0 says nothing of its own rounding.
-2. Final weights within `WEIGHT` of their largest value.
+1. Loss of every step within `LIMITS` of each other, relative to the mean size of its terms: the terms of GRPO cancel,
+   so that a loss near 0 says nothing of its own rounding.
+2. Final weights within `LIMITS` of their largest value.
 3. `static` and `equipoise` without replicas: every loss has the same bits.
 
 Knows trainers and numbers. Does not know how a step is trained.
@@ -39,8 +39,9 @@ from equipoise.rl.model import build_model
 from equipoise.rl.run import warm_up_told
 from equipoise.rl.train import Experience, Trainer
 
-LOSS = 1e-5
-WEIGHT = 1e-5
+LIMITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
+"""How far two modes may be apart, by the weights' dtype; in bf16 by one step of its rounding, since modes that multiply
+in another order round otherwise from the first product on."""
 PLACED = "equipoise, no replicas"
 """The leg that `static` must equal bit for bit."""
 
@@ -73,6 +74,7 @@ class Pair:
     """Per step, the largest difference of a weight, relative to the largest weight."""
     is_bit_equal: bool
     """Whether every loss has the same bits."""
+    limit: float
     must_be_bit_equal: bool = False
 
     @property
@@ -80,7 +82,7 @@ class Pair:
         """Whether the two learnt the same."""
         if self.must_be_bit_equal and not self.is_bit_equal:
             return False
-        return max(self.loss_gap_S) <= LOSS and self.weight_gap_S[-1] <= WEIGHT
+        return max(self.loss_gap_S) <= self.limit and self.weight_gap_S[-1] <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +137,11 @@ class Comparison:
                     "norm_gap": list(pair.norm_gap_S),
                     "weight_gap": list(pair.weight_gap_S),
                     "is_bit_equal": pair.is_bit_equal,
+                    "limit": pair.limit,
                     "is_good": pair.is_good,
                 }
                 for pair in self.pairs
             ],
-            "limits": {"loss": LOSS, "weight": WEIGHT},
         }
 
 
@@ -170,15 +172,21 @@ def run_comparison(
         legs.append(_train_leg(trainer, settings, name=name, given=given, keep=rollouts))
     if planner is not None:
         planner.close()
-    return build_comparison(legs, is_free=config.compare_free) if layout.is_first else None
+    if not layout.is_first:
+        return None
+    return build_comparison(legs, is_free=config.compare_free, limit=LIMITS[config.model.dtype])
 
 
-def build_comparison(legs: Sequence[Leg], *, is_free: bool) -> Comparison:
-    """Compare every leg with the first; and placement alone with `static`, which must have the same bits."""
+def build_comparison(legs: Sequence[Leg], *, is_free: bool, limit: float) -> Comparison:
+    """Compare every leg with the first; and placement alone with `static`, which must have the same bits.
+
+    Args:
+        limit: how far losses and weights may be apart
+    """
     by_name = {leg.name: leg for leg in legs}
-    pairs = [pair_of(legs[0], leg) for leg in legs[1:]]
+    pairs = [pair_of(legs[0], leg, limit=limit) for leg in legs[1:]]
     if PLACED in by_name and "static" in by_name:
-        pairs.append(pair_of(by_name["static"], by_name[PLACED], must_be_bit_equal=True))
+        pairs.append(pair_of(by_name["static"], by_name[PLACED], limit=limit, must_be_bit_equal=True))
     moved = [leg for leg in legs if leg.name.startswith("equipoise")]
     trouble = []
     if moved and not any(leg.displaced + leg.replicas for leg in moved):
@@ -199,7 +207,7 @@ def build_comparison(legs: Sequence[Leg], *, is_free: bool) -> Comparison:
     return Comparison(legs=rows, pairs=pairs, is_free=is_free, trouble=tuple(trouble))
 
 
-def pair_of(first: Leg, second: Leg, *, must_be_bit_equal: bool = False) -> Pair:
+def pair_of(first: Leg, second: Leg, *, limit: float, must_be_bit_equal: bool = False) -> Pair:
     """Two legs side by side."""
     gaps = [
         max(abs(a - b) / max(size, 1e-12) for a, b, size in zip(x, y, s, strict=True))
@@ -213,6 +221,7 @@ def pair_of(first: Leg, second: Leg, *, must_be_bit_equal: bool = False) -> Pair
         norm_gap_S=tuple(norms),
         weight_gap_S=tuple(weights),
         is_bit_equal=first.losses == second.losses,
+        limit=limit,
         must_be_bit_equal=must_be_bit_equal,
     )
 
@@ -271,6 +280,6 @@ def _words(pair: Pair) -> str:
         bits = ", losses have the same bits (they must)" if pair.is_bit_equal else ", losses have OTHER BITS"
     return (
         f"{'good' if pair.is_good else 'BAD':>4}  {pair.names[0]} and {pair.names[1]}: loss within "
-        f"{max(pair.loss_gap_S):.1e} (limit {LOSS:g}), final weights within {pair.weight_gap_S[-1]:.1e} "
-        f"(limit {WEIGHT:g}){bits}"
+        f"{max(pair.loss_gap_S):.1e} (limit {pair.limit:.1g}), final weights within {pair.weight_gap_S[-1]:.1e} "
+        f"(limit {pair.limit:.1g}){bits}"
     )

@@ -43,7 +43,7 @@ def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_p
 
 @pytest.mark.parametrize(("loss", "code"), [(0.5, 0), (0.6, 1)], ids=["they agree", "they differ"])
 def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch, loss, code):
-    comparison = build_comparison([leg("off"), leg("equipoise", loss=loss)], is_free=False)
+    comparison = build_comparison([leg("off"), leg("equipoise", loss=loss)], is_free=False, limit=1e-5)
     monkeypatch.setattr("equipoise.rl.launch.launch", lambda *arguments, show: comparison)
     shown = equipoise("train", "--compare", "off,equipoise", "--ranks", 2)
     assert shown.code == code

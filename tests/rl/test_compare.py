@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equipoise.core import TrainingError
-from equipoise.rl.compare import PLACED, Leg, build_comparison, parse_modes
+from equipoise.rl.compare import LIMITS, PLACED, Leg, build_comparison, parse_modes
 from tests.rl import work
 
 ALL = ("off", "static", "equipoise")
@@ -72,23 +72,30 @@ def leg(name, *, loss=0.5, weight=1.0, moved=1):
     ids=["the same", "loss within", "loss beyond", "weight within", "weight beyond", "loss lost"],
 )
 def test_a_mode_that_learns_something_else_is_found(change, is_good):
-    comparison = build_comparison([leg("off"), leg("equipoise", **change)], is_free=False)
+    comparison = build_comparison([leg("off"), leg("equipoise", **change)], is_free=False, limit=1e-5)
     assert comparison.is_good == is_good
     assert comparison.lines()[-1] == ("training is unchanged" if is_good else "TRAINING DIFFERS")
 
 
+@pytest.mark.parametrize(("gap", "is_good"), [(2e-3, True), (6e-3, False)])
+def test_weights_in_bf16_may_be_one_step_of_its_rounding_apart(gap, is_good):
+    for change in ({"loss": 0.5 + gap}, {"weight": 1 + gap}):
+        comparison = build_comparison([leg("off"), leg("equipoise", **change)], is_free=False, limit=LIMITS["bfloat16"])
+        assert comparison.is_good == is_good
+
+
 def test_placement_must_have_the_bits_of_static():
     legs = [leg("off"), leg("static"), leg("equipoise"), leg(PLACED, loss=0.5 + 1e-7)]
-    comparison = build_comparison(legs, is_free=False)
+    comparison = build_comparison(legs, is_free=False, limit=1e-5)
     assert not comparison.is_good
     assert any("OTHER BITS" in line for line in comparison.lines())
 
 
 def test_a_comparison_in_which_nothing_moved_or_was_learnt_proves_nothing():
-    still = build_comparison([leg("off"), leg("equipoise", moved=0)], is_free=False)
+    still = build_comparison([leg("off"), leg("equipoise", moved=0)], is_free=False, limit=1e-5)
     assert not still.is_good and any("nothing was displaced" in line for line in still.lines())
     idle = [replace(one, sizes=((0.0, 0.0),), losses=((0.0, 0.0),)) for one in (leg("off"), leg("equipoise"))]
-    comparison = build_comparison(idle, is_free=False)
+    comparison = build_comparison(idle, is_free=False, limit=1e-5)
     assert not comparison.is_good and any("no sample earned more" in line for line in comparison.lines())
     assert still.verdict == comparison.verdict == comparison.lines()[-1] == "NOTHING IS PROVED"
 
