@@ -10,7 +10,8 @@ Steps of `split_rows`, for each expert:
 2. Rows left over go to holders of the same node, in proportion to what they have left: so no holder takes all rows
    from near and another all from afar.
 3. What is left goes to whatever quota is left.
-Then, expert by expert where several holders share one node:
+Then, if some rank receives more rows from other nodes than any rank sends there, expert by expert where several holders
+share one node:
 4. The rows that come from other nodes are dealt anew, each to the holder whose rank receives least from afar so far:
    what crosses is the slowest link, and a rank that had more of it than others would make all wait. The holders' own
    ranks' rows come next, then the rest of the node's.
@@ -65,7 +66,10 @@ def split_local_first(load_R: np.ndarray, quota_R: np.ndarray, *, node_R: np.nda
 def _even_out(split_RER: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray) -> None:
     """Step 4, in place, in the order of experts."""
     is_far_RR = node_R[:, None] != node_R[None, :]
-    received_R = (split_RER.sum(axis=1) * is_far_RR).sum(axis=0)
+    far_RR = split_RER.sum(axis=1) * is_far_RR
+    received_R = far_RR.sum(axis=0)
+    if received_R.max() <= far_RR.sum(axis=1).max():
+        return
     for expert in np.flatnonzero((quota_ER > 0).sum(axis=1) > 1).tolist():
         quota_R, load_R = quota_ER[expert], split_RER[:, expert].sum(axis=1)
         holders = np.flatnonzero(quota_R)

@@ -23,18 +23,18 @@ def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, 
         for e in range(experts):
             _in_proportion(rows_RR, load_RE[:, e], quota_ER[e].copy())
         return rows_RR
-    nodes, received_R = nodes_of(node_R), np.zeros(ranks, dtype=np.int64)
+    nodes = nodes_of(node_R)
     for e in range(experts):
-        local_RR = np.zeros_like(rows_RR)
-        _local_first(local_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
-        received_R += _from_afar(local_RR, node_R)
-        if _common_node(quota_ER[e], node_R) < 0:
-            rows_RR += local_RR
+        _local_first(rows_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
+    received_R = _from_afar(rows_RR, node_R)
+    if received_R.max() <= _from_afar(rows_RR.T, node_R).max():
+        return rows_RR
     for e in range(experts):
         node = _common_node(quota_ER[e], node_R)
         if node >= 0:
             local_RR = np.zeros_like(rows_RR)
             _local_first(local_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
+            rows_RR -= local_RR
             received_R -= _from_afar(local_RR, node_R)
             received_R += _evened(rows_RR, load_RE[:, e], quota_ER[e], received_R, node_R == node)
     return rows_RR

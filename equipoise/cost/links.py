@@ -199,8 +199,10 @@ def reroute_near(
 
 
 @compiled
-def finish_near(link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expert: int, part_3X: np.ndarray) -> None:
-    """Deal the rows from afar anew, and let the node's own follow; see `core.split`."""
+def finish_near(
+    link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expert: int, part_3X: np.ndarray, is_dealt: bool
+) -> None:
+    """Deal the rows from afar anew where `is_dealt`, and let the node's own follow; see `core.split`."""
     home, nodes = holders.home_E[expert], holders.nodes
     start = nodes.start_N[nodes.node_R[home]]
     count = nodes.start_N[nodes.node_R[home] + 1] - start
@@ -212,7 +214,8 @@ def finish_near(link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expe
         link_R4[r, RECEIVED_ACROSS] -= far_X[i]
         level_X[i] = link_R4[r, RECEIVED_ACROSS]
     share_X = far_X
-    fill_levels(rows, quota_X, level_X, share_X, count)
+    if is_dealt:
+        fill_levels(rows, quota_X, level_X, share_X, count)
     for i in range(count):
         r = nodes.by_node_R[start + i]
         load = load_RE[r, expert]

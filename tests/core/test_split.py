@@ -95,10 +95,16 @@ def test_levels_are_those_of_dealing_rows_one_by_one(holders, data):
 
 
 def test_rows_from_afar_go_to_the_holder_that_receives_least():
-    # Expert 0 is at rank 0 alone, whose 4 rows from afar leave expert 1's 6 to rank 1; its own 2 rows move over.
-    load_RE = np.array([[0, 0], [0, 2], [4, 6]])
-    split = split_rows(load_RE, np.array([[4, 0, 0], [2, 6, 0]]), node_R=np.array([0, 0, 1]))
-    assert split[:, 1].tolist() == [[0, 0, 0], [1, 1, 0], [1, 5, 0]]
+    # Rank 0 has expert 0 alone: 4 rows from afar. Of expert 1's 6 it has room for 2, and gets 1.
+    load_RE, quota_ER = np.array([[0, 0], [0, 2], [2, 3], [2, 3]]), np.array([[4, 0, 0, 0], [2, 6, 0, 0]])
+    split = split_rows(load_RE, quota_ER, node_R=np.array([0, 0, 1, 1]))
+    assert split[:, 1].tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 2, 0, 0], [0, 3, 0, 0]]
+
+
+def test_rows_stay_on_their_rank_where_a_sender_is_the_busiest_anyway():
+    load_RE, quota_ER = np.array([[0, 0], [0, 2], [4, 6]]), np.array([[4, 0, 0], [2, 6, 0]])
+    split = split_rows(load_RE, quota_ER, node_R=np.array([0, 0, 1]))
+    assert split[:, 1].tolist() == [[0, 0, 0], [0, 2, 0], [2, 4, 0]]
 
 
 def test_a_case_worked_out_by_hand():
