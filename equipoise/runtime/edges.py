@@ -37,7 +37,12 @@ class _Written(NamedTuple):
 
     parameter: torch.Tensor
     gradient: torch.Tensor
-    version: int
+    version: int | None
+    """None where it is part of a larger buffer, whose parts torch counts together."""
+
+    def is_changed(self, now: torch.Tensor | None) -> bool:
+        """Whether another gradient is in its place, or someone else has written it."""
+        return (self.version is not None and self.gradient._version != self.version) or now is not self.gradient
 
 
 class WindowEdges:
@@ -104,7 +109,7 @@ class WindowEdges:
         if any(self._gradient_of(parameter) is not None for parameter in parameters):
             self._gradients(layer)
         found = [(parameter, self._gradient_of(parameter)) for parameter in parameters]
-        self._collected[layer] = [_Written(p, g, g._version + written) for p, g in found if g is not None]
+        self._collected[layer] = [_Written(p, g, _version_of(g, written)) for p, g in found if g is not None]
 
     def collect_layer(self, layer: int) -> None:
         """Bring a layer's weights, and its gradients if they are complete, to their owners. Every rank must call this.
@@ -151,7 +156,9 @@ class WindowEdges:
             yield
         finally:
             for layer in layers:
-                self._relocator.relocate("publish", layer, moves[layer], self._weights(layer))
+                # Through the parameters, wherever the block has left them.
+                homes = ExpertWeights(*(None if t is None else t.detach() for t in self._node.homes[layer]))
+                self._relocator.relocate("publish", layer, moves[layer], homes)
 
     def moves_anything(self, layer: int) -> bool:
         """Whether any expert of a layer is displaced."""
@@ -160,13 +167,12 @@ class WindowEdges:
     def check_unchanged(self) -> None:
         """Raise if a gradient was changed after it had been collected."""
         for layer, known in self._collected.items():
-            for parameter, gradient, version in known:
-                if gradient._version != version or self._gradient_of(parameter) is not gradient:
-                    raise TransferError(
-                        f"rank {self._node.rank}: a gradient of layer index {layer} was changed inside the window "
-                        "after the layer's last backward, on its way to its owner; clip, scale and zero gradients "
-                        "after the window has ended"
-                    )
+            if any(one.is_changed(self._gradient_of(one.parameter)) for one in known):
+                raise TransferError(
+                    f"rank {self._node.rank}: a gradient of layer index {layer} was changed inside the window after "
+                    "the layer's last backward, on its way to its owner; clip, scale and zero gradients after the "
+                    "window has ended"
+                )
 
     def _open_moves(self) -> list[list[Move]]:
         if self._moves is None:
@@ -221,6 +227,12 @@ class WindowEdges:
 def _digest(layers: Iterable[int]) -> int:
     """A number that tells sets of layers apart."""
     return digest_moves([[Move(layer, 0, 0, 0, 0) for layer in sorted(layers)]])
+
+
+def _version_of(gradient: torch.Tensor, written: int) -> int | None:
+    """What torch will count once `written` slots of a gradient have been written."""
+    is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
+    return None if is_part else gradient._version + written
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -123,6 +123,28 @@ def test_a_visit_after_a_layers_end_brings_it_back(pool, stage):
     pool.run(again, 4, plan)
 
 
+def moved_in_canonical(group, plan):
+    """A reader puts parameters elsewhere inside `canonical`: afterwards the homes hold theirs all the same."""
+    rank = Rank(group, plan)
+    with rank.engine as engine:
+        engine.open_window(plan)
+        with engine.canonical():
+            for parameter in (p for homes in rank.homes for p in homes.tensors()):
+                parameter.data = 2 * parameter.data
+        rank.everything = [type(w)(*(None if t is None else 2 * t for t in w)) for w in rank.everything]
+        for layer in range(rank.layers):
+            assert_same_bits(rank.homes[layer], at_homes(rank, plan, layer), f"layer {layer} after canonical")
+        run_window(rank, plan, lambda: None)
+        engine.close_window()
+        for layer in range(rank.layers):
+            assert_same_bits(rank.homes[layer], owned(rank, plan, layer), f"layer {layer} at the end")
+
+
+@pytest.mark.dist(4)
+def test_parameters_may_be_put_elsewhere_inside_canonical(pool):
+    pool.run(moved_in_canonical, 4, random_plan((0, 0, 1, 1), seed=6, slots=1))
+
+
 def without_weights(group, plan):
     rank = Rank(group, plan)
     with rank.engine as engine:
@@ -180,7 +202,11 @@ def early_gradients(group, windows, run, is_elsewhere):
     trainer = Trainer(group, plan, run, has_engine=True)
     if is_elsewhere:
         trainer.engine._edges._gradient_of = lambda parameter: parameter.main_grad
-        keep = [accumulate_in_main_grad(parameter) for parameter in trainer.parameters]
+        # All in one buffer, whose parts torch counts together.
+        flat = torch.zeros(sum(parameter.numel() for parameter in trainer.parameters))
+        parts = flat.split([parameter.numel() for parameter in trainer.parameters])
+        pairs = zip(trainer.parameters, parts, strict=True)
+        keep = [accumulate_in_main_grad(parameter, part.view_as(parameter)) for parameter, part in pairs]
         assert all(keep)
     collected, kept = [], trainer.engine._edges.collect_layer
     trainer.engine._edges.collect_layer = lambda layer: (collected.append(layer), kept(layer))
@@ -205,9 +231,9 @@ def open_window(trainer, plan, routing):
     trainer.engine.close_window()
 
 
-def accumulate_in_main_grad(parameter):
+def accumulate_in_main_grad(parameter, main_grad):
     """As Megatron does: the node that accumulates `grad` has a hook that adds it to `main_grad` and drops it."""
-    parameter.main_grad = torch.zeros_like(parameter)
+    parameter.main_grad = main_grad
 
     def add(*_):
         parameter.main_grad.add_(parameter.grad)
