@@ -27,7 +27,7 @@ File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype 
     edge_slow_2L           [2, L] nanoseconds by which each of them slows the compute beside it
     micro_step_V, phase_V, layer_V, pulls_V, buffer_V, ready_from_V, resident_V   [V] itinerary, where depth is given
 
-Files of "equipoise-plan-1" are refused: they have no `edge_ns_2L`, and their seconds charge publish and collect in full
+Files of format 1 are refused: they have no `edge_ns_2L`, and their seconds charge publish and collect in full
 and returned gradients in fp32. The window must be planned anew.
 
 Knows the file. Does not know what makes a plan right: loading constructs the plan anew, and so checks it again.

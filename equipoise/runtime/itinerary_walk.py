@@ -83,7 +83,7 @@ class Walk:
 
     def next_fill(self) -> Fill | None:
         """What to fill now, if anything may be."""
-        if self._urgent is not None:
+        if self._urgent is not None and self.is_open(self._urgent.layer):
             return self._urgent
         plan = self._itinerary
         for at in range(self._position + 1, min(self._position + 1 + plan.depth, len(plan))):
