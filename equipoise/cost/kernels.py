@@ -158,9 +158,9 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
     for e in range(len(part_E3X)):
         if quota_E[e] < base.total_E[e]:
             if not far_E[e]:
-                finish_near(link_R4, load_RE, holders, e, part_E3X[e], is_dealt)
+                finish_near(link_R4, load_RE, holders, e, node_R[home_E[e]], part_E3X[e], is_dealt)
             elif is_dealt and quota_E[e] == 0:
-                even_out(link_R4, load_RE, base, holders, e, quota_E[e])
+                even_out(link_R4, load_RE, holders, e, quota_E[e], part_E3X[e])
     return Settled(rows_R, busy_R, link_R4)
 
 

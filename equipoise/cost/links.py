@@ -177,13 +177,27 @@ def reroute_near(
     """Begin `reroute` where all holders are in the home's node: who is outside sends across as before.
 
     Args:
-        part_3X: [3, X] filled for `finish_near`, which follows once this is done for all experts: rows that each of the
-            node's ranks computes, rows that it gets from afar if local first, and scratch
+        part_3X: [3, X] filled by `_split_in_node` for `finish_near`, which follows once this is done for all experts
     """
-    home, nodes = holders.home_E[expert], holders.nodes
-    start = nodes.start_N[nodes.node_R[home]]
-    count = nodes.start_N[nodes.node_R[home] + 1] - start
+    nodes = holders.nodes
+    node = nodes.node_R[holders.home_E[expert]]
     _take_off(link_R4, load_RE, base, holders, expert)
+    _split_in_node(load_RE, holders, expert, home_rows, node, part_3X)
+    for i in range(nodes.start_N[node + 1] - nodes.start_N[node]):
+        link_R4[nodes.by_node_R[nodes.start_N[node] + i], RECEIVED_ACROSS] += part_3X[1, i]
+
+
+@compiled
+def _split_in_node(
+    load_RE: np.ndarray, holders: Holders, expert: int, home_rows: int, node: int, part_3X: np.ndarray
+) -> None:
+    """Fill [3, X] for the ranks of a node that has all holders: rows each computes, those from afar if local first.
+
+    The third line is scratch.
+    """
+    nodes = holders.nodes
+    start = nodes.start_N[node]
+    count = nodes.start_N[node + 1] - start
     quota_X, far_X, room_X = part_3X
     rows = np.int64(0)
     for i in range(count):
@@ -195,17 +209,22 @@ def reroute_near(
     fill_shares(rows, room_X, far_X, count)
     for i in range(count):
         far_X[i] = room_X[i] - far_X[i]
-        link_R4[nodes.by_node_R[start + i], RECEIVED_ACROSS] += far_X[i]
 
 
 @compiled
 def finish_near(
-    link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expert: int, part_3X: np.ndarray, is_dealt: bool
+    link_R4: np.ndarray,
+    load_RE: np.ndarray,
+    holders: Holders,
+    expert: int,
+    node: int,
+    part_3X: np.ndarray,
+    is_dealt: bool,
 ) -> None:
-    """Deal the rows from afar anew where `is_dealt`, and let the node's own follow; see `core.split`."""
+    """Deal the rows from afar anew where `is_dealt`, and let those of the holders' node follow; see `core.split`."""
     home, nodes = holders.home_E[expert], holders.nodes
-    start = nodes.start_N[nodes.node_R[home]]
-    count = nodes.start_N[nodes.node_R[home] + 1] - start
+    start = nodes.start_N[node]
+    count = nodes.start_N[node + 1] - start
     quota_X, far_X, level_X = part_3X
     rows = np.int64(0)
     for i in range(count):
@@ -227,45 +246,21 @@ def finish_near(
 
 @compiled
 def even_out(
-    link_R4: np.ndarray,
-    load_RE: np.ndarray,
-    base: Traffic,
-    holders: Holders,
-    expert: int,
-    home_rows: int,
+    link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expert: int, home_rows: int, part_3X: np.ndarray
 ) -> None:
-    """Deal a replicated expert's rows from other nodes anew, where its holders share a node that is not its home's."""
+    """Deal a rerouted expert's rows from other nodes anew, where its holders share a node that is not its home's."""
     nodes = holders.nodes
     node = _common_node(holders, expert, home_rows)
     if node < 0:
         return
-    start = nodes.start_N[node]
-    count = nodes.start_N[node + 1] - start
-    quota_X, own_X, room_X, share_X, level_X = np.zeros((5, count), dtype=np.int64)
-    near = np.int64(0)
-    for i in range(count):
-        r = nodes.by_node_R[start + i]
-        quota_X[i] = _room(holders, expert, home_rows, r)
-        own_X[i] = min(load_RE[r, expert], quota_X[i])
-        room_X[i] = quota_X[i] - own_X[i]
-        near += load_RE[r, expert] - own_X[i]
-    fill_shares(near, room_X, share_X, count)
-    far = np.int64(0)
-    for i in range(count):
-        r = nodes.by_node_R[start + i]
-        # Off the links with what local first gave it.
-        far += room_X[i] - share_X[i]
-        link_R4[r, SENT_INSIDE] += own_X[i]
-        link_R4[r, RECEIVED_INSIDE] -= share_X[i]
-        link_R4[r, RECEIVED_ACROSS] -= room_X[i] - share_X[i]
-        level_X[i] = link_R4[r, RECEIVED_ACROSS]
-    fill_levels(far, quota_X, level_X, share_X, count)
-    for i in range(count):
-        r = nodes.by_node_R[start + i]
-        own = min(load_RE[r, expert], quota_X[i] - share_X[i])
-        link_R4[r, SENT_INSIDE] -= own
-        link_R4[r, RECEIVED_INSIDE] += quota_X[i] - share_X[i] - own
-        link_R4[r, RECEIVED_ACROSS] += share_X[i]
+    _split_in_node(load_RE, holders, expert, home_rows, node, part_3X)
+    for i in range(nodes.start_N[node + 1] - nodes.start_N[node]):
+        # Off the links inside with what local first gave them; `finish_near` puts them back.
+        r = nodes.by_node_R[nodes.start_N[node] + i]
+        own = min(load_RE[r, expert], part_3X[0, i])
+        link_R4[r, SENT_INSIDE] += own
+        link_R4[r, RECEIVED_INSIDE] -= part_3X[0, i] - part_3X[1, i] - own
+    finish_near(link_R4, load_RE, holders, expert, node, part_3X, True)
 
 
 @compiled

@@ -137,6 +137,7 @@ class Relocator:
         return [move for move in moves if move.source == source and not self.crosses(move)]
 
     def crosses(self, move: Move) -> bool:
+        """Whether an expert changes nodes."""
         return self._node.node_R[move.source] != self._node.node_R[move.target]
 
     def _receive_buffers(self) -> dict[torch.dtype, ExpertWeights]:

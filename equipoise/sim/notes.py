@@ -41,8 +41,8 @@ def notes_of(
         "All-to-all: modelled by the busiest link at a share of its published rate; all ranks meet in it, and expert "
         "transfers stand still meanwhile.",
         CROSSING["pairs" if has_pairs and setting.sends == "rows" else setting.sends],
-        "Pulls slow the compute beside them as measured; for those from peers, and for publish and collect, which are "
-        "taken alike, that is an upper bound.",
+        "Pulls slow the compute beside them as measured; for those from peers, and for publish and collect inside "
+        "nodes, which are taken alike, that is an upper bound. Across nodes these slow it as pulls from the host do.",
         "Attention: attention and shared experts of the MoE layers, at an assumed context of 4,096 tokens, and "
         "spreading tokens to rows.",
         "Left out unless given as seconds: optimizer, gradient reduction, embedding, head, dense layers, rollout.",

@@ -13,7 +13,7 @@ The model, in the words of one visit (one layer of one micro-step on one pipelin
 6. Publish and collect of displaced experts have a lane of their own, which stands still like the others. It serves the
    publish of every layer, from the window's start on, then the collect of each layer that all ranks are through with.
    A layer's experts, and pulls of them, wait for its publish; the window ends when all is collected. Each slows the
-   compute beside it, as a pull from a peer does: the experts of its layer's first or last visit take longer.
+   compute beside it: the experts of its layer's first or last visit take longer by what the plan says.
 
 Because every rank is in the all-to-all at the same time, lanes keep a clock of their own that leaves exchanges out:
 a transfer's end is known when it is issued. That is all that makes this form fast.
