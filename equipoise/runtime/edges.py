@@ -139,12 +139,6 @@ class WindowEdges:
         self._node.counters.collects += self._arrivals([self._back(layer) for layer in range(len(moves))])
         self._moves = None
 
-    def publish(self, plan: Plan, *, with_weights: bool = True) -> None:
-        """Begin and publish all layers, one after the other. Every rank of the group must call this."""
-        self.begin(plan, with_weights=with_weights)
-        for layer in range(self._node.layout.layers):
-            self.publish_layer(layer)
-
     @contextmanager
     def canonical(self) -> Iterator[None]:
         """Hold the weights at their owners for the length of a `with` block. Every rank must enter and leave it."""

@@ -21,6 +21,13 @@ from tests.runtime.windows import (
 OPTIONS = TransferOptions(slots=0)
 
 
+def publish(edges, plan, *, with_weights=True):
+    """Begin a window and bring all of its layers to their homes, one after the other."""
+    edges.begin(plan, with_weights=with_weights)
+    for layer in range(plan.home_LE.shape[0]):
+        edges.publish_layer(layer)
+
+
 class Case:
     """One rank's parameters in shared memory, and what all experts should be."""
 
@@ -62,7 +69,7 @@ def round_trips(group, plans, seed):
     parameters = [id(p) for homes in case.homes for p in homes.tensors()]
     total, kept = None, None
     for window, plan in enumerate(plans):
-        case.edges.publish(plan)
+        publish(case.edges, plan)
         case.assert_homes_hold(plan)
         new = all_experts(plan.home_LE.shape[1], len(case.layers), 1000 * seed + window, has_bias=bool(seed % 2))
         case.accumulate(plan, new)
@@ -101,7 +108,7 @@ def test_round_trips_are_bit_exact(pool, layout, seed):
 
 def bytes_of_publish(group, plan):
     case = Case(group, plan, 5)
-    case.edges.publish(plan, with_weights=False)
+    publish(case.edges, plan, with_weights=False)
     counted = dict(case.node.counters.bytes)
     case.edges.end()
     assert dict(case.node.counters.bytes) == counted, "nothing to collect, but something travelled"
@@ -127,7 +134,7 @@ def read_and_write_inside(group, plan):
     case = Case(group, plan, 7)
     with case.edges.canonical():
         case.assert_owners_hold()
-    case.edges.publish(plan)
+    publish(case.edges, plan)
     case.accumulate(plan, case.everything)
     with case.edges.canonical():
         case.assert_owners_hold()
@@ -157,7 +164,7 @@ def test_canonical_lends_weights_to_their_owners(pool, layout):
 
 def one_rank_without_gradients(group, plan):
     case = Case(group, plan, 9)
-    case.edges.publish(plan)
+    publish(case.edges, plan)
     if case.rank != 1:
         case.accumulate(plan, case.everything)
     case.edges.end()
@@ -179,7 +186,7 @@ def test_a_rank_without_gradients_gives_zeros(pool, layout):
 def different_plans(group, plans):
     case = Case(group, plans[0], 9)
     try:
-        case.edges.publish(plans[group.rank()])
+        publish(case.edges, plans[group.rank()])
     except TransferError as error:
         case.assert_owners_hold()
         return str(error)
@@ -197,10 +204,10 @@ def test_different_plans_are_refused_before_anything_moves(pool):
 def misuse(group, plan, other):
     case = Case(group, plan, 9)
     words = []
-    for act in (case.edges.end, lambda: case.edges.publish(other), lambda: case.edges.publish(plan)):
+    for act in (case.edges.end, lambda: publish(case.edges, other), lambda: publish(case.edges, plan)):
         try:
             act()
-            case.edges.publish(plan)
+            publish(case.edges, plan)
         except TransferError as error:
             words.append(str(error))
     case.node.close()
@@ -226,7 +233,7 @@ def elsewhere(group, plan):
     edges, words = WindowEdges(node, gradient_of=lambda parameter: getattr(parameter, "main_grad", None)), ""
     for parameter in (p for weights in homes for p in weights.tensors()):
         parameter.main_grad = torch.zeros_like(parameter)
-    edges.publish(plan)
+    publish(edges, plan)
     for layer, weights in enumerate(homes):
         new = take(gradients[layer], experts_at(plan, layer, rank))
         for parameter, gradient in zip(weights.tensors(), new.tensors(), strict=True):
@@ -237,7 +244,7 @@ def elsewhere(group, plan):
         got = ExpertWeights(*(None if p is None else p.main_grad for p in weights))
         assert_same_bits(got, take(gradients[layer], mine), f"main_grad of layer {layer}")
         assert all(p.grad is None for p in weights.tensors())
-    edges.publish(plan)
+    publish(edges, plan)
     if rank == 1:
         del homes[0].gate_up_SFD.main_grad
     try:

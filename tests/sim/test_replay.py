@@ -123,9 +123,8 @@ def test_pulls_hide_behind_long_visits_and_stand_out_behind_short_ones():
     assert replay([short]).part_QC[0, PULL] > 0.5 * replay([short]).moved_Q3[0, :2].max()
 
 
-def test_a_pull_slows_the_compute_beside_it_by_its_share():
-    """One pull of one rank, whose experts decide: they take longer by a fifth of the pull."""
-    rng = np.random.default_rng(0)
+def one_pull(rng):
+    """The shape of a short window in which rank 1 pulls one expert from rank 0."""
     transfers = replace(
         random_transfers(rng, entries=1, ranks=2, most=0),
         start_ML=np.array([0, 1]),
@@ -133,7 +132,13 @@ def test_a_pull_slows_the_compute_beside_it_by_its_share():
         home_P=np.array([0]),
         path_P2=np.array([[0, 0]]),
     )
-    shape = {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
+    return {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
+
+
+def test_a_pull_slows_the_compute_beside_it_by_its_share():
+    """One pull of one rank, whose experts decide: they take longer by a fifth of the pull."""
+    rng = np.random.default_rng(0)
+    shape = one_pull(rng)
     busy = np.array([[[0, 10**9]]])
     free, slowed = (
         replay([random_work(rng, **shape, forward_MLR=busy, attention_MLR=busy, slowdown_2=np.array([share, 0]))])
@@ -189,14 +194,7 @@ def test_a_later_pipeline_stage_publishes_while_it_waits_for_the_first():
 
 def test_a_pull_waits_until_its_layer_is_published():
     rng = np.random.default_rng(0)
-    transfers = replace(
-        random_transfers(rng, entries=1, ranks=2, most=0),
-        start_ML=np.array([0, 1]),
-        rank_P=np.array([1]),
-        home_P=np.array([0]),
-        path_P2=np.array([[0, 0]]),
-    )
-    shape = {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
+    shape = one_pull(rng)
     work = random_work(rng, **shape, edge_ns_2L=np.array([[10**6], [0]]), slowdown_2=np.zeros(2, dtype=np.int64))
     work = replace(work, edge_slow_2L=np.zeros((2, 1), dtype=np.int64))
     pull_ns = work.tables.peer_ns + work.tables.peer_fixed_ns
