@@ -4,7 +4,8 @@ Two kinds, and every result says which:
 - generated: loads with the measured properties of real routing (`loads.generator`), in the model's own shape. "math"
   and "code" are one domain each (different ones), "mixed" is four domains, "grouped" the same four domains one after
   another, as rollouts of one prompt stand side by side. 1,024 samples of 4,096 tokens on average; samples of similar
-  length share a micro-step, as trainers group them, so sources are nearly level.
+  length share a micro-step, as trainers group them, so sources are nearly level. The longest micro-step runs first and
+  the next longest last, as `--longest-first` has it, so that what any policy moves at a window's edges hides best.
 - real, composed: recorded routes of gpt-oss-20b answering questions of mathematics, of computer science, or of all
   kinds. Four layers of 32 experts stand side by side as one layer of 128 (see `traces.stacked`), loads are multiplied
   to the same rows per rank, and as many micro-steps are taken as there are 1,024 tokens for, 32 at most.
@@ -20,6 +21,7 @@ import numpy as np
 from benchmarks.traces import FOLDER, MICRO_STEP_TOKENS, Trace, stacked
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.loads.generator import generate_counts
+from equipoise.loads.packing import longest_first_order
 
 MODELS = ("qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b")
 WIDTHS = (16, 32)
@@ -75,6 +77,7 @@ def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
         order_B = order_B[np.argsort(domain_B[order_B], kind="stable")]
     shape = (MICRO_STEPS, ranks, SAMPLES // MICRO_STEPS // ranks, model.layers, model.experts)
     load_MLRE = counts.count_BLE[order_B].reshape(shape).sum(axis=2).transpose(0, 2, 1, 3)
+    load_MLRE = load_MLRE[longest_first_order(load_MLRE[:, 0].sum(axis=(1, 2)))]
     return Case(
         source="generated",
         workload=workload,

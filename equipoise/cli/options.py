@@ -94,6 +94,13 @@ class Packing:
     cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1
     sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1
     recompute: Annotated[bool, typer.Option(help="Whether old log-probs take a forward pass of their own.")] = True
+    longest_first: Annotated[
+        bool,
+        typer.Option(
+            "--longest-first",
+            help="Run each window's longest micro-step first and the next longest last: transfers at its edges hide.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         from equipoise.core import TopologyError

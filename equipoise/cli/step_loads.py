@@ -32,6 +32,7 @@ from equipoise.loads import (
     count_step,
     generate_counts,
     load_counts,
+    longest_first,
     read_schedules,
     slice_context,
     slice_sequence,
@@ -44,6 +45,11 @@ DEMO_MODEL = "qwen3-30b-a3b"
 
 def schedule_step(packing: Packing, tokens_B: np.ndarray, *, policy: TokenPolicy) -> tuple[Schedule, ...]:
     """Schedule the samples of a step, as the trainer's file says or by rule."""
+    step = _packed(packing, tokens_B, policy)
+    return tuple(longest_first(window) for window in step) if packing.longest_first else step
+
+
+def _packed(packing: Packing, tokens_B: np.ndarray, policy: TokenPolicy) -> tuple[Schedule, ...]:
     if packing.is_file:
         return _read_schedule(packing)
     step = step_schedules(
@@ -81,7 +87,7 @@ def _way_of(packing: Packing) -> dict[str, int]:
 
 
 def _read_schedule(packing: Packing) -> tuple[Schedule, ...]:
-    if packing != Packing(ep=packing.ep, schedule=packing.schedule):
+    if packing != Packing(ep=packing.ep, schedule=packing.schedule, longest_first=packing.longest_first):
         raise ScheduleError(
             f"{packing.schedule} says which windows there are and how they are cut; "
             "leave --mini-batches, --cp, --sp and --no-recompute out"

@@ -1,6 +1,6 @@
 """From routes to loads: who forwards which tokens when, how many rows each expert then gets, and how uneven that is.
 
-    packing.py        schedules as trainers pack them: fixed samples, token budget, CP and SP slices, mini-batches
+    packing.py        schedules as trainers pack them: fixed samples, token budget, CP and SP slices, order
     schedule_file.py  a trainer's own micro-batches on disk
     count.py          routes to histograms (`_count_kernels.py` compiled, `reference.py` obvious)
     counts_file.py    histograms on disk
@@ -21,6 +21,7 @@ from equipoise.loads.generator import Workload, generate_counts, generate_routes
 from equipoise.loads.matrix import count_loads, count_step
 from equipoise.loads.packing import (
     TokenPolicy,
+    longest_first,
     schedule_samples,
     schedule_tokens,
     slice_context,
@@ -36,6 +37,7 @@ __all__ = [
     "step_schedules",
     "slice_context",
     "slice_sequence",
+    "longest_first",
     "TokenPolicy",
     "read_schedules",
     "write_schedules",

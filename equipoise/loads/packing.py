@@ -9,6 +9,7 @@ Steps, each a function that can be used alone:
 3. Padding is added by `TokenPolicy`.
 4. Context parallelism cuts every sample (`slice_context`), sequence parallelism cuts the packed micro-batch
    (`slice_sequence`). Both turn rank r into ranks r * n .. r * n + n - 1; context comes first, as in Megatron.
+5. Micro-steps keep the packer's order, or run the longest first (`longest_first`), behind which a window's edges hide.
 
 Invariants (asserted by the tests):
 1. Every token that is forwarded is forwarded exactly once per window, by exactly one rank; slicing keeps that.
@@ -16,6 +17,7 @@ Invariants (asserted by the tests):
 3. No micro-step of `schedule_tokens` holds more than its token budget, padding not counted.
 4. With `last_token="drop"` a sample of T tokens forwards T - 1, else T.
 5. After slicing, the ranks cut from one rank forward equally many tokens, padding included.
+6. `longest_first` moves whole micro-steps and changes nothing in them.
 """
 
 from collections.abc import Sequence
@@ -191,6 +193,25 @@ def slice_sequence(schedule: Schedule, sp: int) -> Schedule:
             parts.append(piece._replace(start=start, stop=stop, rank=piece.rank * sp + part))
             at, start = at + stop - start, stop
     return _with(schedule, parts, _sequence_padding(tokens_MR, width_MR, sp))
+
+
+def longest_first(schedule: Schedule) -> Schedule:
+    """Run the longest micro-step first and the next longest last; the others keep their order.
+
+    Displaced experts are published behind a window's first micro-step and collected behind its last, so short ones
+    there hide little. Gradients add up in another order, nothing else changes. Pipelines lose by it: they want short
+    micro-steps at both ends.
+    """
+    order_M = longest_first_order((schedule.num_tokens_MR + schedule.padding_MR).sum(axis=1))
+    place_M = np.argsort(order_M)
+    parts = [piece._replace(micro_step=int(place_M[piece.micro_step])) for piece in map(Piece._make, schedule.pieces)]
+    return _with(schedule, parts, schedule.padding_MR[order_M])
+
+
+def longest_first_order(length_M: np.ndarray) -> np.ndarray:
+    """[M] which micro-step runs when, if these are their lengths; the earlier of two that are as long runs first."""
+    longest, *rest = np.argsort(-length_M, kind="stable").tolist()
+    return np.array([longest, *sorted(rest[1:]), *rest[:1]], dtype=np.int64)
 
 
 def _sequence_padding(tokens_MR: np.ndarray, width_MR: np.ndarray, sp: int) -> np.ndarray:

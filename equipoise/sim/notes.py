@@ -13,6 +13,8 @@ from equipoise.sim.plans import PlanSource
 from equipoise.sim.setting import StepSetting
 from equipoise.sim.trial import Groups
 
+SHORT = 0.5
+"""A first micro-step below this share of the longest is worth a word."""
 CROSSING = {
     "rows": "Every row crosses nodes on its own, as in Megatron's alltoall dispatcher; engines that send a token once "
     "per node need less.",
@@ -48,6 +50,7 @@ def notes_of(
         "Left out unless given as seconds: optimizer, gradient reduction, embedding, head, dense layers, rollout.",
         *_of_policies([source.policy for source in sources], setting, has_history=has_history),
         *_of_options(options),
+        *_of_order(windows, setting),
         *_of_shape(windows, setting),
     )
 
@@ -76,6 +79,17 @@ def _of_options(options: PlanOptions) -> Iterator[str]:
         yield (
             "Replicas of recompute may stand in any node; every node then needs host memory for all experts, which the "
             "memory per rank does not hold."
+        )
+
+
+def _of_order(windows: Sequence[Groups], setting: StepSetting) -> Iterator[str]:
+    """Where a short first micro-step leaves publish little to hide behind; pipelines want it short."""
+    rows = [groups[0].load_MLRE[:, 0].sum(axis=(1, 2)) for groups in windows]
+    share = min(int(rows_M[0]) / max(1, int(rows_M.max())) for rows_M in rows)
+    if share < SHORT and setting.pipeline_stages == 1:
+        yield (
+            f"The first micro-step of a window has {share:.0%} of the longest one's rows: displaced experts are "
+            "published behind it, and would hide better behind the longest (--longest-first)."
         )
 
 

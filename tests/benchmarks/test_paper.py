@@ -36,8 +36,8 @@ def test_a_generated_batch_is_dealt_to_micro_steps_without_losing_a_row(monkeypa
     for case in found.values():
         assert case.loads.load_MLRE.shape == (2, 2, 16, 128)
         assert np.array_equal(case.loads.total_MLE().sum(axis=0), counts.count_BLE.sum(axis=0))
-    # Sorted by length: the second micro-step has the longer samples.
-    short, long = found["mixed"].loads.load_MLRE.sum(axis=(1, 2, 3))
+    # Grouped by length; the longest micro-step runs first.
+    long, short = found["mixed"].loads.load_MLRE.sum(axis=(1, 2, 3))
     assert short < long
 
 

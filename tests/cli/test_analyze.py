@@ -11,6 +11,7 @@ from equipoise.loads import (
     count_routes,
     count_step,
     generate_routes,
+    longest_first,
     save_counts,
     skew,
     slice_context,
@@ -86,6 +87,17 @@ def test_slices_are_counted_from_the_routes(equipoise, routes, store):
     loads = count_loads(routes, slice_sequence(slice_context(window, 2), 2))
     assert outcome.document["stages"]["update"]["skew"] == skew(loads).to_dict()
     assert outcome.document["padding"] == pytest.approx(loads.padding_MLRE.sum() / loads.load_MLRE.sum())
+
+
+def test_the_longest_micro_step_can_run_first(equipoise, routes, store, tmp_path):
+    (window,) = step_schedules(tokens_of(routes), ranks=2, samples_per_micro_step=1, recompute=False)
+    write_schedules([window], tmp_path / "schedule.json")
+    ordered = count_loads(routes, longest_first(window)).load_MLRE
+    assert not np.array_equal(ordered, count_loads(routes, window).load_MLRE), "the order given must be another one"
+    for way in (("--no-recompute",), ("--schedule", tmp_path / "schedule.json")):
+        given = ("loads", store, "-o", tmp_path / "loads.npz", "--ep", "2", "--force", "--longest-first")
+        assert equipoise(*given, *way).code == 0
+        assert np.array_equal(LoadMatrix.load(tmp_path / "loads.npz").load_MLRE, ordered)
 
 
 def test_histograms_are_not_cut(equipoise, routes, tmp_path):

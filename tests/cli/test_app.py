@@ -10,7 +10,7 @@ import typer
 from equipoise.cli.app import VERBS, build_app
 
 READING = {"--model", "--format", "--last-row", "--allow-short"}
-PACKING = {"--ep", "--schedule", "--mini-batches", "--cp", "--sp", "--recompute", "--no-recompute"}
+PACKING = {"--ep", "--schedule", "--mini-batches", "--cp", "--sp", "--recompute", "--no-recompute", "--longest-first"}
 FILE = {"-o", "--out", "--force", "--json"}
 RESULTS = {*FILE, "--report"}
 FLAGS = {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from equipoise.core import Piece, Schedule, ScheduleError
 from equipoise.loads.packing import (
     TokenPolicy,
+    longest_first,
     schedule_samples,
     schedule_tokens,
     slice_context,
@@ -187,3 +188,39 @@ def test_slicing_keeps_stage_and_policies():
     for sliced in (slice_context(schedule, 2), slice_sequence(schedule, 2)):
         assert (sliced.stage, sliced.padding_policy, sliced.last_token) == ("recompute", "arange", "spread")
         assert sliced.micro_steps == 2
+
+
+def test_the_longest_micro_step_runs_first_and_the_next_longest_last():
+    lengths, padding_MR = [3, 9, 4, 8, 9], np.array([[0], [0], [1], [0], [0]])
+    before = Schedule.of([(b, 0, n, b, 0) for b, n in enumerate(lengths)], ranks=1, padding_MR=padding_MR)
+    ordered = longest_first(before)
+    assert ordered.num_tokens_MR[:, 0].tolist() == [9, 3, 4, 8, 9]
+    assert ordered.padding_MR[:, 0].tolist() == [0, 0, 1, 0, 0]
+    first, last = (ordered.pieces[ordered.pieces[:, 3] == m, 0].tolist() for m in (0, 4))
+    assert (first, last) == ([1], [4]), "of two that are as long the earlier one runs first"
+
+
+def test_padding_counts_as_length():
+    before = Schedule.of([(0, 0, 5, 0, 0), (1, 0, 4, 1, 0)], ranks=1, padding_MR=np.array([[0], [3]]))
+    assert longest_first(before).pieces[:, 0].tolist() == [0, 1]
+    assert longest_first(before).num_tokens_MR[:, 0].tolist() == [4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_strategy, st.integers(1, 3), st.integers(1, 4))
+def test_running_the_longest_first_moves_whole_micro_steps(lengths, ranks, size):
+    before = schedule_samples(np.array(lengths), ranks=ranks, samples_per_micro_step=size, policy=KEEP_LAST)
+    after = longest_first(before)
+    assert tokens_of(after) == tokens_of(before)
+    assert (after.stage, after.micro_steps, after.last_token) == (before.stage, before.micro_steps, before.last_token)
+    contents = [sorted(_contents(schedule)) for schedule in (before, after)]
+    assert contents[0] == contents[1]
+    length_M = after.num_tokens_MR.sum(axis=1)
+    assert length_M[0] == length_M.max()
+    assert length_M[-1] == length_M[1:].max(initial=0) or after.micro_steps == 1
+
+
+def _contents(schedule: Schedule) -> list[list[list[int]]]:
+    """What each micro-step forwards, in packing order, without its number."""
+    columns = [0, 1, 2, 4]
+    return [schedule.pieces[schedule.pieces[:, 3] == m][:, columns].tolist() for m in range(schedule.micro_steps)]

@@ -320,6 +320,29 @@ def test_settings_that_make_no_sense_are_refused(change):
         replace(StepSetting(), **change)
 
 
+def test_a_short_first_micro_step_is_worth_a_word():
+    loads = skewed_loads()
+    assert loads.num_micro_steps == 4
+    short = LoadMatrix(loads.load_MLRE * np.array([1, 4, 2, 2]).reshape(-1, 1, 1, 1), stage=loads.stage)
+    for given, stages, told in ((loads, 1, False), (short, 1, True), (short, 2, False)):
+        setting = StepSetting(pipeline_stages=stages)
+        notes = simulate(given, "static", cluster=cluster_of(), model=MODEL, setting=setting).notes
+        assert any("--longest-first" in note for note in notes) == told
+
+
+def test_the_longest_micro_step_first_hides_publish_better():
+    loads = skewed_loads(tokens=64)
+    longest_first, shortest_first = (
+        LoadMatrix(loads.load_MLRE[order] * np.array(times).reshape(-1, 1, 1, 1))
+        for order, times in (([0, 1, 2, 3], [256, 1, 32, 64]), ([1, 2, 3, 0], [1, 32, 64, 256]))
+    )
+    exposed = [
+        simulate(window, "equipoise", cluster=cluster_of(), model=MODEL).policies[0].seconds.publish
+        for window in (longest_first, shortest_first)
+    ]
+    assert 0 < 4 * exposed[0] < exposed[1]
+
+
 def test_tokens_sent_once_per_node_cost_less_across_and_rows_are_handed_on_inside(loads):
     given = {"cluster": cluster_of(), "model": MODEL}
     rows, tokens = (
