@@ -35,7 +35,7 @@ def run(step: Step, policies: Sequence[str], *, axes: Mapping[str, tuple[int, ..
     windows = step.windows(step.cluster.ep, None)
     check_slots(step.slots, cluster=step.cluster, model=step.model)
     for ep in axes.get("ep", (step.cluster.ep,)):
-        check_slots(axes.get("slots", ()), cluster=step.cluster.with_ep(ep), model=step.model)
+        check_slots(axes.get("slots", (step.slots,)), cluster=step.cluster.with_ep(ep), model=step.model)
     given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "model", "setting", "options")}
     with progress("simulating (the first run compiles for a while)") as show:
         found = simulate(windows, policies, slots=step.slots, history=step.history, progress=show, **given)
@@ -45,7 +45,7 @@ def run(step: Step, policies: Sequence[str], *, axes: Mapping[str, tuple[int, ..
     curves: tuple[BreakEvenCurve, ...] = ()
     if axes:
         with progress("sweeping") as show:
-            points = sweep_points(step.windows, axes=axes, progress=show, **given)
+            points = sweep_points(step.windows, axes=axes, slots=step.slots, progress=show, **given)
     if break_even:
         # The last window: an update, where there is one.
         window = windows[-1].split_groups(step.cluster.ep)[0]

@@ -55,6 +55,7 @@ def sweep_points(
     cluster: Cluster,
     model: ModelShape,
     axes: Mapping[str, Sequence[int]],
+    slots: int = 1,
     setting: StepSetting | None = None,
     options: PlanOptions | None = None,
     progress: Progress | None = None,
@@ -65,7 +66,8 @@ def sweep_points(
         windows: makes the step's windows
         cluster: hardware, and the EP width where that is not swept
         model: the model's shape
-        axes: values by name, see AXES; a missing one keeps what the step has (slots: 1)
+        axes: values by name, see AXES; a missing one keeps what the step has
+        slots: replica slots per rank, where these are not swept
         setting: the step around the experts
         options: deeper knobs of planning
         progress: called with (points done, points in all)
@@ -74,15 +76,15 @@ def sweep_points(
     plain = replace(setting or StepSetting(), timeline_layers=0)
     given: dict[str, Any] = {"setting": plain, "options": options}
     widths, micros = values.get("ep", (cluster.ep,)), values.get("micro", (None,))
-    slots, tokens = values.get("slots", (1,)), values.get("tokens", (None,))
-    total = len(widths) * len(micros) * len(tokens) * len(slots)
+    counts, tokens = values.get("slots", (slots,)), values.get("tokens", (None,))
+    total = len(widths) * len(micros) * len(tokens) * len(counts)
     points: list[SweepPoint] = []
     for ep, micro in product(widths, micros):
         assert ep is not None, "a cluster has an EP width"
         step = [complete(window)[0] for window in windows(ep, micro)]
         for size in tokens:
             sized = step if size is None else [at_tokens(loads, size, model) for loads in step]
-            for point in _at(sized, slots, cluster=cluster.with_ep(ep), model=model, **given):
+            for point in _at(sized, counts, cluster=cluster.with_ep(ep), model=model, **given):
                 points.append(replace(point, micro=micro))
                 if progress is not None:
                     progress(len(points), total)

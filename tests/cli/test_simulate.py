@@ -78,6 +78,30 @@ def test_a_sweep_is_words_after_the_option(equipoise, store, tmp_path):
         assert words in found.out
 
 
+@pytest.fixture
+def save_loads(tmp_path):
+    """Save loads of four ranks of the model, all entries alike; name their file."""
+
+    def save(rows: int = 100, *, ranks: int = 4) -> Path:
+        path = tmp_path / f"loads-{rows}-{ranks}.npz"
+        LoadMatrix(np.full((2, MODEL.layers, ranks, MODEL.experts), rows), stage="update").save(path)
+        return path
+
+    return save
+
+
+def test_a_sweep_has_the_slots_of_the_step_unless_it_sweeps_them(equipoise, save_loads):
+    given = ("--model", "olmoe", "--ep", 4, "--policies", "equipoise", "--slots", 2, "--no-break-even", "--json")
+    for axis, expected in (("ep=2,4", [2, 2]), ("slots=0,1", [0, 1])):
+        found = equipoise("simulate", save_loads(), *given, "--sweep", axis)
+        assert found.code == 0, found.err
+        assert [point["slots"] for point in found.document["sweep"]["points"]] == expected
+    # A rank of two owns half of the 64 experts, and so has use for 32 replicas; one of four has for 48.
+    refused = equipoise("simulate", save_loads(), *given, "--slots", 40, "--sweep", "ep=2,4")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--slots is 40; a rank can hold at most 32" in refused.err
+
+
 def test_the_demo_needs_no_input(equipoise):
     found = equipoise("simulate", "--demo", "--model", "olmoe", "--policies", "static", "--no-break-even")
     assert found.code == 0, found.err

@@ -57,6 +57,15 @@ def test_every_combination_is_a_point_in_order():
     assert points[0].seconds["equipoise"] * 1.001 >= points[1].seconds["equipoise"]
 
 
+def test_slots_that_are_not_swept_are_the_steps_own(loads):
+    given = {"cluster": cluster_of(), "model": MODEL, "slots": 2}
+    (kept,) = sweep_points(lambda ep, micro: [loads], axes={"ep": (8,)}, **given)
+    assert kept.slots == 2
+    assert kept.seconds["equipoise"] == simulate(loads, "equipoise", **given).policies[0].seconds.experts
+    swept = sweep_points(lambda ep, micro: [loads], axes={"slots": (0, 1)}, **given)
+    assert [point.slots for point in swept] == [0, 1]
+
+
 def test_more_tokens_keep_the_skew_and_mixing_keeps_the_tokens(loads):
     more = at_tokens(loads, 16384, MODEL)
     assert mean_tokens([more], MODEL) == pytest.approx(16384, rel=1e-3)
