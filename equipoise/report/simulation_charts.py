@@ -14,7 +14,7 @@ from equipoise.report.load_charts import expert_heat_map, layer_heat_map, rank_h
 from equipoise.report.page import Chart, Listing, Table
 from equipoise.report.sweep_charts import break_even, sweep
 from equipoise.report.time_charts import cost_parts, rank_seconds, timeline
-from equipoise.report.words import num_bytes, percent, ratio, seconds
+from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
 
 Document = dict[str, Any]
 Policy = dict[str, Any]
@@ -67,7 +67,7 @@ def _charts(document: Document, views: dict[str, Policy], after: Policy | None) 
     yield _rank_seconds(document, views)
     if any(policy["timeline"] for policy in views.values()):
         yield _timeline(document, views)
-    yield _memory(views)
+    yield _memory(document, views)
     if document["sweep"] is not None:
         yield from _sweep(document["sweep"])
     if after is not None and any(use["bytes"] for window in after["windows"] for use in window["paths"]):
@@ -122,7 +122,8 @@ def _ranks_by_micro_step(document: Document, after: Policy | None) -> Chart:
     if after is not None:
         loads["after"] = _stacked(after["windows"], "after", "rank_load_MR")
     caption = "Rows over the mean rank's, all layers of a micro-step added up; single layers are more uneven than this."
-    return rank_heat_map(loads, caption=f"{caption} A level rank has the colour of the ground.")
+    words = f"{caption} A level rank has the colour of the ground.{_stages_added(document)}"
+    return rank_heat_map(loads, caption=words)
 
 
 def _ranks_by_layer(document: Document, after: Policy | None) -> Chart:
@@ -158,7 +159,8 @@ def _rank_seconds(document: Document, views: dict[str, Policy]) -> Chart:
         waits.append(f"{percent(waiting / max(sum(sum(p.values()) for p in ranks.values()), 1e-12))} {view}")
     return rank_seconds(
         drawn,
-        caption=f"Ranks wait for the busiest one {' and '.join(waits)}, of the time of group {group}'s ranks together.",
+        caption=f"Ranks wait {' and '.join(waits)}, of the time of group {group}'s ranks together: for the busiest "
+        f"one, and for transfers that nothing hides.{_stages_counted(document)}",
     )
 
 
@@ -174,20 +176,49 @@ def _timeline(document: Document, views: dict[str, Policy]) -> Chart:
     shown = document["shown"]
     events = {policy["policy"]: policy["timeline"] for policy in views.values() if policy["timeline"]}
     ends = [f"{seconds(max(e['end_s'] for e in found))} with {policy}" for policy, found in events.items()]
-    place = f"micro-step {shown['micro_step']} of {_windows(document)[shown['window']][0]}"
-    caption = f"{place.capitalize()}, group {shown['group']}: {', '.join(ends)}."
+    caption = f"{_drawn_layers(document)} of {_shown_micro_step(document)}, group {shown['group']}: {', '.join(ends)}."
     return timeline(events, caption=f"{caption} Drag to zoom, double-click to go back.")
+
+
+def _drawn_layers(document: Document) -> str:
+    """Which layers the timeline holds: the first ones of the first pipeline stage."""
+    layers, setting = document["model"]["layers"], document["setting"]
+    stages = setting["pipeline_stages"]
+    drawn = min(setting["timeline_layers"], layers // stages)
+    words = f"First {drawn} of {layers} layers"
+    if drawn == layers:
+        words = "The only layer" if layers == 1 else f"All {layers} layers"
+    return words if stages == 1 else f"{words} (pipeline stage 0 of {stages})"
+
+
+def _shown_micro_step(document: Document) -> str:
+    """The micro-step whose byte matrix and timeline the document holds: 'micro-step 0 of recompute'."""
+    shown = document["shown"]
+    return f"micro-step {shown['micro_step']} of {_windows(document)[shown['window']][0]}"
 
 
 def _traffic(document: Document, views: dict[str, Policy]) -> Chart:
     window = document["shown"]["window"]
     found = {view: np.array(policy["windows"][window]["byte_RR"], dtype=float) for view, policy in views.items()}
     sums = [f"{num_bytes(float(byte_RR.sum()))} {view}" for view, byte_RR in found.items()]
-    caption = f"All-to-all of {_windows(document)[window][0]}, all exchanges: {', '.join(sums)}."
-    return traffic(found, caption=caption)
+    place = _shown_micro_step(document).capitalize()
+    caption = f"{place}, group {document['shown']['group']}, all layers and exchanges: {', '.join(sums)}."
+    return traffic(found, caption=f"{caption}{_stages_added(document)}")
 
 
-def _memory(views: dict[str, Policy]) -> Chart:
+def _stages_added(document: Document) -> str:
+    """What a rank of the EP group stands for, where there are pipeline stages."""
+    stages = document["setting"]["pipeline_stages"]
+    return "" if stages == 1 else f" Rank r stands for rank r of each of the {stages} pipeline stages, added up."
+
+
+def _stages_counted(document: Document) -> str:
+    """How ranks are counted where each pipeline stage has its own."""
+    stages, ep = document["setting"]["pipeline_stages"], document["cluster"]["ep"]
+    return "" if stages == 1 else f" Ranks are counted stage by stage, {ep} to each of {stages} pipeline stages."
+
+
+def _memory(document: Document, views: dict[str, Policy]) -> Chart:
     held = {view: policy["memory"] for view, policy in views.items()}
     limit = max(memory_["limit_bytes"] for memory_ in held.values())
     peaks = {view: m["experts_bytes"] + m["replicas_bytes"] + max(m["received_bytes_X"]) for view, m in held.items()}
@@ -202,16 +233,25 @@ def _memory(views: dict[str, Policy]) -> Chart:
             for view, m in held.items()
         },
         limit_bytes=limit or None,
-        caption=f"What expert parallelism takes of a rank at worst: {words}. Attention, optimizer and the rest are not "
-        "counted.",
+        caption=f"What expert parallelism takes of a rank at worst: {words}. {_activations(document)} Attention, "
+        f"optimizer and the rest are not counted.{_stages_counted(document)}",
     )
+
+
+def _activations(document: Document) -> str:
+    """Which activations of experts the received rows count: setting `activations`."""
+    if document["setting"]["activations"] == "kept":
+        return "Activations of experts are kept for the backward pass, so an update holds those of all its layers."
+    return "Activations of experts are recomputed in the backward pass, so a rank holds one layer's at a time."
 
 
 def _sweep(found: Document) -> Iterator[Chart]:
     points = found["points"]
     if points:
         best = max(points, key=lambda p: p["saved_share"])
-        caption = f"At most {percent(best['saved_share'])}, at EP {best['ep']} with {best['slots']} slots and "
+        caption = (
+            f"At most {percent(best['saved_share'])}, at EP {best['ep']} with {plural(best['slots'], 'slot')} and "
+        )
         yield sweep(points, axes=found["axes"], caption=f"{caption}{best['tokens']:,} tokens per rank.")
     if found["break_even"] is not None:
         curves = found["break_even"]["curves"]

@@ -123,7 +123,7 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
     rows = tuple((policy, *(e[c] for c in columns)) for policy, found in events.items() for e in found)
     return Chart(
         name="timeline",
-        title="Timeline of one micro-step",
+        title="Timeline within one micro-step",
         caption=caption,
         traces=tuple(_lane(lane, used, found) for (_, lane), found in lanes.items()),
         layout=_timeline_frame(ranks, end_s),

@@ -36,9 +36,11 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
             paths          list of {path, moved_s, exposed_s, hidden_s, bytes}; path is peer, host, return or
                            edges (publish and collect together)
             after          a `Balance` of the shown group with this policy
-            byte_RR        [R][R] bytes of all-to-all from source to destination rank, shown group, all exchanges
-        timeline       list of {rank, lane, name, start_s, end_s} of the shown micro-step, 0 at its start; lane is
-                       compute, all-to-all, pull, return or edges. Empty where no timeline was asked for
+            byte_RR        [R][R] bytes of all-to-all from source to destination rank, shown group, in one micro-step:
+                           the shown one (or the last, where the window has fewer), all layers and exchanges
+        timeline       list of {rank, lane, name, start_s, end_s} of the shown micro-step, 0 at its start: the first
+                       `timeline_layers` of the setting, on the first pipeline stage; lane is compute, all-to-all,
+                       pull, return or edges. Empty where no timeline was asked for
     sweep          null, or
         axes           {name: values} that were swept: ep, slots, micro (samples per micro-step), tokens (per rank)
         points         list of {ep, slots, micro, tokens, skew, seconds {policy: expert_s}, saved_share, of_balanced};

@@ -21,6 +21,7 @@ from equipoise.sim.result import (
     WindowLoads,
     WindowResult,
 )
+from equipoise.sim.setting import StepSetting
 
 STEPS = {"recompute": 4, "update": 6}
 """Micro-steps of the small result's windows."""
@@ -54,8 +55,8 @@ def timeline(*, ranks, layers, waits):
     return tuple(events)
 
 
-def policy(rng, name, *, slots, slow, layers, ranks, steps=STEPS, timed=True):
-    """A step under one policy, `slow` times as slow as the fastest."""
+def policy(rng, name, *, slots, slow, layers, ranks, drawn, stages=1, steps=STEPS):
+    """A step under one policy, `slow` times as slow as the fastest; every pipeline stage has its own ranks."""
     windows = []
     for count in steps.values():
         parts = Parts(compute=0.4 * slow, all_to_all_inside=0.2, all_to_all_across=0.1, attention=0.3)
@@ -66,8 +67,8 @@ def policy(rng, name, *, slots, slow, layers, ranks, steps=STEPS, timed=True):
                 seconds=parts,
                 slowest=0,
                 group_s_G=np.array([parts.total]),
-                rank_s_CGX=np.broadcast_to(kinds[:, None, None], (6, 1, ranks))
-                * (0.9 + 0.1 * rng.random((1, 1, ranks))),
+                rank_s_CGX=np.broadcast_to(kinds[:, None, None], (6, 1, stages * ranks))
+                * (0.9 + 0.1 * rng.random((1, 1, stages * ranks))),
                 paths=(PathUse(path="peer", moved_s=0.02, exposed_s=0.002, bytes=2**30),) if slots else (),
                 after=balance(rng, micro_steps=count, layers=layers, ranks=ranks, spread=slow - 1),
                 byte_RR=rng.integers(2**20, 2**26, size=(ranks, ranks)),
@@ -80,11 +81,11 @@ def policy(rng, name, *, slots, slow, layers, ranks, steps=STEPS, timed=True):
         memory=Memory(
             experts_bytes=8 * 2**30,
             replicas_bytes=slots * 57 * 10**6,
-            received_bytes_X=rng.integers(2**30, 3 * 2**30, size=ranks),
+            received_bytes_X=rng.integers(2**30, 3 * 2**30, size=stages * ranks),
             limit_bytes=80 * 2**30,
         ),
         given=Parts(rollout=3.0, other=0.1),
-        timeline=timeline(ranks=ranks, layers=layers, waits=slow - 1) if timed else (),
+        timeline=timeline(ranks=ranks, layers=min(drawn, layers // stages), waits=slow - 1),
     )
 
 
@@ -113,16 +114,24 @@ def swept():
 POLICIES = (("static", 0, 1.5), ("eplb-oracle", 1, 1.3), ("equipoise", 1, 1.02), ("balanced", 0, 1.0))
 
 
-def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, steps=STEPS, sweep=True, timed=True):
-    """A simulation of made-up figures that fit together, as the simulator would write it."""
+def simulation(
+    *, layers=3, ranks=8, experts=16, policies=POLICIES, steps=STEPS, sweep=True, timed=True, drawn=None, stages=1
+):
+    """A simulation of made-up figures that fit together, as the simulator would write it.
+
+    The timeline holds `drawn` layers, all by default.
+    """
     rng = np.random.default_rng(0)
     model = ModelShape.preset("qwen3-30b-a3b", layers=layers, experts=experts, top_k=4)
+    shown, drawn = Shown(window=1, micro_step=2, group=0), layers if drawn is None else drawn
+    setting = StepSetting(rollout_s=3.0, shown=shown, timeline_layers=drawn if timed else 0, pipeline_stages=stages)
+    sizes = {"layers": layers, "ranks": ranks, "stages": stages, "steps": steps, "drawn": drawn if timed else 0}
     return Simulation(
         model=model,
         cluster=Cluster.preset("h100", nodes=max(1, ranks // 8), ranks_per_node=min(8, ranks)),
         profile=Profile.read("h100"),
-        setting={"rollout_s": 3.0},
-        shown=Shown(window=1, micro_step=2, group=0),
+        setting=setting.to_dict(),
+        shown=shown,
         windows=tuple(
             WindowLoads(
                 stage=stage,
@@ -134,10 +143,7 @@ def simulation(*, layers=3, ranks=8, experts=16, policies=POLICIES, steps=STEPS,
             )
             for stage, count in steps.items()
         ),
-        policies=tuple(
-            policy(rng, name, slots=slots, slow=slow, layers=layers, ranks=ranks, steps=steps, timed=timed)
-            for name, slots, slow in policies
-        ),
+        policies=tuple(policy(rng, name, slots=slots, slow=slow, **sizes) for name, slots, slow in policies),
         notes=("Compute and all-to-all do not overlap.", "Links are priced by their published rate."),
         sweep=swept() if sweep else None,
     )

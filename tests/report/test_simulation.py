@@ -126,6 +126,45 @@ def test_the_timeline_has_every_event_of_both_policies(document, page):
     assert chart(page, "timeline").note == ""
 
 
+def test_the_byte_matrix_is_said_to_be_one_micro_steps(document, page):
+    sent = [num_bytes(np.sum(of(document, name)["windows"][1]["byte_RR"])) for name in ("static", "equipoise")]
+    assert chart(page, "traffic").caption == (
+        f"Micro-step 2 of update, group 0, all layers and exchanges: {sent[0]} before, {sent[1]} after."
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"layers": 12, "drawn": 4}, "First 4 of 12 layers of micro-step 2 of update, group 0: 3.80 ms with static, "),
+        ({"layers": 3}, "All 3 layers of micro-step 2 of update, group 0: "),
+        ({"layers": 1}, "The only layer of micro-step 2 of update, group 0: "),
+        ({"layers": 12, "drawn": 4, "stages": 2}, "First 4 of 12 layers (pipeline stage 0 of 2) of micro-step 2 of"),
+        ({"layers": 6, "drawn": 4, "stages": 2}, "First 3 of 6 layers (pipeline stage 0 of 2) of micro-step 2 of"),
+    ],
+    ids=["some", "all", "one", "some of a stage", "all of a stage"],
+)
+def test_the_timeline_is_said_to_be_the_layers_that_it_holds(sizes, words):
+    page = build_page(simulation(**sizes, sweep=False), title="x")
+    assert chart(page, "timeline").caption.startswith(words)
+
+
+def test_charts_of_pipeline_stages_say_what_a_rank_is():
+    page = build_page(simulation(stages=2, layers=4), title="x")
+    for name in ("traffic", "rank-heat-map"):
+        assert "Rank r stands for rank r of each of the 2 pipeline stages, added up." in chart(page, name).caption
+    for name in ("rank-seconds", "memory"):
+        assert "Ranks are counted stage by stage, 8 to each of 2 pipeline stages." in chart(page, name).caption
+    assert "pipeline" not in " ".join(c.caption for c in build_page(simulation(), title="x").charts)
+
+
+def test_the_memory_caption_names_the_setting_of_activations(document):
+    for activations, words in (("kept", "those of all its layers"), ("recomputed", "one layer's at a time")):
+        asked = {**document, "setting": {**document["setting"], "activations": activations}}
+        caption = chart(build_page(asked, title="x"), "memory").caption
+        assert f"Activations of experts are {activations}" in caption and words in caption
+
+
 def test_sweep_and_break_even_name_where_it_pays(page):
     assert [t["name"] for t in chart(page, "sweep").traces] == ["slots 0", "slots 1", "slots 2"]
     assert "At most 26.0 %, at EP 32 with 2 slots" in chart(page, "sweep").caption
