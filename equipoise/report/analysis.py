@@ -9,7 +9,7 @@ from equipoise.report.byte_charts import memory
 from equipoise.report.load_charts import skew_by_layer, skew_by_width, skew_over_micro_steps
 from equipoise.report.page import Chart, Figure, Missing, Page
 from equipoise.report.time_charts import cost_parts
-from equipoise.report.words import beyond_balanced, count, num_bytes, percent, plural, ratio, recovered, seconds
+from equipoise.report.words import beyond_balanced, count, gained, lost, num_bytes, percent, plural, ratio, seconds
 
 FORMAT = "equipoise-analysis-2"
 Document = dict[str, Any]
@@ -39,13 +39,12 @@ def analysis_page(document: Document, *, title: str) -> Page:
 
 def _answer(document: Document) -> str:
     whole, plan = document["seconds"], document["plan"]
-    lost = f"{percent(whole['lost']['share'])} of the time in expert layers is lost to uneven experts"
+    now = lost(whole["lost"]["share"])
     if plan is None:
-        return f"{lost}; no plan was tried: {document['no_plan']}."
-    saved = recovered(whole["saved"]["share"], lost=whole["lost"]["share"])
-    if not plan["worth_it"]:
-        return f"{lost}; a plan with {_slots(plan)} would recover {saved}, which is not worth it here."
-    return f"{lost}; a plan with {_slots(plan)} would recover {saved}."
+        return f"{now}; no plan was tried: {document['no_plan']}."
+    gain = gained(whole["saved"]["share"], lost=whole["lost"]["share"])
+    words = f"{now}; a plan with {_slots(plan)} would {gain}"
+    return f"{words}." if plan["worth_it"] else f"{words}, which is not worth it here."
 
 
 def _slots(plan: Document) -> str:
@@ -68,7 +67,13 @@ def _conditions(document: Document) -> tuple[str, ...]:
 def _beyond_balanced(document: Document) -> tuple[str, ...]:
     """Why more can be recovered than is lost, where that is so."""
     whole, has_plan = document["seconds"], document["plan"] is not None
-    return (beyond_balanced("The plan"),) if has_plan and whole["saved"]["share"] > whole["lost"]["share"] else ()
+    if not has_plan or whole["saved"]["share"] <= whole["lost"]["share"]:
+        return ()
+    planned, level = whole["planned"], whole["balanced"]
+    # Null where all-to-all was not priced.
+    sends_less = (planned["all_to_all"] or 0) < (level["all_to_all"] or 0)
+    computes_less = planned["compute"] < level["compute"]
+    return (beyond_balanced("The plan", sends_less=sends_less, computes_less=computes_less),)
 
 
 def _figures(document: Document) -> tuple[Figure, ...]:

@@ -5,8 +5,10 @@ Chooses what is said; `simulation_charts.py` chooses what is drawn. Takes every 
 Which policy is "after": `equipoise` if it was simulated, else the fastest that is neither `static` nor `balanced`.
 
 Invariants (asserted by the tests):
-1. Shares are of static's `expert_s`: lost is static less balanced, recovered is static less after.
-2. A policy that was not simulated is never spoken of, and a part it would give is named as missing.
+1. Shares are of static's `expert_s`: lost is static less balanced, recovered is static less after. Where balanced takes
+   longer than static, nothing is lost, and the page says that balanced ranks would not be faster.
+2. Why after takes less time than balanced is said by the parts, compute and all-to-all, that take it less.
+3. A policy that was not simulated is never spoken of, and a part it would give is named as missing.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import numpy as np
 
 from equipoise.report.page import Figure, Missing, Page
 from equipoise.report.simulation_charts import draw_simulation
-from equipoise.report.words import beyond_balanced, num_bytes, percent, plural, ratio, recovered, seconds
+from equipoise.report.words import beyond_balanced, gained, lost, num_bytes, percent, plural, ratio, seconds
 from equipoise.sim.trial import WORTH
 
 FORMAT = "equipoise-simulation-1"
@@ -70,12 +72,12 @@ def _answer(compared: Compared) -> str:
         return f"With {fastest['policy']} a step takes {seconds(fastest['expert_s'])} in expert layers."
     now = f"A step takes {seconds(static['expert_s'])} in expert layers"
     if balanced is not None:
-        now = f"{percent(compared.share(balanced))} of the time in expert layers is lost to uneven experts"
+        now = lost(compared.share(balanced))
     if after is None:
         return f"{now}; no plan was simulated."
     saved = compared.share(after)
-    gain = percent(saved) if balanced is None else recovered(saved, lost=compared.share(balanced))
-    words = f"{now}; {_plan(after)} would recover {gain}"
+    gain = f"recover {percent(saved)}" if balanced is None else gained(saved, lost=compared.share(balanced))
+    words = f"{now}; {_plan(after)} would {gain}"
     return f"{words}." if saved >= WORTH else f"{words}, which is not worth it here."
 
 
@@ -106,7 +108,10 @@ def _beyond_balanced(compared: Compared) -> tuple[str, ...]:
     after, balanced = compared.after, compared.balanced
     if after is None or balanced is None or after["expert_s"] >= balanced["expert_s"]:
         return ()
-    return (beyond_balanced(after["policy"]),)
+    ours, level = after["seconds"], balanced["seconds"]
+    sent, level_sent = (sum(parts[f"all_to_all_{way}"] for way in ("inside", "across")) for parts in (ours, level))
+    computes_less = ours["compute"] < level["compute"]
+    return (beyond_balanced(after["policy"], sends_less=sent < level_sent, computes_less=computes_less),)
 
 
 def _figures(document: Document, compared: Compared) -> tuple[Figure, ...]:
@@ -114,8 +119,7 @@ def _figures(document: Document, compared: Compared) -> tuple[Figure, ...]:
     static, after, balanced = compared.static, compared.after, compared.balanced
     found = []
     if static is not None and balanced is not None:
-        lost = seconds(static["expert_s"] - balanced["expert_s"])
-        found.append(("Lost", percent(compared.share(balanced)), f"{lost} of {seconds(static['expert_s'])} per step"))
+        found.append(_lost_figure(compared.share(balanced), static=static["expert_s"], balanced=balanced["expert_s"]))
     if static is not None and after is not None:
         words = "of the time in expert layers" if balanced is None else f"{percent(after['of_balanced'])} of balanced"
         found.append(("Recovered", percent(compared.share(after)), words))
@@ -129,6 +133,13 @@ def _figures(document: Document, compared: Compared) -> tuple[Figure, ...]:
     return tuple(Figure(label=label, value=value, words=words) for label, value, words in found)
 
 
+def _lost_figure(share: float, *, static: float, balanced: float) -> tuple[str, str, str]:
+    """What balanced would give back of static's seconds; nothing where it takes longer."""
+    if share <= 0:
+        return "Lost", "0 %", f"balanced takes {seconds(balanced)}, static {seconds(static)} per step"
+    return "Lost", percent(share), f"{seconds(static - balanced)} of {seconds(static)} per step"
+
+
 def _mean_skew(windows: list[Document], which: str) -> float:
     """Mean over all micro-steps; each is the mean over as many layers."""
     return float(np.mean(np.concatenate([window[which]["skew_M"] for window in windows])))
@@ -138,7 +149,7 @@ def _missing(document: Document, compared: Compared) -> tuple[Missing, ...]:
     command = "equipoise simulate ROUTES_OR_LOADS"
     found = []
     if compared.static is None or compared.after is None or compared.balanced is None:
-        words = "The comparison needs doing nothing, a plan and the ceiling:"
+        words = "The comparison needs doing nothing, a plan, and even ranks:"
         found.append(("Policies", words, f"{command} --policies static,equipoise,balanced"))
     sweep = document["sweep"] or {"points": [], "break_even": None}
     if not sweep["points"]:

@@ -93,9 +93,9 @@ def _policies(document: Document) -> Chart:
     caption = "Seconds of one step by part; transfers only as far as nothing hides them."
     if fastest is not None:
         caption = f"{fastest['policy']} is the fastest with {seconds(fastest['expert_s'])} in expert layers"
-        rest = fastest["speedup"], fastest["of_balanced"]
-        caption += "" if rest[0] is None else f", {rest[0]:.2f} times static's speed"
-        caption += "" if rest[1] is None else f" and {percent(rest[1])} of the ceiling"
+        speeds = [] if fastest["speedup"] is None else [f"{fastest['speedup']:.2f} times static's speed"]
+        speeds += [] if fastest["of_balanced"] is None else [f"{percent(fastest['of_balanced'])} of balanced's speed"]
+        caption += f", {' and '.join(speeds)}" if speeds else ""
         caption += "; transfers count only as far as nothing hides them."
     return cost_parts(
         bars,

@@ -20,17 +20,34 @@ def percent(share: float) -> str:
     return "over 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
 
 
-def recovered(saved: float, *, lost: float) -> str:
-    """What a plan gives back of what is lost; more than that where it also sends less than an even spread does."""
-    return f"{'that and more, ' if saved > lost and percent(saved) != percent(lost) else ''}{percent(saved)}"
+def lost(share: float) -> str:
+    """What uneven ranks cost; where `balanced` takes as long as now or longer, that is nothing."""
+    if share <= 0:
+        return "Balanced ranks would not be faster here"
+    return f"{percent(share)} of the time in expert layers is lost to uneven experts"
 
 
-def beyond_balanced(name: str) -> str:
-    """Why what `name` recovers can be more than is lost."""
-    return (
-        f"{name} takes less time than balanced because it sends less than an even spread does: rows stay on their own "
-        "rank and node where they can."
-    )
+def gained(saved: float, *, lost: float) -> str:
+    """What a plan does about what is lost: gives it back, or more, or saves where nothing is lost to uneven ranks."""
+    if lost <= 0:
+        return f"save {percent(saved)}"
+    is_more = saved > lost and percent(saved) != percent(lost)
+    return f"recover {'that and more, ' if is_more else ''}{percent(saved)}"
+
+
+def beyond_balanced(name: str, *, sends_less: bool, computes_less: bool) -> str:
+    """Why what `name` recovers can be more than is lost: by the parts that take it less time than balanced."""
+    parts, reasons = [], []
+    if sends_less:
+        parts.append("its all-to-all takes")
+        reasons.append("rows stay on their own rank and node where they can")
+    if computes_less:
+        parts.append("its experts take")
+        reasons.append("fewer slots of a rank have rows, and each of them costs time")
+    if not parts:
+        return f"{name} takes less time than balanced."
+    why, how = " and ".join(parts), "; ".join(reasons)
+    return f"{name} takes less time than balanced because {why} less than with an even spread: {how}."
 
 
 def seconds(value: float) -> str:

@@ -42,7 +42,28 @@ def test_more_than_is_lost_is_recovered_only_with_the_reason_beside_it(document)
         changed = json.loads(json.dumps(document))
         changed["seconds"]["saved"]["share"] = factor * changed["seconds"]["lost"]["share"]
         page = build_page(changed, title="x")
-        assert ("that and more" in page.answer) is any("sends less" in words for words in page.conditions) is is_more
+        has_reason = any("less time than balanced" in words for words in page.conditions)
+        assert ("that and more" in page.answer) is has_reason is is_more
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [("compute", "because its experts take less"), ("all_to_all", "because its all-to-all takes less")],
+)
+def test_the_reason_is_the_part_that_the_plan_needs_less_of(document, part, reason):
+    changed = json.loads(json.dumps(document))
+    whole = changed["seconds"]
+    whole["saved"]["share"] = 2 * whole["lost"]["share"]
+    whole["planned"] |= {
+        name: whole["balanced"][name] + (-1 if name == part else 1) for name in ("compute", "all_to_all")
+    }
+    assert reason in build_page(changed, title="x").conditions[-1]
+
+
+def test_an_analysis_without_loss_says_that_balance_would_not_help(document):
+    changed = json.loads(json.dumps(document))
+    changed["seconds"]["lost"] = {"seconds": 0.0, "share": 0.0}
+    assert build_page(changed, title="x").answer.startswith("Balanced ranks would not be faster here; a plan with")
 
 
 def test_charts_hold_the_documents_figures(document):

@@ -1,5 +1,7 @@
 """The page of a simulation says what its document says, and speaks of nothing that was not simulated."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -208,3 +210,41 @@ def test_without_timeline_the_page_names_the_command_instead_of_an_empty_chart()
 def test_a_plan_that_saves_next_to_nothing_is_not_worth_it():
     policies = [("static", 0, 1.5), ("equipoise", 1, 1.49), ("balanced", 0, 1.4)]
     assert build_page(simulation(policies=policies), title="x").answer.endswith("which is not worth it here.")
+
+
+def with_parts(document, **seconds):
+    """The document with other seconds of compute and all-to-all across, by policy."""
+    changed = json.loads(json.dumps(document))
+    for policy in changed["policies"]:
+        compute, sent = seconds.get(policy["policy"], (9.0, 9.0))
+        policy["seconds"] |= {"compute": compute, "all_to_all_across": sent, "all_to_all_inside": 0.0}
+        policy["expert_s"] = compute + sent
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        ((2.0, 7.0), "equipoise takes less time than balanced because its all-to-all takes less "),
+        ((1.0, 8.5), "equipoise takes less time than balanced because its experts take less "),
+        ((1.0, 7.0), "equipoise takes less time than balanced because its all-to-all takes and its experts take less "),
+    ],
+    ids=["sends less", "computes less", "both"],
+)
+def test_the_reason_beside_more_than_is_lost_is_the_part_that_takes_less(document, ours, reason):
+    page = build_page(with_parts(document, static=(4.0, 8.0), equipoise=ours, balanced=(2.0, 8.0)), title="x")
+    assert "would recover that and more" in page.answer
+    assert page.conditions[-1].startswith(reason)
+
+
+def test_where_balanced_takes_longer_nothing_is_lost(document):
+    page = build_page(with_parts(document, static=(4.0, 6.0), equipoise=(4.0, 6.0), balanced=(6.0, 6.0)), title="x")
+    assert page.answer.startswith("Balanced ranks would not be faster here; a plan with 1 replica slot")
+    assert page.answer.endswith("would save 0 %, which is not worth it here.")
+    lost = page.figures[0]
+    assert (lost.label, lost.value, lost.words) == ("Lost", "0 %", "balanced takes 12.0 s, static 10.0 s per step")
+
+
+def test_no_share_is_said_to_be_of_a_ceiling(page):
+    assert "% of balanced's speed" in chart(page, "cost-parts").caption
+    assert "ceiling" not in " ".join([c.caption for c in page.sections] + [m.words for m in page.missing])

@@ -24,12 +24,40 @@ def test_shares(share, text):
     assert words.percent(share) == text
 
 
+def test_nothing_is_lost_where_balanced_takes_as_long_or_longer():
+    assert words.lost(0.09) == "9.0 % of the time in expert layers is lost to uneven experts"
+    assert words.lost(0.0) == words.lost(-0.208) == "Balanced ranks would not be faster here"
+
+
 @pytest.mark.parametrize(
-    ("saved", "text"),
-    [(0.08, "8.0 %"), (0.09, "9.0 %"), (0.0901, "9.0 %"), (0.136, "that and more, 13.6 %")],
+    ("saved", "lost", "text"),
+    [
+        (0.08, 0.09, "recover 8.0 %"),
+        (0.09, 0.09, "recover 9.0 %"),
+        (0.0901, 0.09, "recover 9.0 %"),
+        (0.136, 0.09, "recover that and more, 13.6 %"),
+        (0.02, 0.0, "save 2.0 %"),
+        (0.0, -0.208, "save 0 %"),
+    ],
 )
-def test_what_is_recovered_may_be_more_than_is_lost(saved, text):
-    assert words.recovered(saved, lost=0.09) == text
+def test_what_a_plan_gains_may_be_more_than_is_lost(saved, lost, text):
+    assert words.gained(saved, lost=lost) == text
+
+
+@pytest.mark.parametrize(
+    ("sends_less", "computes_less", "said", "not_said"),
+    [
+        (True, False, ["its all-to-all takes less", "rows stay on their own rank"], ["experts", "slots"]),
+        (False, True, ["its experts take less", "fewer slots"], ["all-to-all", "rows stay"]),
+        (True, True, ["its all-to-all takes and its experts take less", "rows stay", "fewer slots"], []),
+        (False, False, ["x takes less time than balanced."], ["because"]),
+    ],
+    ids=["sends less", "computes less", "both", "neither"],
+)
+def test_the_reason_is_the_part_that_takes_less_than_balanced(sends_less, computes_less, said, not_said):
+    text = words.beyond_balanced("x", sends_less=sends_less, computes_less=computes_less)
+    assert all(part in text for part in said)
+    assert not any(part in text for part in not_said)
 
 
 @pytest.mark.parametrize(
