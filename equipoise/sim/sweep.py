@@ -12,6 +12,7 @@ Knows loads, policies and results. Does not know files: other EP widths and pack
 Invariants (asserted by the tests):
 1. A point with the step's own figures has the seconds of `simulate`.
 2. Mixing keeps every source's rows; skew falls as the even part grows.
+3. No two curves are of the same loads, and loads without rows have none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.value import require_int
 from equipoise.loads.skew import rank_loads, skew_ML
 from equipoise.planner import PlanOptions
@@ -82,6 +83,8 @@ def sweep_points(
     for ep, micro in product(widths, micros):
         assert ep is not None, "a cluster has an EP width"
         step = [complete(window)[0] for window in windows(ep, micro)]
+        if "tokens" in values:
+            check_rows(step)
         for size in tokens:
             sized = step if size is None else [at_tokens(loads, size, model) for loads in step]
             for point in _at(sized, counts, cluster=cluster.with_ep(ep), model=model, **given):
@@ -119,19 +122,21 @@ def break_even_curves(
     options: PlanOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[BreakEvenCurve, ...]:
-    """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`."""
+    """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`.
+
+    There is no curve where the layers and micro-steps looked at have no row.
+    """
     few, shape = sampled(complete(window)[0], model)
     plain = replace(setting or StepSetting(), timeline_layers=0, pipeline_stages=1, planning_s=0.0)
-    curves: list[BreakEvenCurve] = []
-    for mix in MIXES:
-        mixed = mixed_with_even(few, mix)
+    mixes, curves = distinct_mixes(few), list[BreakEvenCurve]()
+    for mixed in mixes:
         points = []
         for tokens in TOKENS:
             sized = [at_tokens(mixed, tokens, shape)]
             (point,) = _at(sized, (slots,), cluster=cluster, model=shape, setting=plain, options=options)
             points.append((tokens, point.saved_share))
             if progress is not None:
-                progress(len(curves) * len(TOKENS) + len(points), len(MIXES) * len(TOKENS))
+                progress(len(curves) * len(TOKENS) + len(points), len(mixes) * len(TOKENS))
         curves.append(BreakEvenCurve(skew=mean_skew([mixed], cluster.ep), points=tuple(points), worth=WORTH))
     return tuple(curves)
 
@@ -147,6 +152,16 @@ def checked_axis(name: str, values: Sequence[int]) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise InfeasiblePlanError(f"axis {name!r} has a value twice: {', '.join(map(str, found))}; write each once")
     return tuple(found)
+
+
+def check_rows(step: Sequence[LoadMatrix]) -> None:
+    """Raise if a window has no row: more tokens multiply loads, and there are none."""
+    for w, loads in enumerate(step):
+        if not complete(loads)[0].load_MLRE.any():
+            raise LoadsError(
+                f"window {w} ({loads.stage}) has no row, and tokens= multiplies rows; leave that axis out of the "
+                "sweep, or give loads with rows in every window"
+            )
 
 
 def mean_tokens(step: Sequence[LoadMatrix], model: ModelShape) -> float:
@@ -173,6 +188,16 @@ def mixed_with_even(loads: LoadMatrix, share: float) -> LoadMatrix:
     even_MLRE = deal_out(loads.load_MLRE)
     mixed = even_MLRE + np.rint(share * (loads.load_MLRE - even_MLRE)).astype(np.int64)
     return LoadMatrix(mixed, stage=loads.stage)
+
+
+def distinct_mixes(loads: LoadMatrix) -> list[LoadMatrix]:
+    """The loads at every share of MIXES, once each: few rows, or even ones, round to the same; none without rows."""
+    mixes: list[LoadMatrix] = []
+    for share in MIXES if loads.load_MLRE.any() else ():
+        mixed = mixed_with_even(loads, share)
+        if mixed not in mixes:
+            mixes.append(mixed)
+    return mixes
 
 
 def sampled(loads: LoadMatrix, model: ModelShape) -> tuple[LoadMatrix, ModelShape]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from equipoise.core import InfeasiblePlanError, LoadMatrix
+from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.sweep import (
@@ -97,6 +97,34 @@ def test_a_plan_pays_more_with_more_tokens_and_more_skew(loads):
     assert at_most == sorted(at_most)
     assert curves[-1].points[-1][1] > curves[-1].points[0][1]
     assert curves[-1].tokens is not None
+
+
+@pytest.mark.parametrize("rows", [0, 1, 100], ids=["no rows", "few rows", "even rows"])
+def test_no_two_curves_are_of_the_same_loads_and_loads_without_rows_have_none(loads, rows):
+    level = np.zeros_like(loads.load_MLRE) if rows == 1 else np.full_like(loads.load_MLRE, rows)
+    if rows == 1:
+        # Of a single row, a quarter and a half of its way from the even deal round to nothing.
+        level[..., -1] = 1
+    seen = []
+    given = {"cluster": cluster_of(), "model": MODEL, "progress": lambda done, total: seen.append((done, total))}
+    curves = break_even_curves(LoadMatrix(level), **given)
+    assert len(curves) == {0: 0, 1: 2, 100: 1}[rows]
+    assert len({curve.skew for curve in curves}) == len(curves)
+    assert seen[-1:] == [(len(curves) * len(TOKENS),) * 2][: len(curves)]
+
+
+def test_a_break_even_whose_sample_has_no_row_is_none():
+    few = np.zeros((9, MODEL.layers, 8, MODEL.experts), dtype=np.int64)
+    few[1] = 5
+    assert break_even_curves(LoadMatrix(few), cluster=cluster_of(), model=MODEL) == ()
+
+
+def test_loads_without_rows_have_nothing_that_more_tokens_multiply(loads):
+    windows = [loads, LoadMatrix(np.zeros_like(loads.load_MLRE))]
+    given = {"cluster": cluster_of(), "model": MODEL}
+    with pytest.raises(LoadsError, match=r"window 1 \(update\) has no row, and tokens= multiplies rows"):
+        sweep_points(lambda ep, micro: windows, axes={"tokens": (1024,)}, **given)
+    assert sweep_points(lambda ep, micro: windows[1:], axes={"ep": (8,)}, **given)[0].saved_share == 0
 
 
 @pytest.mark.parametrize(
