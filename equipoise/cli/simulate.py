@@ -15,8 +15,7 @@ import typer
 from equipoise.cli.options import ClusterOption, Packing, Reading, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+    from equipoise.cli.simulation import Source
     from equipoise.core import LoadMatrix, ModelShape
     from equipoise.sim import StepSetting
 
@@ -129,10 +128,8 @@ def simulate(
     # What can be wrong is asked before the dump is read, which may take minutes.
     hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
     around, past = setting.to_step(), read_history(compared.history, compared.names)
-    shape, windows = step_source(dump, reading, packing, demo=demo)
     step = Step(
-        windows=windows,
-        model=shape,
+        source=step_source(dump, reading, packing, demo=demo),
         cluster=hardware,
         setting=around,
         options=PlanOptions(cross_node=compared.cross_node),
@@ -183,21 +180,51 @@ def _axis(word: str) -> tuple[str, tuple[int, ...]]:
     return name, checked_axis(name, [int(number) for number in numbers])
 
 
-def step_source(
-    dump: Path | None, reading: Reading, packing: Packing, *, demo: bool
-) -> "tuple[ModelShape, Callable[[int, int | None], Sequence[LoadMatrix]]]":
-    """The model, and what makes the step's windows at an EP width and a number of samples per micro-step."""
-    from equipoise.cli.step_loads import count_windows, demo_counts, load_step
+def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: bool) -> "Source":
+    """Where the step's windows come from: generated samples, loads that are scheduled already, or a dump's samples."""
+    from equipoise.cli.kinds import LOADS, npz_kind
+    from equipoise.cli.simulation import Source
+    from equipoise.cli.step_loads import check_packing, count_windows, demo_counts, load_step
 
     def at(ep: int, micro: int | None) -> Packing:
         return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
 
     counts = demo_counts(dump, reading.model, demo=demo, samples=256)
     if counts is not None:
-        return counts.model, lambda ep, micro: count_windows(counts, at(ep, micro))
+        return Source(
+            model=counts.model,
+            windows=lambda ep, micro: count_windows(counts, at(ep, micro)),
+            check=lambda ep, micro: check_packing(at(ep, micro), counts.model),
+        )
     assert dump is not None, "refused where neither is given"
-    shape, first = load_step(dump, reading, packing)
-    if shape.layers != first[0].num_layers:
-        shape = shape.replace(layers=first[0].num_layers)
-    own = {(packing.ep, None): first}
-    return shape, lambda ep, micro: own.get((ep, micro)) or load_step(dump, reading, at(ep, micro))[1]
+    model, first = load_step(dump, reading, packing)
+    if model.layers != first[0].num_layers:
+        model = model.replace(layers=first[0].num_layers)
+    if npz_kind(dump) == LOADS:
+        return _scheduled(dump, model, first[0])
+    own: dict[tuple[int, int | None], tuple[LoadMatrix, ...]] = {(packing.ep, None): first}
+    return Source(
+        model=model,
+        windows=lambda ep, micro: own.get((ep, micro)) or load_step(dump, reading, at(ep, micro))[1],
+        check=lambda ep, micro: check_packing(at(ep, micro), model),
+    )
+
+
+def _scheduled(dump: Path, model: "ModelShape", loads: "LoadMatrix") -> "Source":
+    """Loads of one window: groups of another width can be cut, and nothing can be packed anew."""
+    from equipoise.cli.simulation import Source
+    from equipoise.core import LoadsError, ScheduleError
+
+    def check(ep: int, micro: int | None) -> None:
+        if micro is not None:
+            raise ScheduleError(
+                f"{dump} holds loads, which are scheduled already: --sweep micro={micro} cannot pack them anew; give "
+                "the samples, or leave micro out"
+            )
+        if loads.num_ranks % ep:
+            raise LoadsError(
+                f"{dump} has loads of {loads.num_ranks} source ranks, which do not fill EP groups of {ep}; give a "
+                "width that divides them, or the samples"
+            )
+
+    return Source(model=model, windows=lambda ep, micro: (loads,), check=check)

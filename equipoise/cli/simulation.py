@@ -5,6 +5,7 @@ Knows the simulator. Does not know files or words of the command line.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from equipoise.cli.output import progress
@@ -13,16 +14,27 @@ from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.planner import PlanOptions
 from equipoise.sim import Simulation, StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
-from equipoise.sim.sweep import break_even_curves, sweep_points
+from equipoise.sim.sweep import break_even_curves, check_rows, sweep_points
+
+Axes = Mapping[str, tuple[int, ...]]
+NO_CURVES = "Break-even left out: the layers and micro-steps of the last window that it looks at have no row."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the windows of a step come from, at an EP width and a number of samples per micro-step (None: as it is)."""
+
+    model: ModelShape
+    windows: Callable[[int, int | None], Sequence[LoadMatrix]]
+    check: Callable[[int, int | None], None]
+    """Raises, in no time, where there are no such windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step to simulate."""
 
-    windows: Callable[[int, int | None], Sequence[LoadMatrix]]
-    """Its windows at an EP width and a number of samples per micro-step (None: as it is)."""
-    model: ModelShape
+    source: Source
     cluster: Cluster
     setting: StepSetting
     options: PlanOptions
@@ -30,25 +42,37 @@ class Step:
     history: LoadMatrix | None
 
 
-def run(step: Step, policies: Sequence[str], *, axes: Mapping[str, tuple[int, ...]], break_even: bool) -> Simulation:
+def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) -> Simulation:
     """Simulate the step, and what was asked for beside it."""
-    windows = step.windows(step.cluster.ep, None)
-    check_slots(step.slots, cluster=step.cluster, model=step.model)
-    for ep in axes.get("ep", (step.cluster.ep,)):
-        check_slots(axes.get("slots", (step.slots,)), cluster=step.cluster.with_ep(ep), model=step.model)
-    given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "model", "setting", "options")}
+    windows = step.source.windows(step.cluster.ep, None)
+    check(step, windows, axes)
+    given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "setting", "options", "slots")}
+    given["model"] = step.source.model
     with progress("simulating (the first run compiles for a while)") as show:
-        found = simulate(windows, policies, slots=step.slots, history=step.history, progress=show, **given)
-    if not axes and not break_even:
-        return found
+        found = simulate(windows, policies, history=step.history, progress=show, **given)
     points: tuple[SweepPoint, ...] = ()
     curves: tuple[BreakEvenCurve, ...] = ()
     if axes:
         with progress("sweeping") as show:
-            points = sweep_points(step.windows, axes=axes, slots=step.slots, progress=show, **given)
+            points = sweep_points(step.source.windows, axes=axes, progress=show, **given)
     if break_even:
         # The last window: an update, where there is one.
         window = windows[-1].split_groups(step.cluster.ep)[0]
         with progress("break-even") as show:
-            curves = break_even_curves(window, slots=step.slots, progress=show, **given)
+            curves = break_even_curves(window, progress=show, **given)
+        if not curves:
+            found = replace(found, notes=(*found.notes, NO_CURVES))
+    if not points and not curves:
+        return found
     return replace(found, sweep=Sweep(axes=dict(axes), points=points, curves=curves))
+
+
+def check(step: Step, windows: Sequence[LoadMatrix], axes: Axes) -> None:
+    """Raise for slots or a sweep that cannot be, before the step is simulated: that may take minutes, and be lost."""
+    model = step.source.model
+    check_slots(step.slots, cluster=step.cluster, model=model)
+    for ep, micro in product(axes.get("ep", (step.cluster.ep,)), axes.get("micro", (None,))):
+        check_slots(axes.get("slots", ()), cluster=step.cluster.with_ep(ep), model=model)
+        step.source.check(ep, micro)
+    if "tokens" in axes:
+        check_rows(windows)

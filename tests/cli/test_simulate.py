@@ -96,10 +96,72 @@ def test_a_sweep_has_the_slots_of_the_step_unless_it_sweeps_them(equipoise, save
         found = equipoise("simulate", save_loads(), *given, "--sweep", axis)
         assert found.code == 0, found.err
         assert [point["slots"] for point in found.document["sweep"]["points"]] == expected
-    # A rank of two owns half of the 64 experts, and so has use for 32 replicas; one of four has for 48.
-    refused = equipoise("simulate", save_loads(), *given, "--slots", 40, "--sweep", "ep=2,4")
-    assert (refused.code, refused.out) == (2, "")
-    assert "--slots is 40; a rank can hold at most 32" in refused.err
+
+
+def test_a_sweep_may_have_a_group_of_one_rank_that_has_no_use_for_slots(equipoise, save_loads):
+    given = ("--model", "olmoe", "--ep", 4, "--policies", "static", "--no-break-even", "--json")
+    found = equipoise("simulate", save_loads(), *given, "--sweep", "ep=1,4")
+    assert found.code == 0, found.err
+    assert found.document["sweep"]["points"][0]["saved_share"] == 0
+
+
+@pytest.fixture
+def unsimulated(monkeypatch):
+    """No step may be simulated."""
+
+    def simulate_nothing(*_: object, **__: object) -> None:
+        raise AssertionError("a step was simulated before all was checked")
+
+    monkeypatch.setattr("equipoise.cli.simulation.simulate", simulate_nothing)
+
+
+@pytest.mark.parametrize(
+    ("axis", "rows", "words"),
+    [
+        ("ep=4,8", 100, "loads of 4 source ranks, which do not fill EP groups of 8"),
+        ("ep=3", 100, "do not divide by 3 ranks"),
+        ("micro=1", 100, "scheduled already: --sweep micro=1 cannot pack them anew"),
+        ("micro=2", 100, "scheduled already: --sweep micro=2 cannot pack them anew"),
+        ("slots=0,99", 100, "--slots is 99"),
+        ("tokens=1024", 0, "window 0 (update) has no row, and tokens= multiplies rows; leave that axis out"),
+    ],
+)
+def test_a_sweep_that_loads_cannot_have_is_refused_before_the_step_is_simulated(
+    equipoise, save_loads, unsimulated, axis, rows, words
+):
+    found = equipoise("simulate", save_loads(rows), "--model", "olmoe", "--ep", 4, "--sweep", axis)
+    assert (found.code, found.out) == (2, "")
+    assert words in found.err
+    assert "Traceback" not in found.err
+
+
+@pytest.mark.parametrize(
+    ("options", "axis", "words"),
+    [((), "ep=4,7", "do not divide by 7 ranks"), (("--cp", 2), "ep=1", "--cp 2 x --sp 1 does not divide")],
+)
+def test_a_sweep_that_samples_cannot_have_is_refused_before_the_step_is_simulated(
+    equipoise, store, unsimulated, options, axis, words
+):
+    found = equipoise("simulate", store, "--ep", 4, *options, "--sweep", axis)
+    assert (found.code, found.out) == (2, "")
+    assert words in found.err
+
+
+def test_loads_of_a_wider_group_are_cut_for_a_sweep(equipoise, save_loads):
+    given = ("--model", "olmoe", "--policies", "static", "--no-break-even", "--json")
+    found = equipoise("simulate", save_loads(ranks=8), "--ep", 4, *given, "--sweep", "ep=2,8")
+    assert found.code == 0, found.err
+    assert found.document["windows"][0]["groups"] == 2
+    assert [point["ep"] for point in found.document["sweep"]["points"]] == [2, 8]
+
+
+def test_a_step_without_rows_has_no_break_even_and_says_so(equipoise, save_loads):
+    found = equipoise("simulate", save_loads(0), "--model", "olmoe", "--ep", 4, "--json")
+    assert found.code == 0, found.err
+    assert found.document["sweep"] is None
+    assert found.document["notes"][-1].startswith("Break-even left out: ")
+    without = equipoise("simulate", save_loads(0), "--model", "olmoe", "--ep", 4, "--no-break-even")
+    assert "Break-even" not in without.out
 
 
 def test_the_demo_needs_no_input(equipoise):
