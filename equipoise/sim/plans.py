@@ -69,10 +69,8 @@ class PolicyPlans:
 
     def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
         """Plan one group's window."""
-        bounds = np.linspace(0, self.model.layers, self.pipeline_stages + 1).astype(int)
-        return [
-            self._plan(loads, slice(int(low), int(high)), (group, p)) for p, (low, high) in enumerate(pairwise(bounds))
-        ]
+        cuts = stage_layers(self.model.layers, self.pipeline_stages)
+        return [self._plan(loads, layers, (group, p)) for p, layers in enumerate(cuts)]
 
     def _plan(self, loads: LoadMatrix, layers: slice, key: tuple[int, int]) -> Plan:
         part, model, history = loads, self.model, self.history

@@ -13,8 +13,8 @@ from equipoise.loads.forecast import Activations
 from equipoise.sim.result import Shown
 
 Planning = Literal["hidden", "exposed"]
-"""`hidden`: a window is planned while what comes before it runs (rollout, or the window before), and only what is left
-then counts; `exposed`: all of it counts."""
+"""`hidden`: a window is planned while what comes before it runs (rollout, or the window before, once that has its own
+plan), and only what is left then counts; `exposed`: all of it counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

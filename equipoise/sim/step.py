@@ -4,7 +4,8 @@ Steps:
 1. Windows: the loads as given, or the same micro-steps in the stages asked for; each cut into its EP groups.
 2. Plans: given, or made by each policy, window after window, one per group and pipeline stage.
 3. Each group's window is replayed on a clock (`group.py`); a window takes its slowest group.
-4. Windows follow one another; planning hides behind what comes before, or not (`StepSetting.planning`).
+4. Windows follow one another; planning hides behind what runs before, or not (`StepSetting.planning`). A window that
+   stands still for its plan hides nothing meanwhile: the planner takes up the next one only then.
 
 Knows loads, plans and the order of a step. Does not know files or terminals; prices are `cost`'s alone.
 
@@ -180,9 +181,11 @@ class _Step:
         """Replay the whole step under one source of plans."""
         before_s, results, memory, timeline = self.setting.rollout_s, [], NO_MEMORY, NO_EVENTS
         for w in range(len(self.windows)):
-            outcomes, shown = self._run_window(source, w, self._planning_s(source, before_s), report)
+            waited_s = self._planning_s(source, before_s)
+            outcomes, shown = self._run_window(source, w, waited_s, report)
             results.append(self._window(outcomes, shown.plans))
-            before_s = results[-1].seconds.total
+            # While it waited, the planner was busy with its plan.
+            before_s = results[-1].seconds.total - waited_s
             memory = worst(memory, self._memory(source, shown))
             if w == self.setting.shown.window and self.setting.timeline_layers:
                 timeline = self._timeline(shown.outcome)
@@ -221,7 +224,7 @@ class _Step:
         return [None if self.pair_LEE is None else self.pair_LEE[layers] for layers in cuts]
 
     def _planning_s(self, source: PlanSource, before_s: float) -> float:
-        """Seconds of planning that a window waits for, given what runs before it."""
+        """Seconds of planning that a window waits for, given how long what is before it runs."""
         if source.policy not in FORESEES:
             return 0.0
         hidden_s = before_s if self.setting.planning == "hidden" else 0.0

@@ -11,6 +11,7 @@ from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.policies import POLICIES
 from equipoise.sim import StepSetting, simulate
+from equipoise.sim.plans import PolicyPlans, stage_layers
 from equipoise.sim.result import Shown
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
@@ -179,12 +180,30 @@ def test_planning_hides_behind_rollout_or_not(loads, planning, rollout_s, expose
     assert any("Planning takes 2 s" in note for note in result.notes)
 
 
-def test_a_later_window_is_planned_while_the_one_before_runs(loads):
-    setting = StepSetting(planning_s=0.001, rollout_s=0.0)
-    result = simulate([loads, loads], "equipoise", cluster=cluster_of(), model=MODEL, setting=setting).policies[0]
-    first, second = (window.seconds for window in result.windows)
-    assert first.planning == pytest.approx(0.001)
-    assert second.planning == pytest.approx(max(0.0, 0.001 - first.total))
+@pytest.mark.parametrize("planning_s", [0.001, 1.0])
+def test_a_later_window_is_planned_while_the_one_before_runs_and_not_while_that_waits(loads, planning_s):
+    setting = StepSetting(planning_s=planning_s, rollout_s=0.0)
+    given = {"cluster": cluster_of(), "model": MODEL, "setting": setting}
+    found = simulate([loads, skewed_loads(1), loads], "equipoise", **given).policies[0]
+    running_s = 0.0
+    for window in found.windows:
+        seconds = window.seconds
+        assert seconds.planning == pytest.approx(max(0.0, planning_s - running_s))
+        running_s = seconds.total - seconds.planning
+    # There is one planner: the step takes no less than its three plans, one after another.
+    assert found.seconds.total >= 3 * planning_s
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 3), (30, 22), (60, 22), (122, 14)])
+def test_plans_and_pairs_are_cut_alike_into_pipeline_stages(layers, stages):
+    given = {"cluster": cluster_of(2), "model": MODEL.replace(experts=2, top_k=1, layers=layers)}
+    loads = LoadMatrix(np.arange(layers * 4).reshape(1, layers, 2, 2))
+    source = PolicyPlans(policy="static", slots=0, options=PlanOptions(), pipeline_stages=stages, **given)
+    plans, cuts = source.plans(loads, window=0, group=0), stage_layers(layers, stages)
+    for made, cut in zip(plans, cuts, strict=True):
+        assert np.array_equal(made.loads.load_MLRE, loads.load_MLRE[:, cut])
+    pair_LEE, setting = np.ones((layers, 2, 2), dtype=np.int64), StepSetting(pipeline_stages=stages)
+    assert simulate(loads, "static", pair_LEE=pair_LEE, setting=setting, **given).policies[0].seconds.total > 0
 
 
 def test_bytes_between_ranks_are_those_of_the_plan(loads):
