@@ -33,6 +33,7 @@ from equipoise.loads.forecast import received_bytes_MLR
 from equipoise.loads.skew import rank_loads
 from equipoise.planner import PlanOptions
 from equipoise.planner.estimate import complete
+from equipoise.planner.policies import POLICIES
 from equipoise.sim.group import GroupOutcome, run_group
 from equipoise.sim.notes import notes_of
 from equipoise.sim.plans import GivenPlans, PlanSource, PolicyPlans, stage_layers
@@ -111,8 +112,7 @@ def _sources(
     if plans:
         return [GivenPlans.of(plans, step.windows, pipeline_stages=step.setting.pipeline_stages)]
     names = [one for one in given if isinstance(one, str)]
-    if len(set(names)) < len(names):
-        raise InfeasiblePlanError(f"a policy is named twice in {', '.join(names)}; name each once")
+    _check_policies(names, step.model, history)
     return [
         PolicyPlans(
             policy=name,
@@ -127,6 +127,21 @@ def _sources(
         )
         for name in names
     ]
+
+
+def _check_policies(names: Sequence[str], model: ModelShape, history: LoadMatrix | None) -> None:
+    """Raise before the first policy is replayed for what would stop a later one."""
+    if len(set(names)) < len(names):
+        raise InfeasiblePlanError(f"a policy is named twice in {', '.join(names)}; name each once")
+    known = ("equipoise", *POLICIES)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InfeasiblePlanError(f"no policy {unknown[0]!r}; known: {', '.join(known)}")
+    if history is not None and (history.num_layers, history.num_experts) != (model.layers, model.experts):
+        raise LoadsError(
+            f"history has {history.num_layers} layers of {history.num_experts} experts, the step {model.layers} of "
+            f"{model.experts}; give the loads of an earlier step of the same model"
+        )
 
 
 class _Counting:

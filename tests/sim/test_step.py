@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import equipoise as eq
-from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError
+from equipoise.core import EquipoiseError, InfeasiblePlanError, LoadMatrix, LoadsError
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.policies import POLICIES
 from equipoise.sim import StepSetting, simulate
@@ -314,6 +314,25 @@ def test_what_users_get_wrong_is_named(loads, change, error, words):
     given = {"loads": loads, "how": "static", "cluster": cluster_of(), "model": MODEL, **change}
     with pytest.raises(error, match=words):
         simulate(given.pop("loads"), given.pop("how"), **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"how": ["static", "magic"]}, "no policy 'magic'; known: equipoise, static"),
+        ({"how": ["static", "static"]}, "named twice"),
+        (
+            {"how": ["static", "eplb-history"], "history": LoadMatrix(np.ones((1, 3, 8, 16), dtype=np.int64))},
+            "history has 3 layers of 16 experts, the step 4 of 16",
+        ),
+    ],
+)
+def test_what_stops_a_later_policy_is_named_before_the_first_is_replayed(loads, change, words):
+    seen = []
+    given = {"cluster": cluster_of(), "model": MODEL, "progress": lambda *counts: seen.append(counts), **change}
+    with pytest.raises(EquipoiseError, match=words):
+        simulate(loads, given.pop("how"), **given)
+    assert seen == []
 
 
 def test_plans_are_replayed_only_with_their_own_loads(loads):
