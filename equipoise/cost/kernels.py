@@ -115,12 +115,14 @@ def price_holders(
     home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     settled = settle(load_RE, base, holders, persistent)
     line[:] = 0
-    for r in range(len(settled.rows_R)):
-        line[COMPUTE] = max(line[COMPUTE], compute_ns(tables, settled.rows_R[r], settled.busy_R[r]))
+    compute_R = np.zeros(len(settled.rows_R), dtype=np.int64)
+    for r in range(len(compute_R)):
+        compute_R[r] = compute_ns(tables, settled.rows_R[r], settled.busy_R[r])
+    line[COMPUTE] = compute_R.max()
     _exchange(settled.link_R4, nodes.node_R, keep_permille_N, tables, line)
     if not persistent and rep_expert_RS.shape[1] > 0:
         windows = windows_ns(base.row_R, len(home_E), tables)
-        _transfers(home_E, nodes.node_R, rep_expert_RS, rep_rows_RS, windows, tables, line)
+        _transfers(home_E, nodes.node_R, rep_expert_RS, rep_rows_RS, compute_R, windows, tables, line)
     return line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN]
 
 
@@ -191,17 +193,19 @@ def _exchange(
 def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, int, int]:
     """What pulls can hide behind, forward and backward, and what returns can.
 
-    Pulls have attention of the fullest source and mean expert compute, `depth` times; a return starts when the experts'
-    backward has ended, and has the attention's backward alone.
+    Pulls have attention of the fullest source and mean expert compute, `depth` times; those of a window's first visit
+    (depth 0) have its own attention alone, and backward never comes first. A return starts when the experts' backward
+    has ended, and has the attention's backward alone.
     """
     ranks = len(row_R)
     tokens = (row_R.max() + tables.top_k - 1) // tables.top_k
     mean_rows = (row_R.sum() + ranks - 1) // ranks
     mean = compute_ns(tables, mean_rows, min(experts // ranks, len(tables.compute_ns_SX) - 1))
     # Forward is about a third of forward + backward.
-    forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
+    own, compute = tokens * tables.window_ps // 1000, mean // 3 if tables.phases == 2 else mean
     attention = tokens * tables.backward_window_ps // 1000
-    return tables.depth * forward, tables.depth * (attention + mean * 2 // 3), attention
+    forward = own if tables.depth == 0 else tables.depth * (own + compute)
+    return forward, max(1, tables.depth) * (attention + mean * 2 // 3), attention
 
 
 @compiled
@@ -210,11 +214,12 @@ def _transfers(
     node_R: np.ndarray,
     rep_expert_RS: np.ndarray,
     rep_rows_RS: np.ndarray,
+    compute_R: np.ndarray,
     windows: tuple[int, int, int],
     tables: Tables,
     line: np.ndarray,
 ) -> None:
-    """Exposed pulls and returns of one (micro-step, layer)."""
+    """Exposed pulls and returns of one (micro-step, layer), and by how much pulls make the slowest rank slower."""
     ranks = len(node_R)
     forward_ns, backward_ns, attention_ns = windows
     in_R = np.zeros(ranks, dtype=np.int64)
@@ -229,24 +234,36 @@ def _transfers(
                 if node_R[home_E[e]] != node_R[r]:
                     far_R[r] += 1
     late_forward, late_backward, return_in, most_out = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    slowest = np.int64(0)
     for r in range(ranks):
+        slowed = compute_R[r]
         if in_R[r] > 0:
             by_host = host_pulls(in_R[r], far_R[r], forward_ns, tables)
             line[HOST_PULLS] += by_host
             line[PEER_PULLS] += in_R[r] - by_host
             late_forward = max(late_forward, pull_ns(by_host, in_R[r] - by_host, tables) - forward_ns)
+            slowed += slow_ns(by_host, in_R[r] - by_host, tables)
             if tables.phases == 2:
                 by_host = host_pulls(in_R[r], far_R[r], backward_ns, tables)
                 line[HOST_PULLS] += by_host
                 line[PEER_PULLS] += in_R[r] - by_host
                 late_backward = max(late_backward, pull_ns(by_host, in_R[r] - by_host, tables) - backward_ns)
+                slowed += slow_ns(by_host, in_R[r] - by_host, tables)
+        slowest = max(slowest, slowed)
         # A home serves its pulls one after another, too.
         late_forward = max(late_forward, out_R[r] * tables.peer_ns - forward_ns)
         return_in, most_out = max(return_in, max(in_R[r], out_R[r])), max(most_out, out_R[r])
-    line[PULL] = late_forward + late_backward
+    line[PULL] = late_forward + late_backward + slowest - line[COMPUTE]
     if tables.phases == 2 and return_in > 0:
         # A home adds returned gradients to its own one after another, once attention's backward is over.
         line[RETURN] = max(np.int64(0), return_in * tables.return_ns - attention_ns) + most_out * tables.add_ns
+
+
+@compiled
+def slow_ns(by_host: int, by_peer: int, tables: Tables) -> int:
+    """Nanoseconds by which a rank's pulls make the compute beside them longer."""
+    host, peer = pull_ns(by_host, 0, tables), pull_ns(0, by_peer, tables)
+    return (host * tables.host_slow_permille + peer * tables.peer_slow_permille) // 1000
 
 
 @compiled

@@ -12,7 +12,7 @@ What is priced, per (micro-step, layer):
   Rows are an upper bound across nodes for engines that send a token once per node (`sends="tokens"`, then handed on
   inside): co-activation counts lower it, or, without them, the chance that a token has several experts in a node.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
-  expert compute for each visit of depth.
+  expert compute for each visit of depth; and what it slows the experts of the ranks that pull.
 - return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
   behind, plus adding each of them to the home's own, one after another.
 Per layer and window: publish and collect of displaced experts, by the layer's busiest link. They run beside the layers,
@@ -69,6 +69,9 @@ class Tables(NamedTuple):
     """One expert from a peer."""
     host_fixed_ns: int
     peer_fixed_ns: int
+    host_slow_permille: int
+    """How much longer a rank's experts take for a pull from the host beside them, in thousandths of the pull."""
+    peer_slow_permille: int
     phases: int
     """Pulls per micro-step: 1 forward only, 2 with backward."""
     return_ns: int
@@ -79,6 +82,7 @@ class Tables(NamedTuple):
     """Forward window of one visit per token: attention and shared experts."""
     backward_window_ps: int
     depth: int
+    """Visits ahead that pulls start; 0 in the first visit of a window, which has none before it."""
     top_k: int
     prefers_host: int
     """1 where pulls take the host path as long as it fits in the window."""
@@ -249,6 +253,8 @@ class CostModel(Value):
             peer_ns=model.expert_bytes * 10**9 // peer,
             host_fixed_ns=profile.host_fixed_ns,
             peer_fixed_ns=profile.peer_fixed_ns,
+            host_slow_permille=profile.host_slowdown_permille,
+            peer_slow_permille=profile.peer_slowdown_permille,
             phases=2 if update else 1,
             return_ns=model.expert_bytes * 10**9 // peer if update else 0,
             add_ns=self.add_ns(model.expert_bytes) if update else 0,

@@ -80,9 +80,12 @@ def _across_rows(link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.nd
 def level_rows(
     load_MRE: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, *, forwards: bool = False
 ) -> RankRows:
-    """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`."""
-    ranks, experts = load_MRE.shape[1:]
-    row_MR = load_MRE.sum(axis=2)
+    """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`.
+
+    Experts that have rows are spread evenly, too; the others' weights need not be read.
+    """
+    ranks = load_MRE.shape[1]
+    row_MR, busy_M1 = load_MRE.sum(axis=2), level_slots(load_MRE.sum(axis=1), ranks)[:, None]
     near_R = np.bincount(node_R)[node_R]
     mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
     rows_MR = np.broadcast_to(mean_M1, row_MR.shape).copy()
@@ -91,10 +94,16 @@ def level_rows(
         inside_M = np.maximum(inside_M, mean_M1[:, 0] * (ranks - 1) // ranks)
     return RankRows(
         rows_MR=rows_MR,
-        busy_MR=np.where(rows_MR > 0, experts // ranks, 0),
+        busy_MR=np.broadcast_to(busy_M1, row_MR.shape).copy(),
         inside_M=inside_M,
         across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1) * int(keep_permille_N.mean()) // 1000,
     )
+
+
+def level_slots(load_XE: np.ndarray, ranks: int) -> np.ndarray:
+    """[X] slots with rows on each of `ranks` ranks, if the experts that have rows are spread evenly."""
+    slots_X: np.ndarray = -(-(load_XE > 0).sum(axis=-1) // ranks)
+    return slots_X
 
 
 class VisitNs(NamedTuple):

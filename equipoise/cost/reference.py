@@ -3,7 +3,8 @@
 Never optimised. It builds the whole split with `core.split` and reads every figure off it:
 1. compute: the busiest rank, by its rows and its non-empty slots;
 2. exchange: rows over the busiest link, sent or received, inside nodes and across them;
-3. pull: how much later than its window a rank has its replicas, forward and backward, or a home has served them;
+3. pull: how much later than its window a rank has its replicas, forward and backward, or a home has served them, and
+   how much longer the slowest rank computes beside its pulls;
 4. return: how much later than the backward window gradients are home and added up, and adding that sum to the home's.
 
 Knows `Tables` and rows. Does not know how replicas were chosen.
@@ -30,14 +31,15 @@ def price(
     """Price one (micro-step, layer) and return its nanoseconds; the parts go into `line`. See `kernels.price`."""
     quota_ER = quotas(load_RE.sum(axis=0), home_E, rep_expert_RS, rep_rows_RS)
     line[:] = 0
-    for rows, slots in zip(quota_ER.sum(axis=0), (quota_ER > 0).sum(axis=0), strict=True):
-        line[COMPUTE] = max(line[COMPUTE], interpolate(tables.rows_X, tables.compute_ns_SX[slots], int(rows)))
+    busy = zip(quota_ER.sum(axis=0), (quota_ER > 0).sum(axis=0), strict=True)
+    compute = [interpolate(tables.rows_X, tables.compute_ns_SX[slots], int(rows)) for rows, slots in busy]
+    line[COMPUTE] = max(compute)
     local_RER = split_rows(load_RE, quota_ER, node_R=node_R)
     split_RER = split_in_proportion(load_RE, quota_ER) if persistent else local_RER
     exchange(split_RER, node_R, keep_permille_N, tables, line)
     if not persistent:
         held = [(int(rep_expert_RS[r, j]), int(r)) for r, j in np.argwhere(rep_rows_RS > 0)]
-        transfers(held, home_E, node_R, windows_ns(load_RE, tables), tables, line)
+        transfers(held, home_E, node_R, compute, windows_ns(load_RE, tables), tables, line)
     return int(line[COMPUTE] + line[EXCHANGE] + line[PULL] + line[RETURN])
 
 
@@ -80,21 +82,24 @@ def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int, int]:
     mean_rows = -(-int(load_RE.sum()) // ranks)
     mean = interpolate(tables.rows_X, tables.compute_ns_SX[experts // ranks], mean_rows)
     # Forward is about a third of forward + backward.
-    forward = tokens * tables.window_ps // 1000 + (mean // 3 if tables.phases == 2 else mean)
+    own, compute = tokens * tables.window_ps // 1000, mean // 3 if tables.phases == 2 else mean
     attention = tokens * tables.backward_window_ps // 1000
-    return tables.depth * forward, tables.depth * (attention + mean * 2 // 3), attention
+    # A window's first visit, of depth 0, has its own attention alone; backward never comes first.
+    forward = tables.depth * (own + compute) if tables.depth else own
+    return forward, max(1, tables.depth) * (attention + mean * 2 // 3), attention
 
 
 def transfers(
     replicas: list[tuple[int, int]],
     home_E: np.ndarray,
     node_R: np.ndarray,
+    compute: list[int],
     windows: tuple[int, int, int],
     tables: Tables,
     line: np.ndarray,
 ) -> None:
-    """Exposed pulls and returns of the replicas, given as (expert, rank)."""
-    ranks = range(len(node_R))
+    """Exposed pulls and returns of the replicas, given as (expert, rank), and what pulls slow."""
+    ranks, slowed = range(len(node_R)), compute.copy()
     into = [sum(rank == r for _, rank in replicas) for r in ranks]
     out = [sum(home_E[e] == r for e, _ in replicas) for r in ranks]
     far = [sum(rank == r and node_R[home_E[e]] != node_R[r] for e, rank in replicas) for r in ranks]
@@ -108,8 +113,16 @@ def transfers(
             # A home serves its pulls one after another, too.
             late += [served * tables.peer_ns - window for served in out]
         line[PULL] += max(0, *late) if late else 0
+        slowed = [slowed[r] + slow_ns(by_host[r], into[r] - by_host[r], tables) for r in ranks]
+    line[PULL] += max(slowed) - max(compute)
     if tables.phases == 2 and replicas:
         line[RETURN] = max(0, max(*into, *out) * tables.return_ns - windows[2]) + max(out) * tables.add_ns
+
+
+def slow_ns(by_host: int, by_peer: int, tables: Tables) -> int:
+    """Nanoseconds by which a rank's pulls make the compute beside them longer."""
+    host = pull_ns(by_host, 0, tables) * tables.host_slow_permille
+    return (host + pull_ns(0, by_peer, tables) * tables.peer_slow_permille) // 1000
 
 
 def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:

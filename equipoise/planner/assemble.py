@@ -263,7 +263,9 @@ def _replica_table(task: Task, draft: Draft) -> ReplicaTable:
     if draft.executable and held.any():
         tables = task.cost.tables(task.cluster.home_slots(task.model))
         row_MLR, node_R = task.loads.load_MLRE.sum(axis=3), task.cluster.node_array_R
-        path_MLRS2 = choose_paths(row_MLR, np.array(draft.home_LE), node_R, np.array(draft.rep_expert_MLRS), tables)
+        given = row_MLR, np.array(draft.home_LE), node_R, np.array(draft.rep_expert_MLRS)
+        path_MLRS2 = choose_paths(*given, tables)
+        path_MLRS2[0, 0] = choose_paths(*given, tables._replace(depth=0))[0, 0]
     rank_MLRS = np.broadcast_to(np.arange(ranks)[:, None], (micro_steps, layers, ranks, slots))
     return ReplicaTable(
         start_ML=np.concatenate([[0], np.cumsum(per_entry)]),

@@ -2,7 +2,8 @@
 
 Steps of `plan`:
 1. Check that loads, cluster and model belong together; complete unknown loads.
-2. Hand over to the policy. For "equipoise": plan every layer on its own (`fast.plan_layer`), in threads if asked to.
+2. Hand over to the policy. For "equipoise": plan every layer on its own (`fast.plan_layer`), in threads if asked to;
+   then look once more at the window's first visit, whose pulls have nothing before them to hide behind.
 3. Assemble the checked plan (`assemble.build_plan`).
 4. With the seconds objective: never worse than contiguous expert parallelism, whatever the homes promised.
 
@@ -19,6 +20,7 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
 from equipoise.cost.edges import Edges
+from equipoise.cost.kernels import kept_rows, price
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import visit_ns
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
@@ -192,10 +194,13 @@ def _draft(
     tables = task.cost.tables(experts // ranks + task.slots)
     none_EE = np.zeros((0, 0), dtype=np.int64)
 
-    def one_layer(layer: int) -> LayerPlan:
+    def inputs_of(layer: int) -> tuple[np.ndarray, np.ndarray]:
         # Copies, because a read-only array would compile the kernels a second time.
         pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
-        load_MRE = np.array(task.loads.load_MLRE[:, layer], order="C")
+        return np.array(task.loads.load_MLRE[:, layer], order="C"), pair_EE
+
+    def one_layer(layer: int) -> LayerPlan:
+        load_MRE, pair_EE = inputs_of(layer)
         return planner(load_MRE, np.array(start_LE[layer]), pair_EE, problem, tables)
 
     layers = range(task.model.layers)
@@ -204,6 +209,7 @@ def _draft(
     else:
         with ThreadPoolExecutor(task.options.workers) as pool:
             made = list(pool.map(one_layer, layers))
+    made[0] = _check_first_visit(made[0], *inputs_of(0), problem, tables)
     home_LE = np.stack([p.home_E for p in made])
     crossing_L2R = np.zeros((len(made), 2, ranks), dtype=np.int64)
     if len(problem.domain_DR) > 1:
@@ -219,6 +225,25 @@ def _draft(
         cross_node=bool(crossing_L2R.any()),
         **_crossing_charges(task, crossing_L2R),
     )
+
+
+def _check_first_visit(
+    first: LayerPlan, load_MRE: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
+) -> LayerPlan:
+    """Price the first micro-step of the first layer anew: no visit before it hides its pulls. Close it if it loses."""
+    node_R, line_MC = problem.node_R, first.line_MC.copy()
+    if first.rep_expert_MRS[0].max(initial=-1) < 0:
+        return first
+    keep_N = kept_rows(load_MRE, node_R[first.home_E], int(node_R.max()) + 1, pair_EE, tables)
+    replicas = np.array(first.rep_expert_MRS[0]), np.array(first.rep_rows_MRS[0])
+    alone = tables._replace(depth=0)
+    total = price(load_MRE[0], first.home_E, node_R, *replicas, keep_N, alone, False, line_MC[0])
+    if not problem.gated or total < first.closed_MC[0, :4].sum():
+        return first._replace(line_MC=line_MC)
+    line_MC[0] = first.closed_MC[0]
+    expert_MRS, rows_MRS = first.rep_expert_MRS.copy(), first.rep_rows_MRS.copy()
+    expert_MRS[0], rows_MRS[0] = -1, 0
+    return first._replace(rep_expert_MRS=expert_MRS, rep_rows_MRS=rows_MRS, line_MC=line_MC)
 
 
 def _crossing_charges(task: Task, crossing_L2R: np.ndarray) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from equipoise.core.plan import Seconds
 from equipoise.cost.edges import Edges
 from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, PULL, RETURN
 from equipoise.cost.model import interpolate
+from equipoise.cost.ranks import level_slots
 from equipoise.planner.assemble import NS, Draft, Task
 from equipoise.planner.eplb import draft_eplb
 from equipoise.planner.fast import plan_layer
@@ -158,8 +159,8 @@ def cut_evenly(load_ME: np.ndarray, ranks: int) -> np.ndarray:
 def _price_uniform(task: Task) -> np.ndarray:
     """[M, L, COLUMNS] price lines if every rank computed the mean and every source sent everyone the same."""
     cost, ranks = task.cost, task.cluster.ep
-    homes = task.cluster.home_slots(task.model)
-    ns_X = cost.compute_ns_SX(homes)[homes]
+    ns_SX = cost.compute_ns_SX(task.cluster.home_slots(task.model))
+    slots_ML = level_slots(task.loads.total_MLE(), ranks)
     row_MLR = task.loads.load_MLRE.sum(axis=3)
     near_R = task.cluster.ranks_N[task.cluster.node_array_R]
     inside_MLR = row_MLR * (near_R - 1) // ranks
@@ -167,7 +168,7 @@ def _price_uniform(task: Task) -> np.ndarray:
     line_MLC = np.zeros((*row_MLR.shape[:2], COLUMNS), dtype=np.int64)
     for at in np.ndindex(*row_MLR.shape[:2]):
         mean = -(-int(row_MLR[at].sum()) // ranks)
-        line_MLC[at][COMPUTE] = interpolate(cost.rows_X, ns_X, mean)
+        line_MLC[at][COMPUTE] = interpolate(cost.rows_X, ns_SX[slots_ML[at]], mean)
         arrived = mean * (ranks - 1) // ranks if cost.sends == "tokens" else 0
         inside, across = max(int(inside_MLR[at].max()), arrived), int(across_MLR[at].max())
         line_MLC[at][EXCHANGE] = cost.exchange_ns(inside, across)

@@ -35,7 +35,7 @@ def priced(draw):
     keep_N = rng.integers(1, 1001, size=node_R.max() + 1)
     stage, sends = draw(st.sampled_from(["update", "recompute"])), draw(st.sampled_from(["rows", "tokens"]))
     tables = problems.tables_of(ranks, experts, stage, min(2, experts), sends)
-    tables = tables._replace(depth=draw(st.integers(1, 2)), host_ns=draw(st.sampled_from([1000, tables.host_ns])))
+    tables = tables._replace(depth=draw(st.integers(0, 2)), host_ns=draw(st.sampled_from([1000, tables.host_ns])))
     return load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, draw(st.booleans())
 
 
@@ -100,6 +100,33 @@ def test_paths_of_pulls(pulls, data):
             assert reference.pull_ns(ours, pulls - ours, tables) == min(ns)
         else:
             assert reference.pull_ns(ours, pulls - ours, tables) <= window
+
+
+def test_a_pull_in_time_costs_what_it_slows_the_slowest_rank():
+    """Rank 1 takes half of expert 0's rows and so ends with rank 0; its pull makes it end later."""
+    tables = problems.tables_of(4, 4)
+    load_RE = np.zeros((4, 4), dtype=np.int64)
+    load_RE[:, 0], load_RE[:, 1] = 40_000, 4
+    expert_RS, rows_RS = np.full((4, 1), -1), np.zeros((4, 1), dtype=np.int64)
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    for rows, slows in ((80_000, True), (8_000, False)):
+        expert_RS[1, 0], rows_RS[1, 0] = 0, rows
+        kernels.price(
+            load_RE, np.arange(4), np.zeros(4, np.int64), expert_RS, rows_RS, np.array([1000]), tables, False, line
+        )
+        slowed = (tables.peer_ns + tables.peer_fixed_ns) * tables.peer_slow_permille // 1000
+        assert line[PULL] == (2 * slowed if slows else 0), "forward and backward, if no other rank ends later anyway"
+
+
+def test_the_first_visit_of_a_window_hides_its_pulls_behind_its_own_attention_alone():
+    row_R = np.array([4000, 8000])
+    for stage, phases in (("recompute", 1), ("update", 2)):
+        tables = problems.tables_of(2, 4, stage)
+        attention = 8000 // tables.top_k * tables.window_ps // 1000
+        first, later = (kernels.windows_ns(row_R, 4, tables._replace(depth=depth)) for depth in (0, 1))
+        assert first[0] == attention < later[0]
+        assert first[1:] == later[1:], "backward comes after forward"
+        assert tables.phases == phases
 
 
 def test_the_busiest_link_sets_the_exchange():

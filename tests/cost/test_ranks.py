@@ -46,7 +46,8 @@ def test_level_ranks_compute_the_mean_and_send_everyone_the_same():
     load_MRE[0, 1, 3], load_MRE[1] = 10, 1
     level = level_rows(load_MRE, np.array([0, 0, 1, 1]), np.array([1000, 1000]))
     assert level.rows_MR.tolist() == [[3] * 4, [8] * 4]
-    assert level.busy_MR.tolist() == [[2] * 4, [2] * 4]
+    # One expert of eight has rows, then all: what has none is not read.
+    assert level.busy_MR.tolist() == [[1] * 4, [2] * 4]
     assert level.inside_M.tolist() == [2, 2]
     assert level.across_M.tolist() == [5, 4]
     assert level_rows(load_MRE, np.array([0, 0, 1, 1]), np.array([500, 500])).across_M.tolist() == [2, 2]
