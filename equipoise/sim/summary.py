@@ -4,6 +4,7 @@ Knows results. Computes nothing but what stands in them; knows no colours, so th
 
 Invariants (asserted by the tests):
 1. Every figure is one of `Simulation.to_dict()`, rounded.
+2. The parts that are shown of a policy add up to its step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,12 @@ PARTS = (
     ("planning", "planning"),
     ("attention", "attention"),
     ("bubble", "bubble"),
+    ("rollout", "rollout"),
+    ("other", "other"),
 )
-"""Parts and how their columns are called."""
+"""Parts of a step and how their columns are called."""
+WIDEST = 100
+"""Columns of a table; what is wider goes on below."""
 MIB = 2**20
 
 
@@ -35,8 +40,10 @@ def summary(simulation: Simulation, *, title: str) -> str:
 
 def _lines(document: dict[str, Any], title: str) -> Iterator[str]:
     model, cluster, profile = document["model"], document["cluster"], document["profile"]
-    yield f"{title}: {model['name']}, {model['layers']} MoE layers of {model['experts']} experts, top-{model['top_k']}"
-    yield f"{cluster['ep']} ranks in nodes of {cluster['ranks_per_node']}, {profile['device']} ({profile['kind']})"
+    layers, experts = count(model["layers"], "MoE layer"), count(model["experts"], "expert")
+    yield f"{title}: {model['name']}, {layers} of {experts}, top-{model['top_k']}"
+    ranks = count(cluster["ep"], "rank")
+    yield f"{ranks} in nodes of {cluster['ranks_per_node']}, {profile['device']} ({profile['kind']})"
     yield from _windows(document["windows"])
     yield ""
     yield from _answer(document)
@@ -54,7 +61,8 @@ def _lines(document: dict[str, Any], title: str) -> Iterator[str]:
 def _windows(windows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for window in windows:
         skew_M = window["before"]["skew_M"]
-        words = f"{window['micro_steps']} micro-steps, {window['tokens_per_rank']:,.0f} tokens per rank and micro-step"
+        tokens = count(round(window["tokens_per_rank"]), "token")
+        words = f"{count(window['micro_steps'], 'micro-step')}, {tokens} per rank and micro-step"
         groups = f", {window['groups']} EP groups" if window["groups"] > 1 else ""
         yield f"  {window['stage']}: {words}{groups}, mean skew {sum(skew_M) / len(skew_M):.2f}"
 
@@ -65,10 +73,9 @@ def _answer(document: dict[str, Any]) -> Iterator[str]:
     if ours is None or ours["speedup"] is None:
         return
     size, share = ours["memory"]["replicas_bytes"] / MIB, ours["exposed_share"]
-    slots = "1 slot" if ours["slots"] == 1 else f"{ours['slots']} slots"
     saved = 1 - 1 / ours["speedup"]
     yield (
-        f"Equipoise, {slots} ({size:,.0f} MiB per GPU): {saved:.1%} less time in expert layers, "
+        f"Equipoise, {count(ours['slots'], 'slot')} ({size:,.0f} MiB per GPU): {saved:.1%} less time in expert layers, "
         f"{1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
         f"{'' if saved >= WORTH else ' Not worth it here.'}"
     )
@@ -116,7 +123,7 @@ def _parts(policies: Sequence[dict[str, Any]], unit: Unit) -> list[str]:
     """One column per part that any policy has."""
     shown = [(key, name) for key, name in PARTS if any(entry["seconds"][key] for entry in policies)]
     rows = [[entry["policy"], *(unit.show(entry["seconds"][key]) for key, _ in shown)] for entry in policies]
-    return table([["policy", *(name for _, name in shown)], *rows])
+    return wrapped([["policy", *(name for _, name in shown)], *rows])
 
 
 def _sweep(sweep: dict[str, Any] | None, unit: Unit) -> Iterator[str]:
@@ -166,6 +173,20 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         cells[0] = row[0].ljust(widths[0])
         lines.append("  " + "  ".join(cells))
     return lines
+
+
+def wrapped(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; the columns that are too many for its width stand below, beside the same names."""
+    shown = len(rows[0])
+    while shown > 2 and len(table([row[:shown] for row in rows])[0]) > WIDEST:
+        shown -= 1
+    lines = table([row[:shown] for row in rows])
+    return lines if shown == len(rows[0]) else [*lines, *wrapped([[row[0], *row[shown:]] for row in rows])]
+
+
+def count(number: int, noun: str) -> str:
+    """`1 slot`, `2 slots`, `4,096 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _percent(share: float | None) -> str:

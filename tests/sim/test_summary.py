@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from equipoise.core import LoadMatrix
-from equipoise.sim import simulate
+from equipoise.sim import StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.demo import POLICIES, demo_step
-from equipoise.sim.summary import Unit, summary, table
+from equipoise.sim.summary import WIDEST, Unit, count, summary, table
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
 POINT = SweepPoint(
@@ -32,6 +33,35 @@ def test_figures_are_those_of_the_document():
     assert "25.0%" in text
     tables = [x for x in text.splitlines() if x.startswith("  ")]
     assert max(map(len, tables)) <= 100
+
+
+def test_the_parts_that_are_shown_of_a_policy_add_up_to_its_step_in_100_columns():
+    setting = StepSetting(pipeline_stages=2, rollout_s=120.0, other_s=2.5, planning_s=121.0)
+    given = {"cluster": cluster_of(), "model": MODEL, "setting": setting}
+    found = simulate(skewed_loads(), ["static", "eplb-oracle", "equipoise", "reactive"], **given)
+    text = summary(found, title="a step")
+    parts = text[text.index("Parts, s") : text.index("\n\n", text.index("Parts, s"))].splitlines()[1:]
+    assert max(map(len, parts)) <= WIDEST
+    heads = [line for line in parts if line.startswith("  policy")]
+    assert "rollout" in heads[-1]
+    assert "other" in heads[-1]
+    for entry in found.to_dict()["policies"]:
+        own = [line.split() for line in parts if line.startswith(f"  {entry['policy']} ")]
+        assert len(own) == len(heads) == 2
+        figures = [float(cell) for _, *cells in own for cell in cells]
+        assert sum(figures) == pytest.approx(entry["step_s"], abs=0.0005 * len(figures))
+
+
+def test_one_is_not_many():
+    loads = LoadMatrix(np.ones((1, 1, 1, 1), dtype=np.int64))
+    model = MODEL.replace(experts=1, top_k=1, layers=1)
+    found = simulate(loads, ["static", "equipoise"], cluster=cluster_of(1), model=model)
+    first = summary(found, title="a step").splitlines()[:5]
+    assert f"{model.name}, 1 MoE layer of 1 expert, top-1" in first[0]
+    assert first[1].startswith("1 rank in nodes of 4")
+    assert "update: 1 micro-step, 1 token per rank and micro-step" in first[2]
+    assert "Equipoise, 1 slot (" in first[4]
+    assert [count(number, "slot") for number in (0, 1, 2, 4096)] == ["0 slots", "1 slot", "2 slots", "4,096 slots"]
 
 
 def test_nothing_is_promised_where_nothing_was_compared():
