@@ -117,7 +117,7 @@ def _parts(document: Document) -> Chart:
         title="Where the seconds go",
         caption=f"A step takes {seconds(whole['now']['total'])} in expert layers now{planned}, "
         f"{seconds(whole['balanced']['total'])} if every rank were level.",
-        terms=("compute", "all-to-all", "transfers", "balanced", "lost", "saved"),
+        terms=("balanced", "lost", "saved"),
     )
 
 

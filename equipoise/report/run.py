@@ -219,7 +219,7 @@ def _bytes(steps: Steps) -> Chart:
         title="Bytes of experts moved in each step",
         caption=f"{num_bytes(moved)} in all, over all ranks, by the path they took: {', '.join(paths)}.",
         y="MiB",
-        terms=("pull", "return", "publish", "collect"),
+        terms=("peer", "host", "pull", "return", "publish", "collect"),
     )
 
 

@@ -9,6 +9,8 @@ Invariants (asserted by the tests):
    longer than static, nothing is lost, and the page says that balanced ranks would not be faster.
 2. Why after takes less time than balanced is said by the parts, compute and all-to-all, that take it less.
 3. A policy that was not simulated is never spoken of, and a part it would give is named as missing.
+4. The machine is all of it: every pipeline stage and EP group has its own ranks.
+5. A document without policies, or with bars of an unknown lane, is refused in words that name them.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import numpy as np
 
 from equipoise.report.page import Figure, Missing, Page
 from equipoise.report.simulation_charts import draw_simulation
+from equipoise.report.time_charts import check_lanes
 from equipoise.report.words import beyond_balanced, gained, lost, num_bytes, percent, plural, ratio, seconds
 from equipoise.sim.trial import WORTH
 
@@ -49,11 +52,11 @@ class Compared:
 
 def simulation_page(document: Document, *, title: str) -> Page:
     """Make the page of a simulation."""
-    compared, cluster, model = Compared.of(document), document["cluster"], document["model"]
-    nodes = f"{plural(cluster['nodes'], 'node')} of {cluster['ranks_per_node']} {cluster['name'].upper()}"
+    _check(document)
+    compared = Compared.of(document)
     return Page(
         title=title,
-        kind=f"Simulation of one step, {model['name']} on {nodes}, EP {cluster['ep']}",
+        kind=f"Simulation of one step, {document['model']['name']} on {_machine(document)}",
         answer=_answer(compared),
         conditions=(*_conditions(document), *_beyond_balanced(compared)),
         notes=tuple(document["notes"]),
@@ -64,11 +67,32 @@ def simulation_page(document: Document, *, title: str) -> Page:
     )
 
 
+def _check(document: Document) -> None:
+    """Refuse what no simulation writes and what no chart would notice, in words that name the field."""
+    if not document["policies"]:
+        raise ValueError("`policies` is empty, a simulation has at least one")
+    for policy in document["policies"]:
+        check_lanes(policy["timeline"], of=f"policy {policy['policy']}")
+
+
+def _machine(document: Document) -> str:
+    """Nodes and ranks of all pipeline stages and EP groups; the cluster of a result is one stage's."""
+    cluster, stages = document["cluster"], document["setting"]["pipeline_stages"]
+    groups, per_node = document["windows"][0]["groups"], cluster["ranks_per_node"]
+    ranks = stages * groups * cluster["ep"]
+    # A stage's cluster may be larger than its groups, and groups need not fill their last node.
+    nodes = max(stages * cluster["nodes"], -(-ranks // per_node))
+    parts = [f"{plural(nodes, 'node')} of {per_node} {cluster['name'].upper()}", f"EP {cluster['ep']}"]
+    parts += [f"{groups} EP groups"] if groups > 1 else []
+    parts += [f"{stages} pipeline stages"] if stages > 1 else []
+    return ", ".join(parts if stages * groups == 1 else [*parts, f"{ranks} ranks"])
+
+
 def _answer(compared: Compared) -> str:
     static, after, balanced = compared.static, compared.after, compared.balanced
     if static is None:
         fastest = after or balanced
-        assert fastest is not None, "a simulation has at least one policy"
+        assert fastest is not None, "checked to have at least one policy"
         return f"With {fastest['policy']} a step takes {seconds(fastest['expert_s'])} in expert layers."
     now = f"A step takes {seconds(static['expert_s'])} in expert layers"
     if balanced is not None:
@@ -96,11 +120,16 @@ def _conditions(document: Document) -> tuple[str, ...]:
     groups = windows[0]["groups"]
     return (
         f"Predicted, not measured on a cluster: {plural(len(windows), 'window')} with {plural(steps, 'micro-step')} of "
-        f"{tokens:,.0f} tokens per rank, {model['layers']} layers of {model['experts']} experts, top-{model['top_k']}, "
-        f"{plural(groups, 'EP group')}.",
+        f"{tokens:,.0f} tokens per rank, {plural(model['layers'], 'layer')} of {model['experts']} experts, "
+        f"top-{model['top_k']}, {plural(groups, 'EP group')}{_stages(document)}.",
         f"Expert compute: {profile['device']}, {profile['kind']}. Shares are of the time in expert layers: compute, "
         "all-to-all and what moving experts costs.",
     )
+
+
+def _stages(document: Document) -> str:
+    stages, ep = document["setting"]["pipeline_stages"], document["cluster"]["ep"]
+    return "" if stages == 1 else f" in {stages} pipeline stages of {ep} ranks each"
 
 
 def _beyond_balanced(compared: Compared) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def _policies(document: Document) -> Chart:
         bars,
         title="Policies by cost part",
         caption=caption,
-        terms=("compute", "all-to-all", "transfers", "exposed", *_defined(document)),
+        terms=("exposed", *_defined(document)),
         focus=tuple(EXPERT_PARTS.values()),
     )
 
@@ -257,8 +257,9 @@ def _sweep(found: Document) -> Iterator[Chart]:
         curves = found["break_even"]["curves"]
         starts = ["never with those tried" if c["tokens"] is None else f"from {c['tokens']:,} on" for c in curves]
         words = [f"skew {ratio(c['skew'])}: {start}" for c, start in zip(curves, starts, strict=True)]
-        caption = f"Tokens per rank and micro-step from which on a plan pays. {'; '.join(words).capitalize()}."
-        yield break_even(curves, worth=found["break_even"]["worth"], caption=caption)
+        worth = found["break_even"]["worth"]
+        caption = f"Tokens per rank and micro-step from which on a plan saves at least {percent(worth)}. "
+        yield break_even(curves, worth=worth, caption=f"{caption}{'; '.join(words).capitalize()}.")
 
 
 def _paths(document: Document, after: Policy) -> Listing:
@@ -275,7 +276,7 @@ def _paths(document: Document, after: Policy) -> Listing:
         caption=f"Computation hides {percent(1 - exposed / moved if moved else 1.0)} of the time that transfers take "
         f"({after['policy']}).",
         data=Table(columns=("window", "path", "moved, s", "hidden, s", "exposed, s", "bytes"), rows=tuple(rows)),
-        terms=("pull", "return", "publish", "collect", "hidden", "exposed"),
+        terms=("peer", "host", "return", "edges", "publish", "collect", "moved", "hidden", "exposed"),
     )
 
 

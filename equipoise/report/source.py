@@ -73,7 +73,8 @@ def build_page(result: Result, *, title: str | None = None, beside: Beside = NOT
         raise EquipoiseError(
             f"{name} says it is {form} but has no field {error}; write it again with this version"
         ) from error
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+    # A page asserts that it is whole: one that is not comes of a damaged result.
+    except (ArithmeticError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise EquipoiseError(
             f"{name} says it is {form} but a field of it is not what it should be ({error}); write it again with this "
             "version"
@@ -109,7 +110,7 @@ def read_document(result: Result) -> tuple[Document, str]:
 
 def _read_file(path: Path) -> Document:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise EquipoiseError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -117,3 +118,8 @@ def _read_file(path: Path) -> Document:
     if not isinstance(document, dict):
         raise EquipoiseError(f"{path} holds a JSON {type(document).__name__}, not a result")
     return document
+
+
+def _refuse_constant(name: str) -> Any:
+    """NaN and infinity, which Python's reader takes and no page can hold."""
+    raise ValueError(f"it holds {name}, which is no JSON number")

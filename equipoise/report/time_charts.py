@@ -46,7 +46,7 @@ def cost_parts(parts: Parts, *, caption: str, title: str, terms: tuple[str, ...]
         parts: bars in their order from the top
         caption: what is seen
         title: of the chart
-        terms: words to define
+        terms: words to define beside the parts that are drawn
         focus: parts of the first view; a second view then shows all of them. Empty for no switch
     """
     names = _shown_parts(parts)
@@ -70,7 +70,7 @@ def cost_parts(parts: Parts, *, caption: str, title: str, terms: tuple[str, ...]
         traces=tuple(_bars(name, parts) for name in names),
         layout=layout,
         data=Table(columns=("seconds of", "total", *names), rows=tuple(rows)),
-        terms=terms,
+        terms=(*names, *(term for term in terms if term not in names)),
         views=views,
     )
 
@@ -101,7 +101,7 @@ def rank_seconds(views: Mapping[str, Parts], *, caption: str) -> Chart:
         traces=tuple(traces),
         layout=layout,
         data=Table(columns=("view", "rank", *kinds), rows=tuple(rows)),
-        terms=("compute", "all-to-all", "rank", "bubble"),
+        terms=(*kinds, "rank"),
         views=switch([view for view in views for _ in kinds]),
     )
 
@@ -128,10 +128,19 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         traces=tuple(_lane(lane, used, found) for (_, lane), found in lanes.items()),
         layout=_timeline_frame(ranks, end_s),
         data=Table(columns=("policy", *columns), rows=rows),
-        terms=("micro-step", "compute", "all-to-all", "pull", "return", "publish", "collect", "hidden"),
+        terms=("micro-step", *used, *(("publish", "collect") if "edges" in used else ()), "hidden"),
         views=switch([policy for policy, _ in lanes]),
         note=_cut_note(events, drawn),
     )
+
+
+def check_lanes(events: Sequence[Event], *, of: str) -> None:
+    """Refuse a bar whose lane is unknown: it would be missing from the chart without a word."""
+    odd = next((event for event in events if event["lane"] not in LANES), None)
+    if odd is not None:
+        raise ValueError(
+            f"the timeline of {of} has a bar {odd['name']!r} in lane {odd['lane']!r}, known are {', '.join(LANES)}"
+        )
 
 
 def _timeline_frame(ranks: int, end_s: float) -> dict[str, Any]:

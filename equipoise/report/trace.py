@@ -6,14 +6,16 @@ and threads. Here a process is a rank of one timeline (a policy's), a thread one
 
 Invariants (asserted by the tests):
 1. Every event of the result is one complete event, at the same microsecond.
-2. Ranks of different timelines are different processes, in the order of the result.
+2. Ranks of different timelines are different processes, in the order of the result; their names say whether the
+   timeline is simulated or measured.
+3. A bar in an unknown lane is refused by its name.
 """
 
 from typing import Any
 
 from equipoise.core import EquipoiseError
 from equipoise.report import replay
-from equipoise.report.time_charts import LANES
+from equipoise.report.time_charts import LANES, check_lanes
 
 US = 1e6
 
@@ -26,6 +28,11 @@ def chrome_trace(document: dict[str, Any]) -> dict[str, Any]:
             "this result has no timeline, so there is no trace to write; make one with: "
             "equipoise simulate ROUTES_OR_LOADS -o result.json"
         )
+    try:
+        for name, found in timelines.items():
+            check_lanes(found, of=name)
+    except ValueError as error:
+        raise EquipoiseError(f"{error}; write the result again with this version") from error
     width = 1 + max(event["rank"] for found in timelines.values() for event in found)
     events: list[dict[str, Any]] = []
     for place, (name, found) in enumerate(timelines.items()):
@@ -38,7 +45,8 @@ def _timelines(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Events by the name of their timeline; empty where the result has none."""
     if document.get("benchmark") == replay.FORMAT:
         return {f"measured, {name}": events for name, events in replay.replay_timelines(document).items()}
-    return {policy["policy"]: policy["timeline"] for policy in document.get("policies", ()) if policy["timeline"]}
+    policies = document.get("policies", ())
+    return {f"simulated, {policy['policy']}": policy["timeline"] for policy in policies if policy["timeline"]}
 
 
 def _names(timeline: str, ranks: list[int], *, first_pid: int) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """What a page holds refuses to be empty, unexplained or ambiguous."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from equipoise.report import build_page
 from equipoise.report.definitions import DEFINITIONS
 from equipoise.report.page import Table, View
+from equipoise.sim.result import PathName
 from tests.report.documents import simulation
 
 
@@ -68,3 +70,26 @@ def test_every_definition_is_a_sentence():
     for term, words in DEFINITIONS.items():
         assert words[0].isupper() or words.split()[0] in ("recompute",), term
         assert words.endswith("."), term
+
+
+@pytest.mark.parametrize("name", ["cost-parts", "rank-seconds", "timeline"])
+def test_every_part_that_is_drawn_is_defined_beside_its_chart(page, name):
+    drawn = {trace["name"] for trace in chart(page, name).traces}
+    assert drawn <= set(chart(page, name).terms)
+
+
+def test_every_path_and_column_of_the_transfers_is_defined_beside_them(page):
+    listing = next(section for section in page.sections if section.name == "paths")
+    heads = {column.removesuffix(", s") for column in listing.data.columns} - {"window", "path", "bytes"}
+    assert heads | set(get_args(PathName)) <= set(listing.terms)
+
+
+def test_definitions_say_what_is_computed():
+    """The rules that words and code must share: see `sim/plans.py`, `sim/break_even.py`, `loads/forecast.py`."""
+    for term, rule in {
+        "eplb-history": "the first half of each window's own micro-steps",
+        "break-even": "at least the share that the dashed line shows",
+        "received rows": "those of all layers of a micro-step count",
+    }.items():
+        assert rule in DEFINITIONS[term]
+    assert not [term for term, words in DEFINITIONS.items() if "ceiling" in words]

@@ -1,6 +1,7 @@
 """The page of a simulation says what its document says, and speaks of nothing that was not simulated."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -160,6 +161,24 @@ def test_charts_of_pipeline_stages_say_what_a_rank_is():
     assert "pipeline" not in " ".join(c.caption for c in build_page(simulation(), title="x").charts)
 
 
+@pytest.mark.parametrize(
+    ("stages", "groups", "machine"),
+    [
+        (1, 1, "1 node of 8 H100, EP 8"),
+        (2, 1, "2 nodes of 8 H100, EP 8, 2 pipeline stages, 16 ranks"),
+        (1, 3, "3 nodes of 8 H100, EP 8, 3 EP groups, 24 ranks"),
+        (2, 3, "6 nodes of 8 H100, EP 8, 3 EP groups, 2 pipeline stages, 48 ranks"),
+    ],
+)
+def test_the_machine_has_the_ranks_of_all_pipeline_stages_and_groups(stages, groups, machine):
+    document = simulation(stages=stages, layers=4).to_dict()
+    for window in document["windows"]:
+        window["groups"] = groups
+    page = build_page(document, title="x")
+    assert page.kind == f"Simulation of one step, qwen3-30b-a3b on {machine}"
+    assert ("in 2 pipeline stages of 8 ranks each" in page.conditions[0]) is (stages == 2)
+
+
 def test_the_memory_caption_names_the_setting_of_activations(document):
     for activations, words in (("kept", "those of all its layers"), ("recomputed", "one layer's at a time")):
         asked = {**document, "setting": {**document["setting"], "activations": activations}}
@@ -205,6 +224,16 @@ def test_without_timeline_the_page_names_the_command_instead_of_an_empty_chart()
     assert "timeline" not in [c.name for c in page.charts]
     (part,) = [part for part in page.missing if part.title == "Timeline"]
     assert part.command.startswith("equipoise simulate")
+
+
+def test_one_of_a_thing_is_not_said_as_many():
+    policies = [("static", 0, 1.5), ("equipoise", 1, 1.02)]
+    document = simulation(layers=1, policies=policies, steps={"recompute": 1, "update": 3}).to_dict()
+    document["sweep"]["points"] = [p for p in document["sweep"]["points"] if p["slots"] == 1]
+    page = build_page(document, title="x")
+    said = " ".join([page.kind, page.answer, *page.conditions, *(c.caption for c in page.sections)])
+    assert "1 layer of 16 experts" in said and "with 1 slot and" in said
+    assert not re.search(r"(?<![\d.,])1 (layers|slots|micro-steps|EP groups|nodes|windows|replica slots)", said)
 
 
 def test_a_plan_that_saves_next_to_nothing_is_not_worth_it():

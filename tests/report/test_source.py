@@ -1,6 +1,8 @@
 """What a page can be made of, and how anything else is refused."""
 
 import json
+import math
+import re
 
 import pytest
 
@@ -76,6 +78,30 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, content, words):
     with pytest.raises(EquipoiseError, match=words) as caught:
         build_page(tmp_path / "odd.json")
     assert "odd.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda document: document.update(policies=[]), "`policies` is empty"),
+        (
+            lambda document: document["policies"][1]["timeline"][5].update(lane="tarot"),
+            "policy eplb-oracle has a bar .* in lane 'tarot', known are compute, all-to-all, pull, return, edges",
+        ),
+        (lambda document: document["windows"][1].update(load_LE=[]), "not what it should be"),
+        (lambda document: document["windows"].clear(), "not what it should be"),
+        (lambda document: document["policies"][0].update(expert_s=math.nan), "is not JSON .*NaN"),
+    ],
+    ids=["no policies", "unknown lane", "no experts", "no windows", "not a number"],
+)
+def test_a_damaged_result_is_refused_with_its_file_the_thing_and_the_fix(tmp_path, damage, words):
+    document = json.loads(json.dumps(simulation().to_dict()))
+    damage(document)
+    (tmp_path / "odd.json").write_text(json.dumps(document))
+    with pytest.raises(EquipoiseError, match=words) as caught:
+        build_page(tmp_path / "odd.json")
+    assert "odd.json" in str(caught.value)
+    assert re.search("write it again|give what", str(caught.value))
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):

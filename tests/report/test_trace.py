@@ -29,8 +29,8 @@ def test_ranks_of_different_policies_are_different_processes_with_names(document
     trace = chrome_trace(document)
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     ranks = document["cluster"]["ep"]
-    assert names[0] == "static, rank 0"
-    assert names[ranks] == "eplb-oracle, rank 0"
+    assert names[0] == "simulated, static, rank 0"
+    assert names[ranks] == "simulated, eplb-oracle, rank 0"
     assert len(set(names.values())) == len(document["policies"]) * ranks
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     for event in trace["traceEvents"]:
@@ -57,3 +57,10 @@ def test_a_result_without_timeline_is_refused_with_the_command_that_gives_one():
         chrome_trace(simulation(timed=False).to_dict())
     with pytest.raises(EquipoiseError, match="no timeline"):
         chrome_trace({"format": "equipoise-analysis-2"})
+
+
+def test_a_bar_in_an_unknown_lane_is_refused_by_name(document):
+    damaged = json.loads(json.dumps(document))
+    damaged["policies"][0]["timeline"][0]["lane"] = "tarot"
+    with pytest.raises(EquipoiseError, match=r"simulated, static has a bar .* in lane 'tarot'.*write the result again"):
+        chrome_trace(damaged)
