@@ -44,6 +44,15 @@ class Setting:
         float, typer.Option(help="Seconds of planning a window; it hides behind what runs before.")
     ] = 0.0
 
+    def __post_init__(self) -> None:
+        from equipoise.core import InfeasiblePlanError
+        from equipoise.core.value import require_int
+        from equipoise.sim.setting import require_seconds
+
+        require_int("--pipeline-stages", self.pipeline_stages, low=1, error=InfeasiblePlanError)
+        for name in ("rollout_s", "other_s", "planning_s"):
+            require_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
+
     def to_step(self) -> "StepSetting":
         """The same, as the simulator takes it."""
         from equipoise.sim import StepSetting

@@ -42,10 +42,7 @@ class StepSetting:
         for name, low in (("pipeline_stages", 1), ("timeline_layers", 0)):
             require_int(f"StepSetting.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
         for name in ("rollout_s", "other_s", "planning_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InfeasiblePlanError(
-                    f"StepSetting.{name} is {getattr(self, name)}; it must be a number of seconds, at least 0"
-                )
+            require_seconds(f"StepSetting.{name}", getattr(self, name))
         for name, allowed in (("activations", Activations), ("planning", Planning), ("sends", Sends)):
             if getattr(self, name) not in get_args(allowed):
                 raise InfeasiblePlanError(
@@ -55,3 +52,9 @@ class StepSetting:
     def to_dict(self) -> dict[str, Any]:
         """Every field, for JSON."""
         return {**asdict(self), "shown": self.shown._asdict()}
+
+
+def require_seconds(name: str, value: float) -> None:
+    """Raise, naming `name`, if the value is no number of seconds."""
+    if not 0 <= value < float("inf"):
+        raise InfeasiblePlanError(f"{name} is {value}; it must be a number of seconds, at least 0")
