@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.options import ClusterOption, Packing, Reading, Results
+from equipoise.cli.machine import Machine
+from equipoise.cli.options import Packing, Reading, Results
 from equipoise.cli.output import progress
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def analyze(
     reading: Reading,
     packing: Packing,
     demo: Annotated[bool, typer.Option("--demo", help="Analyse a generated step of Qwen3-30B-A3B shape.")] = False,
-    cluster: ClusterOption = "h100",
+    machine: Machine,
     slots: Annotated[
         int | None,
         typer.Option(help="Replica slots per rank of the plan that is tried: 1 if left out, 0 for placement alone."),
@@ -45,12 +46,11 @@ def analyze(
     from equipoise.cli.analysis_view import show
     from equipoise.cli.report import publish
     from equipoise.cli.slots import check_slots
-    from equipoise.core import Cluster
     from equipoise.sim import analyze_loads
 
     results.refuse_existing(dump)
     tried = _tried_slots(slots, plan=plan)
-    hardware = Cluster.preset(cluster, ep=packing.ep)
+    hardware = machine.describe(ep=packing.ep)
     shape, windows = _load(dump, reading, packing, demo=demo)
     check_slots(tried or 0, cluster=hardware, model=shape)
     with progress("planning layers (the first run compiles for a while)" if plan else "pricing") as report:

@@ -25,7 +25,6 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json. Our own files name theirs."),
 ]
-ClusterOption = Annotated[str, typer.Option("--cluster", help="Device preset: h100, h200, a100 or b200.")]
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Form of the dump, see `equipoise formats`; by content if left out.")
 ]

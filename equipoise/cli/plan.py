@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from equipoise.cli.options import ClusterOption, ForceFlag, JsonFlag, find_model, refuse_existing
+from equipoise.cli.machine import Machine
+from equipoise.cli.options import ForceFlag, JsonFlag, find_model, refuse_existing
 from equipoise.cli.output import print_json, screen
 
 if TYPE_CHECKING:
@@ -88,11 +89,10 @@ def plan(
             help=f"Model preset such as {STAND_IN}, or a HF config.json; left out, experts of {STAND_IN}'s size.",
         ),
     ] = None,
-    cluster: ClusterOption = "h100",
+    machine: Machine,
     nodes: Annotated[
         int | None, typer.Option(help="Nodes of the EP group; by default as many as its ranks need.")
     ] = None,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
     planning: Planning,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The plan to write, for example plan.npz.")] = None,
     explain: Annotated[
@@ -103,12 +103,12 @@ def plan(
 ) -> None:
     """Plan one window."""
     from equipoise.cli.plan_view import document, show
-    from equipoise.core import Cluster, LoadMatrix
+    from equipoise.core import LoadMatrix
 
     refuse_existing(out, force=force, read=(loads, planning.history))
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
-    hardware = Cluster.preset(cluster, nodes=nodes, ranks_per_node=ranks_per_node, ep=window.num_ranks)
+    hardware = machine.describe(ep=window.num_ranks, nodes=nodes)
     shape = _stand_in(window) if model is None else find_model(model)
     made = planning.run(window, cluster=hardware, model=shape)
     explanation = None if entry is None else made.explain(*entry)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from equipoise.cli.options import ClusterOption, Packing, Reading, Results
+from equipoise.cli.machine import Machine
+from equipoise.cli.options import Packing, Reading, Results
 
 if TYPE_CHECKING:
     from equipoise.cli.simulation import Source
@@ -117,8 +118,7 @@ def simulate(
     reading: Reading,
     packing: Packing = TWO_NODES,
     demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
-    cluster: ClusterOption = "h100",
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node.")] = 8,
+    machine: Machine,
     setting: Setting,
     compared: Compared,
     varied: Varied,
@@ -128,14 +128,13 @@ def simulate(
     from equipoise.cli.report import publish
     from equipoise.cli.simulation import Step, run
     from equipoise.cli.step_loads import read_history
-    from equipoise.core import Cluster
     from equipoise.planner import PlanOptions
     from equipoise.sim.summary import summary
 
     dump, axes = split_words(words or [], varied.sweep or [])
     results.refuse_existing(dump, compared.history)
     # What can be wrong is asked before the dump is read, which may take minutes.
-    hardware = Cluster.preset(cluster, ep=packing.ep, ranks_per_node=ranks_per_node)
+    hardware = machine.describe(ep=packing.ep)
     around, past = setting.to_step(), read_history(compared.history, compared.names)
     step = Step(
         source=step_source(dump, reading, packing, demo=demo),

@@ -44,6 +44,9 @@ class Cluster(Value):
     host_bytes_per_s: int
     """Pinned host memory to device."""
     device: str = ""
+    profile: str = ""
+    """Whose measured prices hold: the name of a profile of the package, or the file that `equipoise calibrate` wrote.
+    The one of the cluster's own name if left out."""
     sources: tuple[tuple[str, str], ...] = ()
     """(figure, where it comes from)."""
 
@@ -51,6 +54,7 @@ class Cluster(Value):
         for name in ("nodes", "ranks_per_node", "ep", *_FIGURES):
             value = require_int(f"cluster {self.name!r}: {name}", getattr(self, name), low=1, error=TopologyError)
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "profile", self.profile or self.name)
         label = f"cluster {self.name!r}: an entry of node_R"
         node_R = tuple(require_int(label, n, low=0, error=TopologyError) for n in self.node_R)
         object.__setattr__(self, "node_R", node_R)
@@ -111,10 +115,10 @@ class Cluster(Value):
             ranks_per_node: 8 by default
             ep: size of the EP group; all ranks by default
             node_R: node of each EP rank, where ranks are not laid out node by node
-            figures: any device or link figure to override
+            figures: any device or link figure to override, and `profile`, a file that `equipoise calibrate` wrote
         """
         data = _read_preset(name)
-        unknown = sorted(set(figures) - set(_FIGURES) - {"device"})
+        unknown = sorted(set(figures) - set(_FIGURES) - {"device", "profile"})
         if unknown:
             raise TopologyError(f"cluster has no figure {unknown[0]!r}; known: {', '.join(_FIGURES)}")
         per_node, count = _layout(nodes, ranks_per_node, ep, node_R)

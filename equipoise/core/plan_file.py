@@ -195,9 +195,10 @@ def _parts(label: str, values: Any, kind: type[Seconds] | type[Bytes], read: Any
 
 def _cluster(values: Any) -> Cluster:
     names = {f.name for f in fields(Cluster)}
-    if not isinstance(values, dict) or set(values) != names:
+    # Files of an earlier version name no profile: theirs is the cluster's own.
+    if not isinstance(values, dict) or {*values, "profile"} != names:
         raise InfeasiblePlanError(f"cluster must be an object with {', '.join(sorted(names))}")
-    if not all(isinstance(values[name], str) for name in ("name", "device")):
-        raise InfeasiblePlanError("cluster name and device must be text")
+    if not all(isinstance(values.get(name, ""), str) for name in ("name", "device", "profile")):
+        raise InfeasiblePlanError("cluster name, device and profile must be text")
     sources = tuple((str(figure), str(source)) for figure, source in values["sources"])
     return Cluster(**{**values, "node_R": tuple(values["node_R"]), "sources": sources})

@@ -118,8 +118,8 @@ class CostModel(Value):
         depth: int = 1,
         sends: Sends = "rows",
     ) -> "CostModel":
-        """Build the cost model of a cluster preset, or of a given profile."""
-        used = Profile.read(cluster.name) if profile is None else profile
+        """Build the cost model of a cluster with its own profile, or with a given one."""
+        used = Profile.read(cluster.profile) if profile is None else profile
         return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends)
 
     @property

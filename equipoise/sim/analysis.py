@@ -154,7 +154,7 @@ def analyze_loads(
     return Analysis(
         model=model,
         cluster=cluster,
-        profile=Profile.read(cluster.name),
+        profile=Profile.read(cluster.profile),
         layer_numbers=_layer_numbers(windows[0]),
         micro_steps=sum(window.num_micro_steps for window in windows),
         rows=_rows(windows),

@@ -35,7 +35,7 @@ def notes_of(
 ) -> tuple[str, ...]:
     """Say how these figures came about; `knows` tells whether history and pairs were given."""
     has_history, has_pairs = knows
-    profile = Profile.read(cluster.name)
+    profile = Profile.read(cluster.profile)
     made = "measured" if profile.kind == "measured" else "derived from an H200's measured figures by published ones"
     return (
         "Everything is simulated; no cluster was run.",

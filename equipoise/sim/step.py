@@ -90,7 +90,7 @@ def simulate(
     return Simulation(
         model=model,
         cluster=cluster,
-        profile=Profile.read(cluster.name),
+        profile=Profile.read(cluster.profile),
         setting={**setting.to_dict(), "depth": options.depth, "cross_node": options.cross_node, "slots": slots},
         shown=setting.shown,
         windows=tuple(step.describe(groups) for groups in windows),

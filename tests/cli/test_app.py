@@ -11,13 +11,13 @@ from equipoise.cli.app import VERBS, build_app
 
 READING = {"--model", "--format", "--last-row", "--allow-short"}
 PACKING = {"--ep", "--schedule", "--mini-batches", "--cp", "--sp", "--recompute", "--no-recompute", "--longest-first"}
+MACHINE = {"--cluster", "--profile", "--ranks-per-node", "--network-gbit", "--nvlink-gbyte"}
 FILE = {"-o", "--out", "--force", "--json"}
 RESULTS = {*FILE, "--report"}
 FLAGS = {
     "analyze": {
-        *(READING | PACKING | RESULTS),
+        *(READING | PACKING | MACHINE | RESULTS),
         "--demo",
-        "--cluster",
         "--slots",
         "--plan",
         "--no-plan",
@@ -29,11 +29,9 @@ FLAGS = {
     "count": {*(READING | FILE), "--pairs"},
     "loads": READING | PACKING | FILE,
     "plan": {
-        *FILE,
+        *(MACHINE | FILE),
         "--model",
-        "--cluster",
         "--nodes",
-        "--ranks-per-node",
         "--slots",
         "--objective",
         "--policy",
@@ -43,10 +41,8 @@ FLAGS = {
         "--explain",
     },
     "simulate": {
-        *(READING | PACKING | RESULTS),
+        *(READING | PACKING | MACHINE | RESULTS),
         "--demo",
-        "--cluster",
-        "--ranks-per-node",
         "--policies",
         "--slots",
         "--history",

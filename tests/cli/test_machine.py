@@ -1,0 +1,96 @@
+"""Options of the machine: what a user measured and knows of the cluster reaches every verb that prices."""
+
+import json
+from importlib import resources
+
+import pytest
+
+from equipoise.cli.machine import Machine
+from equipoise.core import Cluster, Plan, TopologyError
+
+SMALL = ("--model", "qwen3-30b-a3b", "--demo", "--json")
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """The H200's profile as a file of the user's own, every kernel twice as slow."""
+    content = json.loads((resources.files("equipoise.cost") / "profiles" / "h200.json").read_text())
+    for table in content["compute"]:
+        for name in ("forward_ns", "update_ns"):
+            table[name] = [[None if ns is None else 2 * ns for ns in line] for line in table[name]]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_what_is_given_stands_in_the_cluster_and_the_rest_is_the_presets(profile):
+    preset = Cluster.preset("h200", ep=16, ranks_per_node=4)
+    found = Machine(profile=profile, ranks_per_node=4, network_gbit=200, nvlink_gbyte=400).describe(ep=16)
+    assert (found.name, found.ranks_per_node, found.num_ep_nodes) == ("h200", 4, 4)
+    assert (found.network_bytes_per_s, found.nvlink_bytes_per_s) == (25 * 10**9, 400 * 10**9)
+    assert (found.memory_bytes, found.host_bytes_per_s) == (preset.memory_bytes, preset.host_bytes_per_s)
+    assert (found.profile, preset.profile) == (str(profile), "h200")
+    assert Machine().describe(ep=8).name == "h100"
+
+
+def test_a_profile_prices_what_is_analysed_and_planned(equipoise, profile, tmp_path):
+    given = ("analyze", *SMALL, "--no-plan", "--no-recompute")
+    filed, own = (equipoise(*given, *more).document for more in (("--cluster", "h200"), ("--profile", profile)))
+    assert own["cluster"] == filed["cluster"] == "h200"
+    compute, exchange = (
+        [found["seconds"]["now"][part] for found in (filed, own)] for part in ("compute", "all_to_all")
+    )
+    assert 1.5 * compute[0] < compute[1] <= 2 * compute[0]
+    assert exchange[0] == exchange[1]
+    made = tmp_path / "plan.npz"
+    loads = ("loads", tmp_path / "counts.npz", "-o", tmp_path / "loads.npz", "--no-recompute")
+    assert equipoise("generate", "-o", tmp_path / "routes.eqr", "--model", "olmoe", "--samples", "8").code == 0
+    assert equipoise("count", tmp_path / "routes.eqr", "-o", tmp_path / "counts.npz").code == 0
+    assert equipoise(*loads).code == 0
+    assert equipoise("plan", tmp_path / "loads.npz", "--model", "olmoe", "--profile", profile, "-o", made).code == 0
+    assert Plan.load(made).cluster.profile == str(profile)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"network_gbit": 0.0}, "--network-gbit is 0; it must be from"),
+        ({"nvlink_gbyte": float("nan")}, "--nvlink-gbyte is nan"),
+        ({"cluster": "h300"}, "no cluster preset 'h300'; known"),
+        ({"cluster": "a100", "profile": ...}, "is of 'NVIDIA H200', --cluster is 'a100'; give 'h200'"),
+    ],
+)
+def test_mistakes_are_named(profile, options, words):
+    options = {name: profile if value is ... else value for name, value in options.items()}
+    with pytest.raises(TopologyError, match=words):
+        Machine(**options).describe(ep=8)
+
+
+def test_a_profile_of_an_unknown_device_needs_the_preset_of_its_links(profile):
+    profile.write_text(profile.read_text().replace('"NVIDIA H200"', '"Some GPU"', 1))
+    with pytest.raises(TopologyError, match="no preset is named like it; name the one"):
+        Machine(profile=profile).describe(ep=8)
+    assert Machine(profile=profile, cluster="b200").describe(ep=8).name == "b200"
+
+
+def test_a_file_that_is_no_profile_is_refused_before_anything_is_read(equipoise, tmp_path):
+    for content, words in (("{}", "is not a equipoise-profile"), (None, "no hardware profile")):
+        path = tmp_path / f"wrong{len(words)}.json"
+        if content is not None:
+            path.write_text(content)
+        outcome = equipoise("analyze", tmp_path / "absent.npz", "--profile", path)
+        assert (outcome.code, words in outcome.err) == (2, True), outcome.err
+
+
+def test_a_profile_and_a_slower_network_price_what_is_simulated(equipoise, profile):
+    given = ("simulate", "--demo", "--policies", "static,balanced", "--no-break-even", "--json")
+    plain, own, slow = (
+        equipoise(*given, *more).document["policies"][0]["seconds"]
+        for more in (
+            ("--cluster", "h200"),
+            ("--profile", profile),
+            ("--cluster", "h200", "--network-gbit", "200"),
+        )
+    )
+    assert 1.5 * plain["compute"] < own["compute"] <= 2 * plain["compute"]
+    assert slow["all_to_all_across"] == pytest.approx(2 * plain["all_to_all_across"], rel=0.02)
