@@ -54,10 +54,10 @@ def _slots(plan: Document) -> str:
 
 
 def _conditions(document: Document) -> tuple[str, ...]:
-    profile = document["profile"]
+    profile, steps = document["profile"], plural(document["micro_steps"], "micro-step")
     known = f"routes of {percent(document['coverage'])} of the tokens are known"
     return (
-        f"Predicted, not measured on a cluster, from the loads of one step: {document['micro_steps']} micro-steps, "
+        f"Predicted, not measured on a cluster, from the loads of one step: {steps}, "
         f"{count(document['rows'])} rows, {percent(document['padding'])} of them padding; {known}.",
         f"Expert compute: {profile['device']}, {profile['kind']}. Links: published rates and an assumed share of them.",
         "Seconds are those of expert layers alone: no attention, no optimizer, no rollout.",

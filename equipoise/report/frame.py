@@ -3,7 +3,7 @@
 Knows plotly's words for traces and layout. Does not know loads or seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,7 +156,12 @@ def _matrix_table(matrices: dict[str, np.ndarray], grid: Grid) -> Table:
         for i, line_ in enumerate(stacked)
         for j, values in enumerate(line_)
     )
-    return Table(columns=(grid.rows, grid.columns, *matrices), rows=rows)
+    return Table(columns=(grid.rows, grid.columns, *with_unit(matrices, grid.value)), rows=rows)
+
+
+def with_unit(names: Iterable[str], unit: str) -> tuple[str, ...]:
+    """Headers of a table: 'before, MiB'."""
+    return tuple(f"{name}, {unit}" for name in names)
 
 
 def _short(value: float, *, digits: int = 4) -> float:

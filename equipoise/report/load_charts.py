@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from equipoise.report.frame import HALF_HEIGHT, STYLES, Grid, frame, heat_map, line, window_marks
+from equipoise.report.frame import HALF_HEIGHT, STYLES, Grid, frame, heat_map, line, window_marks, with_unit
 from equipoise.report.page import Chart, Table
 from equipoise.report.theme import GREEN, GREY, VERMILION
 
@@ -42,7 +42,7 @@ def skew_over_micro_steps(series: Series, *, windows: Windows, caption: str) -> 
         traces=lines,
         layout=layout | window_marks(windows),
         data=Table(
-            columns=("window", "micro_step", *series),
+            columns=("window", "micro_step", *with_unit(series, "skew")),
             rows=tuple((*place, *(values[i] for values in series.values())) for i, place in enumerate(places)),
         ),
         terms=("skew", "micro-step", "window", "before", "after"),
@@ -59,7 +59,7 @@ def skew_by_layer(series: Series, *, layers: Sequence[int], caption: str) -> Cha
         traces=tuple(line(name, layers, values, style=styles[name]) for name, values in series.items()),
         layout=frame(height=280, x="layer", y="busiest rank / mean rank", hover="x unified"),
         data=Table(
-            columns=("layer", *series),
+            columns=("layer", *with_unit(series, "skew")),
             rows=tuple((layer, *(values[i] for values in series.values())) for i, layer in enumerate(layers)),
         ),
         terms=("skew",),
@@ -83,7 +83,9 @@ def skew_by_width(widths: Mapping[int, Mapping[str, float]], *, caption: str) ->
             for n, s in styles.items()
         ),
         layout=layout,
-        data=Table(columns=("ep", *columns), rows=tuple((w, *(widths[w][c] for c in columns)) for w in eps)),
+        data=Table(
+            columns=("ep", *with_unit(columns, "skew")), rows=tuple((w, *(widths[w][c] for c in columns)) for w in eps)
+        ),
         terms=("skew", "rank"),
         wide=False,
     )

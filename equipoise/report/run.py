@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import EquipoiseError
-from equipoise.report.frame import STYLES, frame, line
+from equipoise.report.frame import STYLES, frame, line, with_unit
 from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table
 from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
 from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
@@ -241,7 +241,7 @@ def _lines(
     return Chart(
         traces=tuple(line(n, at, [s[metric] for s in steps], style=styles[n]) for n, metric in names.items()),
         layout=layout,
-        data=Table(columns=("step", *names), rows=tuple(rows)),
+        data=Table(columns=("step", *with_unit(names, y)), rows=tuple(rows)),
         wide=False,
         **words,
     )
@@ -260,7 +260,7 @@ def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, 
     return Chart(
         traces=tuple(traces),
         layout=_step_frame(len(steps), y=y) | {"barmode": "stack", "bargap": 0.15},
-        data=Table(columns=("step", *shown), rows=tuple(rows)),
+        data=Table(columns=("step", *with_unit(shown, y)), rows=tuple(rows)),
         wide=False,
         **words,
     )

@@ -42,12 +42,15 @@ def _template(scheme: str) -> dict[str, Any]:
         "tickfont": {"size": 11, "color": QUIET[scheme]},
     }
     return {
+        # Drawn only where a chart gives the outline a width: bars that touch would be read as one.
+        "data": {"bar": [{"marker": {"line": {"color": GROUND[scheme]}}}]},
         "layout": {
             "font": {"family": FONT, "size": 12, "color": INK[scheme]},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "colorway": list(SERIES),
-            "xaxis": axis,
+            # Turned to the left, a label ends at its tick: turned to the right, the last one would leave the chart.
+            "xaxis": axis | {"autotickangles": [0, -45, -90]},
             "yaxis": axis,
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
             "hoverlabel": {"bgcolor": GROUND[scheme], "bordercolor": GRID[scheme], "font": {"color": INK[scheme]}},
@@ -55,7 +58,7 @@ def _template(scheme: str) -> dict[str, Any]:
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": QUIET[scheme], "activecolor": INK[scheme]},
             "annotationdefaults": {"font": {"color": QUIET[scheme], "size": 11}, "showarrow": False},
             "shapedefaults": {"line": {"color": QUIET[scheme]}},
-        }
+        },
     }
 
 

@@ -6,7 +6,7 @@ Takes seconds of a result and draws them; computes none. Parts that are nothing 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from equipoise.report.frame import frame, switch
+from equipoise.report.frame import frame, switch, with_unit
 from equipoise.report.page import Cell, Chart, Table, View
 from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
@@ -32,6 +32,8 @@ PART_COLOURS = {
 LANES = ("compute", "all-to-all", "pull", "return", "edges")
 MAX_EVENTS = 4000
 """Bars of one timeline that a browser draws without delay."""
+OUTLINE = 0.5
+"""Width of the outline of a timeline's bars, pixels: thin enough for bars of a pixel."""
 
 Parts = Mapping[str, Mapping[str, float]]
 """Seconds by name of the bar, then by part."""
@@ -69,7 +71,7 @@ def cost_parts(parts: Parts, *, caption: str, title: str, terms: tuple[str, ...]
         caption=caption,
         traces=tuple(_bars(name, parts) for name in names),
         layout=layout,
-        data=Table(columns=("seconds of", "total", *names), rows=tuple(rows)),
+        data=Table(columns=("bar", *with_unit(("total", *names), "s")), rows=tuple(rows)),
         terms=(*names, *(term for term in terms if term not in names)),
         views=views,
     )
@@ -100,7 +102,7 @@ def rank_seconds(views: Mapping[str, Parts], *, caption: str) -> Chart:
         caption=caption,
         traces=tuple(traces),
         layout=layout,
-        data=Table(columns=("view", "rank", *kinds), rows=tuple(rows)),
+        data=Table(columns=("view", "rank", *with_unit(kinds, "s")), rows=tuple(rows)),
         terms=(*kinds, "rank"),
         views=switch([view for view in views for _ in kinds]),
     )
@@ -196,7 +198,8 @@ def _lane(lane: str, used: Sequence[str], events: Sequence[Event]) -> dict[str, 
         "text": [e["name"] for e in events],
         "textposition": "none",
         "customdata": [e["rank"] for e in events],
-        "marker": {"color": PART_COLOURS[lane]},
+        # The theme gives the outline the ground's colour, so that bars that touch are seen apart.
+        "marker": {"color": PART_COLOURS[lane], "line": {"width": OUTLINE}},
         "hovertemplate": f"rank %{{customdata}}, {lane}: %{{text}}<br>%{{x:.3f}} ms from %{{base:.3f}}<extra></extra>",
     }
 

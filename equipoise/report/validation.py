@@ -7,7 +7,7 @@ Reads its document: replay {device, commit, ...} and rows {case, stage, "shape v
 from typing import Any
 
 from equipoise.core import EquipoiseError
-from equipoise.report.frame import frame
+from equipoise.report.frame import frame, with_unit
 from equipoise.report.page import Cell, Chart, Missing, Table
 from equipoise.report.theme import BLUE, ORANGE
 
@@ -17,7 +17,7 @@ NOT_MEASURED = Missing(
     command="python -m benchmarks.validate REPLAY -o validate.json; equipoise report RESULT --measured validate.json",
 )
 _LEVELS = {"layer": BLUE, "run": ORANGE}
-_COLUMNS = ("case", "stage", "shape visited", "layer mean", "layer worst", "run mean", "run worst")
+_PLACE, _ERRORS = ("case", "stage", "shape visited"), ("layer mean", "layer worst", "run mean", "run worst")
 
 
 def validation_chart(document: dict[str, Any], *, name: str = "the validation") -> Chart:
@@ -27,7 +27,7 @@ def validation_chart(document: dict[str, Any], *, name: str = "the validation") 
     rows = document["rows"]
     total, device = rows[-1], document["replay"]["device"]
     bars = [f"{row['case']}, {row['stage']}" for row in rows]
-    cells: list[tuple[Cell, ...]] = [tuple(row[column] for column in _COLUMNS) for row in rows]
+    cells: list[tuple[Cell, ...]] = [tuple(row[column] for column in _PLACE + _ERRORS) for row in rows]
     layout = frame(height=110 + 34 * len(rows), x="mean error, % of what was measured", y="", hover="closest")
     layout |= {"barmode": "group", "bargap": 0.3}
     layout["yaxis"] |= {"autorange": "reversed", "type": "category", "showgrid": False, "ticks": ""}
@@ -39,7 +39,7 @@ def validation_chart(document: dict[str, Any], *, name: str = "the validation") 
         "left out.",
         traces=tuple(_errors(level, rows, bars) for level in _LEVELS),
         layout=layout,
-        data=Table(columns=_COLUMNS, rows=tuple(cells)),
+        data=Table(columns=(*_PLACE, *with_unit(_ERRORS, "%")), rows=tuple(cells)),
         terms=("predicted", "measured"),
     )
 

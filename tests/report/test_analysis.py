@@ -126,3 +126,7 @@ def test_placement_alone_takes_no_memory_and_an_unpriced_part_is_left_out(docume
             stage["seconds"][which]["all_to_all"] = None
     parts = [t["name"] for t in chart(build_page({**document, "stages": stages}, title="x"), "cost-parts").traces]
     assert "all-to-all" not in parts and "compute" in parts
+
+
+def test_one_micro_step_is_not_said_as_many(document):
+    assert "one step: 1 micro-step," in build_page({**document, "micro_steps": 1}, title="x").conditions[0]

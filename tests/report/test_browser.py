@@ -196,11 +196,52 @@ def test_on_paper_it_is_light_and_fits(open_page, page, file):
     assert opened.evaluate("Math.max(...[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth))") <= 680
     assert opened.locator("#theme").is_hidden()
     assert opened.locator("#definitions dd").first.is_visible()
+    assert opened.locator(".answer details li").first.is_visible()
     assert opened.pdf()[:5] == b"%PDF-"
     opened.emulate_media(media="screen")
     opened.wait_for_function("matchMedia('screen').matches")
     opened.evaluate("dispatchEvent(new Event('afterprint'))")
     assert opened.evaluate(READ_CHART, "timeline")["ink"] != INK["light"]
+    assert opened.locator("details[open]").count() == 0, "what the reader had closed is closed again"
+
+
+def test_on_paper_the_view_that_is_pressed_stands_beside_the_title(open_page, page, file):
+    opened = open_page(file, width=760).page
+    switched = [chart for chart in page.charts if chart.views]
+    labels = {chart.name: chart.views[0].label for chart in switched}
+    labels["traffic"] = "After"
+    opened.click("[data-chart=traffic][data-view='1']")
+    assert opened.locator(".view:visible").count() == 0, "on the screen the switch says it"
+    opened.emulate_media(media="print")
+    opened.wait_for_function("matchMedia('print').matches")
+    for name, label in labels.items():
+        assert opened.locator(f"#section-{name} .view").inner_text() == f"Shown: {label}"
+
+
+READ_TICKS = """name => [...document.querySelectorAll(`#${name} .xtick text`)]
+    .filter(tick => tick.checkVisibility({opacityProperty: true})).map(tick => tick.textContent)"""
+
+
+def test_no_tick_of_the_break_even_is_dropped_in_a_narrow_window(open_page, tmp_path):
+    document = simulation().to_dict()
+    sizes = [128 * 2**i for i in range(9)]
+    for curve in document["sweep"]["break_even"]["curves"]:
+        curve["points"] = [{"tokens": size, "saved_share": 0.01} for size in sizes]
+    write_page(build_page(document, title="x"), tmp_path / "ticks.html")
+    ticks = open_page(tmp_path / "ticks.html", width=380).page.evaluate(READ_TICKS, "break-even")
+    assert ticks == [f"{size:,}" for size in sizes]
+
+
+READ_OUTLINE = """() => {
+    const style = getComputedStyle(document.querySelector("#timeline .barlayer .point path"));
+    return [style.stroke, style.strokeWidth];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_bars_of_a_timeline_that_touch_are_seen_apart(open_page, file, scheme):
+    stroke, width = open_page(file, scheme=scheme).page.evaluate(READ_OUTLINE)
+    assert (stroke, width) == (rgb(GROUND[scheme]), "0.5px")
 
 
 def test_the_largest_page_is_small_and_drawn(open_page, tmp_path):

@@ -117,3 +117,35 @@ def test_csv_quotes_what_needs_it_and_leaves_the_unknown_empty(page):
 
 def test_numbers_of_a_table_align():
     assert [show_cell(v) for v in (None, 0.5, 12.25, 3, "x")] == ["", "0.5000", "12.2500", "3", "x"]
+
+
+UNITS = {"skew", "load / mean", "MiB", "s", "%", "bytes", "seconds", "seconds, predicted"}
+MEASURES = {"start_s", "end_s", "skew", "saved_share", "of_balanced", "tokens", "bytes"}
+"""Names that say their unit themselves."""
+PLACES = {
+    "window",
+    "micro_step",
+    "micro-step",
+    "micro",
+    "rank",
+    "layer",
+    "expert",
+    "source",
+    "destination",
+    "policy",
+} | {*("lane", "name", "view", "what", "path", "ep", "slots", "bar")}
+
+
+def test_every_column_of_a_download_says_its_unit():
+    for section in build_page(simulation(), title="x").sections:
+        for column in section.data.columns:
+            unit = column.partition(", ")[2]
+            assert unit in UNITS or column in MEASURES | PLACES, (section.name, column)
+
+
+def test_bytes_and_ratios_are_told_apart_in_their_files():
+    heads = {s.name: as_csv(s.data).splitlines()[0] for s in build_page(simulation(), title="x").sections}
+    assert heads["traffic"] == 'source,destination,"before, MiB","after, MiB"'
+    assert heads["layer-heat-map"] == 'layer,rank,"before, load / mean","after, load / mean"'
+    assert heads["rank-seconds"].startswith('view,rank,"compute, s"')
+    assert heads["skew-over-micro-steps"] == 'window,micro_step,"before, skew","after, skew"'

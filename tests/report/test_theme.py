@@ -42,3 +42,9 @@ def test_a_level_cell_has_almost_the_colour_of_the_ground(scheme):
         assert (stops[0][0], stops[-1][0]) == (0, 1)
     lightness = [luminance(colour) for _, colour in scales["sequential"]]
     assert lightness == sorted(lightness)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_bars_are_outlined_in_the_colour_of_the_ground(scheme):
+    (bar,) = theme.themes()[scheme]["template"]["data"]["bar"]
+    assert bar["marker"]["line"] == {"color": theme.GROUND[scheme]}

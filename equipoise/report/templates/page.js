@@ -8,6 +8,8 @@
   const PRINT_WIDTH = 680;
   const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
   let chosen = null;
+  // What paper opened and the screen closes again.
+  let closed = [];
 
   const scheme = () => chosen ?? (systemDark.matches ? "dark" : "light");
 
@@ -47,6 +49,7 @@
     const chart = data.charts.find((candidate) => candidate.name === button.dataset.chart);
     const view = chart.views[Number(button.dataset.view)];
     for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
+    document.querySelector(`[data-shown="${CSS.escape(chart.name)}"]`).textContent = button.textContent;
     listSeries(chart, view.visible);
     return Plotly.update(chart.name, { visible: view.visible }, view.layout);
   }
@@ -75,14 +78,17 @@
   }
 
   function forPaper() {
-    document.getElementById("definitions").open = true;
+    // A browser may say twice that it prints.
+    closed.push(...document.querySelectorAll("details:not([open])"));
+    for (const part of closed) part.open = true;
     for (const chart of data.charts) {
       Plotly.relayout(chart.name, { ...colours(chart, "light"), width: PRINT_WIDTH, autosize: false });
     }
   }
 
   function forScreen() {
-    document.getElementById("definitions").open = false;
+    for (const part of closed) part.open = false;
+    closed = [];
     for (const chart of data.charts) {
       Plotly.relayout(chart.name, { ...colours(chart, scheme()), width: null, autosize: true });
     }
