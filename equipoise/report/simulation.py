@@ -76,12 +76,11 @@ def _check(document: Document) -> None:
 
 
 def _machine(document: Document) -> str:
-    """Nodes and ranks of all pipeline stages and EP groups; the cluster of a result is one stage's."""
+    """Nodes and ranks of all pipeline stages and EP groups; a result's cluster may be as large as one group alone."""
     cluster, stages = document["cluster"], document["setting"]["pipeline_stages"]
     groups, per_node = document["windows"][0]["groups"], cluster["ranks_per_node"]
     ranks = stages * groups * cluster["ep"]
-    # A stage's cluster may be larger than its groups, and groups need not fill their last node.
-    nodes = max(stages * cluster["nodes"], -(-ranks // per_node))
+    nodes = max(cluster["nodes"], -(-ranks // per_node))
     parts = [f"{plural(nodes, 'node')} of {per_node} {cluster['name'].upper()}", f"EP {cluster['ep']}"]
     parts += [f"{groups} EP groups"] if groups > 1 else []
     parts += [f"{stages} pipeline stages"] if stages > 1 else []

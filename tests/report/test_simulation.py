@@ -177,6 +177,8 @@ def test_the_machine_has_the_ranks_of_all_pipeline_stages_and_groups(stages, gro
     page = build_page(document, title="x")
     assert page.kind == f"Simulation of one step, qwen3-30b-a3b on {machine}"
     assert ("in 2 pipeline stages of 8 ranks each" in page.conditions[0]) is (stages == 2)
+    document["cluster"]["nodes"] = 20
+    assert "on 20 nodes of 8 H100" in build_page(document, title="x").kind, "a cluster that is larger is named whole"
 
 
 def test_the_memory_caption_names_the_setting_of_activations(document):
