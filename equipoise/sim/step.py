@@ -14,7 +14,9 @@ Invariants (asserted by the tests):
    list does not: pulls that hide longer and slow what runs beside them, returns that must be home after attention, and
    publish and collect, which hide behind waits for these, too.
 2. A step takes its windows, the slowest group of each, and what was given for rollout and the rest.
-3. `balanced` is never slower than another policy in compute.
+3. No policy's busiest rank has fewer rows than `balanced`'s, which is the mean. For one pipeline stage `balanced` is
+   then never slower in compute than one whose ranks all have rows in equally many experts; a rank with its rows in
+   fewer experts than the others may be a little faster than the mean rank. A single rank computes as `balanced` does.
 4. Same input, same result.
 """
 

@@ -73,6 +73,34 @@ def test_the_order_of_policies_is_what_each_can_know(simulated):
     assert min(compute.values()) == compute["balanced"]
 
 
+def sparse_loads(seed: int, *, ranks: int, low: int = 0) -> LoadMatrix:
+    """Some sources have no rows, and with `low` 0 some experts none either."""
+    rng = np.random.default_rng(seed)
+    shape = (2, MODEL.layers, ranks, MODEL.experts)
+    load = rng.integers(0, rng.choice([3, 50, 2000]), shape) * (rng.random((*shape[:3], 1)) < 0.7)
+    return LoadMatrix(low + load * (low + (rng.random((*shape[:2], 1, shape[3])) < 0.4)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_policys_busiest_rank_has_fewer_rows_than_balanceds_which_is_the_mean(seed, ranks):
+    found = simulate(sparse_loads(seed, ranks=ranks), EVERY, cluster=cluster_of(ranks), model=MODEL)
+    ceiling = found.policy("balanced").windows[0]
+    assert (ceiling.after.busiest_M - ceiling.after.mean_M < MODEL.layers).all()
+    for result in found.policies:
+        (window,) = result.windows
+        assert (window.after.busiest_M >= ceiling.after.busiest_M).all()
+        # A single rank computes as `balanced` does, whichever experts have rows.
+        assert ranks > 1 or window.seconds.compute == ceiling.seconds.compute
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_balanced_is_not_slower_in_compute_where_ranks_have_rows_in_equally_many_experts(seed):
+    loads = sparse_loads(seed, ranks=8, low=1)
+    found = simulate(loads, ["static", "balanced"], cluster=cluster_of(), model=MODEL)
+    assert found.policy("balanced").seconds.compute <= found.policy("static").seconds.compute
+
+
 def test_most_of_the_edges_is_hidden_where_layers_are_long_and_all_is_accounted_for():
     loads = skewed_loads(5, tokens=65_536)
     found = simulate(loads, ["equipoise", "eplb-oracle"], cluster=cluster_of(), model=MODEL).policies
