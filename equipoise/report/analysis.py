@@ -171,6 +171,6 @@ def _memory(document: Document) -> Chart:
     return memory(
         {"before": {"received rows": held["rank_peak_bytes"]}},
         limit_bytes=limit,
-        caption=f"Rank {place['rank']} needs {num_bytes(held['peak_bytes'])} for {held['peak_rows']:,} rows in "
+        caption=f"Rank {place['rank']} needs {num_bytes(held['peak_bytes'])} for {plural(held['peak_rows'], 'row')} in "
         f"{place['stage']} micro-step {place['micro_step']}, layer {place['layer']}. {verdict}",
     )

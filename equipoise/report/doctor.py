@@ -7,7 +7,7 @@ from typing import Any
 
 from equipoise.core import EquipoiseError
 from equipoise.report.page import Listing, Missing, Table
-from equipoise.report.words import percent
+from equipoise.report.words import percent, plural
 
 NO_VERDICT = Missing(
     title="The doctor's verdict",
@@ -23,7 +23,7 @@ def doctor_listing(diagnosis: dict[str, Any], *, name: str = "the diagnosis") ->
     findings = diagnosis["findings"]
     fired = [f["check"] for f in findings if f["verdict"] == "finding"]
     verdict = "No check found anything" if not fired else f"{len(fired)} of {len(findings)} checks found something"
-    seen = f"in {diagnosis['num_samples']:,} samples, {diagnosis['num_rows']:,} rows"
+    seen = f"in {plural(diagnosis['num_samples'], 'sample')}, {plural(diagnosis['num_rows'], 'row')}"
     rows = [(f["check"], f["verdict"], _share(f), f["first_place"], f["advice"] or f["detail"]) for f in findings]
     return Listing(
         name="doctor",

@@ -120,6 +120,11 @@ def test_the_doctors_verdict_becomes_a_table(tmp_path):
     assert "The doctor's verdict" not in [part.title for part in page.missing]
 
 
+def test_one_sample_of_a_verdict_is_not_said_as_many():
+    page = build_page(simulation(), title="x", beside=Beside(doctor={**DIAGNOSIS, "num_samples": 1, "num_rows": 1}))
+    assert "in 1 sample, 1 row:" in page.sections[-1].caption
+
+
 def test_without_a_verdict_the_page_says_how_to_get_one():
     (part,) = [p for p in build_page(simulation(), title="x").missing if p.title == "The doctor's verdict"]
     assert "equipoise doctor" in part.command
