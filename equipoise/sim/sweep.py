@@ -29,6 +29,7 @@ from equipoise.planner import PlanOptions
 from equipoise.planner.estimate import complete
 from equipoise.sim.break_even import BreakEvenCurve, SweepPoint
 from equipoise.sim.prediction import deal_out
+from equipoise.sim.result import Shown
 from equipoise.sim.setting import StepSetting
 from equipoise.sim.step import simulate
 from equipoise.sim.trial import WORTH, Progress
@@ -74,7 +75,7 @@ def sweep_points(
         progress: called with (points done, points in all)
     """
     values = {name: checked_axis(name, axes[name]) for name in axes}
-    plain = replace(setting or StepSetting(), timeline_layers=0)
+    plain = _undrawn(setting or StepSetting())
     given: dict[str, Any] = {"setting": plain, "options": options}
     widths, micros = values.get("ep", (cluster.ep,)), values.get("micro", (None,))
     counts, tokens = values.get("slots", (slots,)), values.get("tokens", (None,))
@@ -127,7 +128,7 @@ def break_even_curves(
     There is no curve where the layers and micro-steps looked at have no row.
     """
     few, shape = sampled(complete(window)[0], model)
-    plain = replace(setting or StepSetting(), timeline_layers=0, pipeline_stages=1, planning_s=0.0)
+    plain = replace(_undrawn(setting or StepSetting()), pipeline_stages=1, planning_s=0.0)
     mixes, curves = distinct_mixes(few), list[BreakEvenCurve]()
     for mixed in mixes:
         points = []
@@ -139,6 +140,11 @@ def break_even_curves(
                 progress(len(curves) * len(TOKENS) + len(points), len(mixes) * len(TOKENS))
         curves.append(BreakEvenCurve(skew=mean_skew([mixed], cluster.ep), points=tuple(points), worth=WORTH))
     return tuple(curves)
+
+
+def _undrawn(setting: StepSetting) -> StepSetting:
+    """The same without a timeline: a point has no arrays, and its windows may not have the micro-step that is shown."""
+    return replace(setting, timeline_layers=0, shown=Shown())
 
 
 def checked_axis(name: str, values: Sequence[int]) -> tuple[int, ...]:

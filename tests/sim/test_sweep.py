@@ -6,6 +6,7 @@ import pytest
 from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
+from equipoise.sim.result import Shown
 from equipoise.sim.sweep import (
     MIXES,
     TOKENS,
@@ -55,6 +56,16 @@ def test_every_combination_is_a_point_in_order():
     assert points[0].seconds["static"] == points[1].seconds["static"]
     # The clock is not what the planner minimises: a slot may cost a fraction of a permille there.
     assert points[0].seconds["equipoise"] * 1.001 >= points[1].seconds["equipoise"]
+
+
+def test_what_the_step_shows_need_not_be_in_a_points_windows(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    setting = StepSetting(shown=Shown(window=1, micro_step=3))
+    for make in (lambda ep, micro: [loads], lambda ep, micro: [loads.micro_steps(0, 2)] * 2):
+        shown, plain = (sweep_points(make, axes={}, setting=each, **given) for each in (setting, None))
+        assert shown == plain
+    curves = break_even_curves(loads.micro_steps(0, 1), setting=setting, **given)
+    assert curves == break_even_curves(loads.micro_steps(0, 1), **given)
 
 
 def test_slots_that_are_not_swept_are_the_steps_own(loads):
