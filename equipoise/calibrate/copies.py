@@ -4,17 +4,19 @@ Knows one device and its host memory. A peer is stood in for by the device itsel
 
 Invariants (asserted by the tests):
 1. A rate is bytes over the time beyond the fixed part; the fixed part is a small copy's.
-2. A peer's rate is never above the published link's, whatever the device does inside itself.
+2. A peer's rate is never above the published link's, whatever the device does inside itself, and compute is slowed by
+   no more bytes than that.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from equipoise.calibrate.bench import SLEEP_CYCLES, Bench, Timing, measure
+from equipoise.calibrate.bench import SLEEP_CYCLES, Bench, measure
 from equipoise.calibrate.experts import Cell, random_experts
 from equipoise.calibrate.grid import ZIPF, Grid
 from equipoise.calibrate.progress import Steps
@@ -24,6 +26,10 @@ COPY_RUNS = 5
 """Copies over PCIe vary more than kernels: 49 to 56 GB/s were seen with 21 runs on one H200."""
 BESIDE_ROWS = 32768
 BESIDE_SLOTS = 16
+BESIDE_RUNS = 5
+"""A slowdown is a small difference of two times; so many times as many runs as elsewhere steady it."""
+Pair = tuple[float, float]
+"""Nanoseconds without copies, and with them."""
 
 
 def measure_pull(grid: Grid, nvlink_bytes_per_s: int, *, bench: Bench, steps: Steps) -> dict[str, Any]:
@@ -45,51 +51,63 @@ def measure_pull(grid: Grid, nvlink_bytes_per_s: int, *, bench: Bench, steps: St
     }
 
 
-def measure_beside(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time the expert block alone and while copies run on a side stream all along."""
+def measure_beside(grid: Grid, peer_bytes_per_s: int, *, bench: Bench, steps: Steps) -> dict[str, Any]:
+    """Time the expert block alone and beside copies on a side stream: as many as the path can bring meanwhile.
+
+    A copy inside the device is several times as fast as a link. So a peer's copies are counted, not kept up: the block
+    runs beside the bytes that the link would bring while it runs.
+    """
     size = _expert_bytes(grid, bench)
     rows, slots = (BESIDE_ROWS, BESIDE_SLOTS) if bench.is_gpu else (grid.rows[-1], grid.slots[-1])
     cell = Cell.random(rows, random_experts(slots, grid.expert_shape, bench), zipf=ZIPF, bench=bench)
     host, peer, target = _buffers(grid, size, bench)
+    lasts_ns = measure(cell.update, bench).median_ns
     slowdowns = []
     for source in (host, peer):
-        alone = measure(cell.update, bench).median_ns
-        beside = _time_beside(cell.update, _copier(source, target, size), bench, lasts_ns=alone)
-        slowdowns.append(max(0, round(1000 * (beside.median_ns / alone - 1))))
+        copy = _copier(source, target, size)
+        if source is peer:
+            copies = max(1, round(lasts_ns * peer_bytes_per_s / 1e9 / size))
+        else:
+            copies = 1 + int(2 * lasts_ns / measure(copy, bench).median_ns)
+        slowdowns.append(slowdown_permille(_time_beside(cell.update, copy, copies, bench)))
         steps.advance()
     return {
         "host_slowdown_permille": slowdowns[0],
         "peer_slowdown_permille": slowdowns[1],
-        "source": f"measured: forward and backward of the expert block, {rows} rows in {slots} slots, while copies of "
-        f"{size} bytes follow each other on a side stream from start to end, over the same alone; peer: copies inside "
-        "the device, which read and write its own memory, so an upper bound for pulls over a link",
+        "source": f"measured: forward and backward of the expert block, {rows} rows in {slots} slots, beside copies of "
+        f"{size} bytes on a side stream, over the same without them, median of {BESIDE_RUNS * bench.runs} pairs; "
+        f"host: copies from start to end; peer: inside the device, {copies} copies, as many as {peer_bytes_per_s} "
+        "bytes/s bring meanwhile; they read and write its own memory, so an upper bound for pulls over a link",
     }
 
 
-def _time_beside(work: Callable[[], object], copy: Callable[[], None], bench: Bench, *, lasts_ns: float) -> Timing:
-    """Time `work` while `copy` is repeated on a side stream, for at least twice as long."""
+def slowdown_permille(pairs_ns: list[Pair]) -> int:
+    """Thousandths by which the second of each pair takes longer than the first: the median over pairs, at least 0."""
+    return max(0, round(1000 * median(beside / alone - 1 for alone, beside in pairs_ns)))
+
+
+def _time_beside(work: Callable[[], object], copy: Callable[[], None], copies: int, bench: Bench) -> list[Pair]:
+    """Time `work` without and with `copies` copies on a side stream, in turn: what drifts, drifts for both."""
+    runs = range(BESIDE_RUNS * bench.runs)
     if not bench.is_gpu:
-        copy()
-        return measure(work, bench)
+        return [(measure(work, bench).median_ns, measure(work, bench).median_ns) for _ in runs]
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        once_ns = measure(copy, bench).median_ns
-    repeats = 1 + int(2 * lasts_ns / once_ns)
-    times = []
-    for _ in range(bench.runs):
+
+    def timed(copies: int) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Both streams wait for the sleep, so that everything is enqueued when they start together.
         torch.cuda._sleep(4 * SLEEP_CYCLES)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(repeats):
+            for _ in range(copies):
                 copy()
         start.record()
         work()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e6)
-    return Timing.of(times)
+        return start.elapsed_time(stop) * 1e6
+
+    return [(timed(0), timed(copies)) for _ in runs]
 
 
 def measure_add(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:

@@ -63,13 +63,17 @@ def calibrate(
     torch.manual_seed(0)
     bench = Bench.on(device, runs=runs)
     steps = Steps(count_steps(grid), tell)
+    compute = [measure_table(shape, grid, bench=bench, steps=steps) for shape in grid.shapes]
+    rows = measure_moves(grid, bench=bench, steps=steps)
+    attention = measure_attention(grid, bench=bench, steps=steps)
+    pull = measure_pull(grid, nvlink_bytes_per_s, bench=bench, steps=steps)
     return {
         **provenance(device, commit),
-        "compute": [measure_table(shape, grid, bench=bench, steps=steps) for shape in grid.shapes],
-        "rows": measure_moves(grid, bench=bench, steps=steps),
-        "attention": measure_attention(grid, bench=bench, steps=steps),
-        "pull": measure_pull(grid, nvlink_bytes_per_s, bench=bench, steps=steps),
-        "beside": measure_beside(grid, bench=bench, steps=steps),
+        "compute": compute,
+        "rows": rows,
+        "attention": attention,
+        "pull": pull,
+        "beside": measure_beside(grid, pull["peer_bytes_per_s"], bench=bench, steps=steps),
         "add": measure_add(grid, bench=bench, steps=steps),
         "exchange": measure_exchange(grid, bench=bench, steps=steps),
         "all_to_all": assumed_all_to_all(),

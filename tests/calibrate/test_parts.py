@@ -61,11 +61,20 @@ def test_a_peers_rate_is_never_above_the_published_links(monkeypatch):
     assert "capped by the published link rate" in pull["source"]
 
 
-def test_a_slowdown_is_the_time_beside_copies_over_the_time_alone(monkeypatch):
+def test_a_slowdown_is_the_median_of_pairs_and_never_a_gain():
+    assert copies.slowdown_permille([(1000.0, 1250.0), (2000.0, 2000.0), (500.0, 1000.0)]) == 250
+    assert copies.slowdown_permille([(1000.0, 990.0)]) == 0
+
+
+def test_compute_is_slowed_by_the_bytes_that_the_path_brings_meanwhile(monkeypatch):
+    """An expert has 6,144 bytes. The host's copy takes 1,000 ns, as the block does; the link brings 3 in that time."""
+    asked = []
     monkeypatch.setattr(copies, "measure", lambda work, bench: Timing(1000.0, 0.0))
-    monkeypatch.setattr(copies, "_time_beside", lambda work, copy, bench, *, lasts_ns: Timing(1250.0, 0.0))
-    beside = copies.measure_beside(GRID, bench=BENCH, steps=Steps(2))
-    assert beside["host_slowdown_permille"] == beside["peer_slowdown_permille"] == 250
+    monkeypatch.setattr(copies, "_time_beside", lambda work, copy, count, bench: asked.append(count) or [(10.0, 11.0)])
+    beside = copies.measure_beside(GRID, 3 * 6_144 * 10**6, bench=BENCH, steps=Steps(2))
+    assert asked == [3, 3], "from start to end and beyond; and 3 experts a microsecond"
+    assert copies.measure_beside(GRID, 1, bench=BENCH, steps=Steps(2)) and asked[-1] == 1
+    assert beside["host_slowdown_permille"] == beside["peer_slowdown_permille"] == 100
 
 
 def test_adds_count_two_reads_and_a_write_and_edges_count_an_expert_once(monkeypatch):
