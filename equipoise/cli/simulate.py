@@ -54,9 +54,10 @@ class Setting:
         for name in ("rollout_s", "other_s", "planning_s"):
             require_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
 
-    def to_step(self) -> "StepSetting":
-        """The same, as the simulator takes it."""
+    def to_step(self, drawn: "Drawn") -> "StepSetting":
+        """The same, and what is shown of it, as the simulator takes it."""
         from equipoise.sim import StepSetting
+        from equipoise.sim.result import Shown
 
         return StepSetting(
             pipeline_stages=self.pipeline_stages,
@@ -65,6 +66,8 @@ class Setting:
             rollout_s=self.rollout_s,
             other_s=self.other_s,
             planning_s=self.planning_s,
+            shown=Shown(window=drawn.shown_window, micro_step=drawn.shown_micro_step),
+            timeline_layers=drawn.timeline_layers,
         )
 
 
@@ -91,6 +94,27 @@ class Compared:
     def names(self) -> list[str]:
         """The policies, one by one."""
         return [name.strip() for name in self.policies.split(",")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Whose timeline and bytes the result holds."""
+
+    SECTION: ClassVar[str] = "What is shown"
+    timeline_layers: Annotated[
+        int, typer.Option(help="Layers of the micro-step that the timeline shows; 0: no timeline.")
+    ] = 4
+    shown_window: Annotated[int, typer.Option(help="Window whose timeline is shown, counted from 0.")] = 0
+    shown_micro_step: Annotated[
+        int, typer.Option(help="Micro-step whose timeline and bytes between ranks are shown, counted from 0.")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        from equipoise.core import InfeasiblePlanError
+        from equipoise.core.value import require_int
+
+        for name in ("timeline_layers", "shown_window", "shown_micro_step"):
+            require_int(f"--{name.replace('_', '-')}", getattr(self, name), low=0, error=InfeasiblePlanError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +146,7 @@ def simulate(
     setting: Setting,
     compared: Compared,
     varied: Varied,
+    drawn: Drawn,
     results: Results,
 ) -> None:
     """Compare policies on a step, with every cost charged."""
@@ -135,7 +160,7 @@ def simulate(
     results.refuse_existing(dump, compared.history)
     # What can be wrong is asked before the dump is read, which may take minutes.
     hardware = machine.describe(ep=packing.ep)
-    around, past = setting.to_step(), read_history(compared.history, compared.names)
+    around, past = setting.to_step(drawn), read_history(compared.history, compared.names)
     step = Step(
         source=step_source(dump, reading, packing, demo=demo),
         cluster=hardware,

@@ -1,6 +1,6 @@
 """What `equipoise simulate` runs: the step under every policy, then its sweep and its break-even, each with a bar.
 
-Knows the simulator. Does not know files or words of the command line.
+Knows the simulator, and what its options are called. Does not know files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,8 @@ from typing import Any
 
 from equipoise.cli.output import progress
 from equipoise.cli.slots import check_slots
-from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape
+from equipoise.core.value import require_int
 from equipoise.planner import PlanOptions
 from equipoise.sim import Simulation, StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
@@ -68,8 +69,11 @@ def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) ->
 
 
 def check(step: Step, windows: Sequence[LoadMatrix], axes: Axes) -> None:
-    """Raise for slots or a sweep that cannot be, before the step is simulated: that may take minutes, and be lost."""
-    model = step.source.model
+    """Raise for what cannot be, before the step is simulated: that may take minutes, and be lost."""
+    model, shown = step.source.model, step.setting.shown
+    require_int("--shown-window", shown.window, low=0, high=len(windows) - 1, error=LoadsError)
+    last = windows[shown.window].num_micro_steps - 1
+    require_int("--shown-micro-step", shown.micro_step, low=0, high=last, error=LoadsError)
     check_slots(step.slots, cluster=step.cluster, model=model)
     for ep, micro in product(axes.get("ep", (step.cluster.ep,)), axes.get("micro", (None,))):
         check_slots(axes.get("slots", ()), cluster=step.cluster.with_ep(ep), model=model)

@@ -26,6 +26,7 @@ from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Seconds
 from equipoise.cost import CostModel
 from equipoise.cost.kernels import COMPUTE, EXCHANGE
+from equipoise.cost.ranks import level_slots
 from equipoise.planner.pricing import price_window
 
 NS = 1e-9
@@ -117,22 +118,30 @@ def predict(groups: Sequence[LoadMatrix], *, cluster: Cluster, model: ModelShape
     for loads in groups:
         cost = CostModel.of(cluster, model, stage=loads.stage)
         load_MLRE = loads.load_MLRE if has_all_to_all else _gather_sources(loads.load_MLRE, cluster.ep)
-        now_ML2, level_ML2 = _price(load_MLRE, cost), _price(deal_out(load_MLRE), cost)
+        busy_ML = level_slots(load_MLRE.sum(axis=2), cluster.ep) * cluster.ep
+        now_ML2, level_ML2 = _price(load_MLRE, cost), _price(deal_out(load_MLRE, busy_ML), cost)
         now.append(_seconds(now_ML2, has_all_to_all))
         balanced.append(_seconds(np.minimum(now_ML2, level_ML2), has_all_to_all))
     return Prediction(now=slowest(now), balanced=slowest(balanced), has_all_to_all=has_all_to_all)
 
 
-def deal_out(load_MLRE: np.ndarray) -> np.ndarray:
-    """[M, L, R, E] the same rows at the same sources, dealt to ranks and their experts in turn, like cards."""
+def deal_out(load_MLRE: np.ndarray, busy_ML: np.ndarray | None = None) -> np.ndarray:
+    """[M, L, R, E] the same rows at the same sources, dealt to ranks and their experts in turn, like cards.
+
+    Args:
+        load_MLRE: [M, L, R, E] rows
+        busy_ML: [M, L] to how many experts, equally many of each rank; to all by default
+    """
     ranks, experts = load_MLRE.shape[2:]
+    busy_ML = np.full(load_MLRE.shape[:2], experts) if busy_ML is None else np.maximum(busy_ML, 1)
+    busy_ML11, turn_E = busy_ML[:, :, None, None], np.arange(experts)
     end_MLR1 = np.cumsum(load_MLRE.sum(axis=3), axis=2)[..., None]
     start_MLR1 = end_MLR1 - load_MLRE.sum(axis=3)[..., None]
-    turn_E = np.arange(experts)
-    # Row i of an entry has turn i mod E; so many rows of start..end-1 have each turn.
-    dealt_MLRE = (end_MLR1 + experts - 1 - turn_E) // experts - (start_MLR1 + experts - 1 - turn_E) // experts
+    # Row i of an entry has turn i modulo the busy experts; so many rows of start..end-1 have each turn.
+    ahead_MLRE = busy_ML11 - 1 - turn_E
+    dealt_MLRE = (end_MLR1 + ahead_MLRE) // busy_ML11 - (start_MLR1 + ahead_MLRE) // busy_ML11
     level_MLRE = np.empty_like(dealt_MLRE)
-    level_MLRE[..., turn_E % ranks * (experts // ranks) + turn_E // ranks] = dealt_MLRE
+    level_MLRE[..., turn_E % ranks * (experts // ranks) + turn_E // ranks] = dealt_MLRE * (turn_E < busy_ML11)
     return level_MLRE
 
 

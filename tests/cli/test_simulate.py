@@ -164,6 +164,20 @@ def test_a_step_without_rows_has_no_break_even_and_says_so(equipoise, save_loads
     assert "Break-even" not in without.out
 
 
+def test_the_timeline_is_of_the_window_micro_step_and_layers_asked_for(equipoise, store):
+    given = ("--ep", 4, "--policies", "equipoise", "--no-break-even", "--json")
+    shown = ("--timeline-layers", 2, "--shown-window", 1, "--shown-micro-step", 3)
+    found = equipoise("simulate", store, *given, *shown, "--sweep", "micro=4")
+    assert found.code == 0, found.err
+    assert found.document["shown"] == {"window": 1, "micro_step": 3, "group": 0}
+    names = {event["name"] for event in found.document["policies"][0]["timeline"]}
+    # The second window is the update: it has a backward pass.
+    assert {"experts 1", "experts backward 1"} <= names
+    assert "experts 2" not in names
+    none = equipoise("simulate", store, *given, "--timeline-layers", 0)
+    assert none.document["policies"][0]["timeline"] == []
+
+
 def test_the_demo_needs_no_input(equipoise):
     found = equipoise("simulate", "--demo", "--model", "olmoe", "--policies", "static", "--no-break-even")
     assert found.code == 0, found.err
@@ -209,6 +223,9 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
         (("--demo", "--other-s", "nan"), "equipoise: --other-s is nan; it must be a number of seconds"),
         (("--demo", "--planning-s", "inf"), "equipoise: --planning-s is inf; it must be a number of seconds"),
         (("--demo", "--pipeline-stages", "0"), "equipoise: --pipeline-stages is 0; it must be"),
+        (("--demo", "--timeline-layers", "-1"), "equipoise: --timeline-layers is -1; it must be"),
+        (("--demo", "--shown-window", "2"), "equipoise: --shown-window is 2; it must be from 0 to 1"),
+        (("--demo", "--shown-micro-step", "16"), "equipoise: --shown-micro-step is 16; it must be from 0 to 15"),
         (("--demo", "--policies", "static,static"), "named twice"),
         (("--demo", "--policies", "static", "--history", "l.npz"), "--history l.npz is for the policy eplb-history"),
     ],

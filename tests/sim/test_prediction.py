@@ -36,9 +36,11 @@ def test_now_is_the_planners_static_seconds(stage):
 def test_balanced_is_the_mean_rank_at_the_cost_models_price():
     loads = random_loads(2)
     cost = CostModel.of(CLUSTER, MODEL, stage="update")
-    # The mean rank, rounded up, with all 16 experts busy.
+    # The mean rank, rounded up, with its part of the experts that have rows, which are not all.
     means = -(-loads.load_MLRE.sum(axis=(2, 3)) // 4)
-    wanted = sum(cost.compute_ns(int(rows), 16) for rows in means.ravel())
+    busy = -(-(loads.load_MLRE.sum(axis=2) > 0).sum(axis=2) // 4)
+    assert busy.min() < 16
+    wanted = sum(cost.compute_ns(int(rows), int(slots)) for rows, slots in zip(means.flat, busy.flat, strict=True))
     assert predicted(loads).balanced.compute == pytest.approx(wanted * 1e-9)
     ceiling = plan(loads, cluster=CLUSTER, model=MODEL, policy="balanced").seconds
     assert predicted(loads).balanced.compute == pytest.approx(ceiling.compute)
