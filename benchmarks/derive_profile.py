@@ -10,6 +10,7 @@ Knows the file and the roofline; measures nothing. Published figures come from
 Invariants (asserted by the tests):
 1. A derived cell is the measured one times the ratio of the two devices' floors (operations or bytes, the larger).
 2. Devices with the same figures have the same tables.
+3. A link that takes more of a device's memory bandwidth slows more.
 """
 
 import argparse
@@ -77,7 +78,22 @@ def derive(measured: dict[str, Any], *, base: str, target: str) -> dict[str, Any
             "source": f"rates are the figures of the cluster preset {target}; fixed parts {said}, unchanged",
         },
         **{key: _derive_by_memory(measured[key], memory, said) for key in ("rows", "add", "exchange")},
-        "beside": {**measured["beside"], "source": f"{said}, unchanged"},
+        "beside": _derive_beside(measured, new, memory, said),
+    }
+
+
+def _derive_beside(measured: dict[str, Any], new: dict[str, int], memory: float, said: str) -> dict[str, Any]:
+    """Scale slowdowns by the share of the device's memory bandwidth that each path takes."""
+    links = {"host": new["host_bytes_per_s"], "peer": new["nvlink_bytes_per_s"]}
+    ratios = {path: rate / measured["pull"][f"{path}_bytes_per_s"] / memory for path, rate in links.items()}
+    slowdowns = {
+        f"{path}_slowdown_permille": round(measured["beside"][f"{path}_slowdown_permille"] * ratio)
+        for path, ratio in ratios.items()
+    }
+    said_ratios = ", ".join(f"{path} {ratio:.4f}" for path, ratio in ratios.items())
+    return {
+        **slowdowns,
+        "source": f"{said}: times {said_ratios}, the ratio of link rate over published memory bandwidth",
     }
 
 

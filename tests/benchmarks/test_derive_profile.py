@@ -101,3 +101,11 @@ def test_measured_cells_lie_above_the_floor_and_repeat(part):
         # A hiccup that became a median would stand out against the cell with the next more rows.
         assert all(a < 1.5 * b for line in (forward, update) for a, b in pairwise(line))
     assert part["spread"] > 0
+
+
+def test_a_link_that_takes_more_of_the_memory_bandwidth_slows_more():
+    """An A100's memory has 0.425 of an H200's bandwidth and its NVLink two thirds of the rate; a B200's 1.67 and 2."""
+    measured = MEASURED["beside"]["peer_slowdown_permille"]
+    for target, ratio in (("a100", 300 / 450 / (2039 / 4800)), ("b200", 900 / 450 / (8000 / 4800))):
+        derived = derive(MEASURED, base="h200", target=target)["beside"]
+        assert derived["peer_slowdown_permille"] == round(measured * ratio) > measured
