@@ -1,7 +1,7 @@
 """The papers' comparison, simulated: what planning ahead gives over static expert parallelism and over oracle EPLB.
 
     python -m benchmarks.paper
-    python -m benchmarks.paper --layers 4 --write benchmarks/reports/paper_simulated_202611
+    python -m benchmarks.paper --write benchmarks/reports/paper_simulated_202611
 
 What bounds it: `balanced`, every rank computing the mean; results are given as a share of it.
 
@@ -11,9 +11,10 @@ replicas stay in their node in the update; in recompute they may stand in any no
 Workloads are described in `paper_cases.py`, ablations in `paper_ablations.py`.
 
 Simulated, no cluster was run: expert compute, attention and transfers from figures measured on one H200, all-to-all
-modelled. Both ways of crossing nodes are shown: every row on its own (Megatron's alltoall), or a token once per node
-(DeepEP). Nothing is tuned to a trace. Rollout is not part of any figure. Planning takes about what the planner's report
-says for one core, shared by the ranks of the group, and the first window waits for it.
+modelled. Of each model 8 MoE layers are simulated (`--layers`), which leaves less for a window's edges to hide behind
+than its 45 to 94. Both ways of crossing nodes are shown: every row on its own (Megatron's alltoall), or a token once
+per node (DeepEP). Nothing is tuned to a trace. Rollout is not part of any figure. Planning takes about what the
+planner's report says for one core, shared by the ranks of the group, and the first window waits for it.
 """
 
 import argparse
@@ -46,7 +47,7 @@ NOTE = (
 def main() -> int:
     """Compare, take apart, publish."""
     parser = argparse.ArgumentParser(description="The papers' comparison, simulated")
-    parser.add_argument("--layers", type=int, default=4, help="MoE layers of each model that are simulated")
+    parser.add_argument("--layers", type=int, default=8, help="MoE layers of each model that are simulated")
     parser.add_argument("--write", type=Path, help="also write <path>.json and <path>.md")
     given = parser.parse_args()
     rows = [row for case in cases(given.layers) for row in compare(case)]
@@ -109,6 +110,7 @@ def row_of(case: Case, sends: Sends, found: dict[str, Simulation]) -> Row:
         "step_over_static": seconds["static"].total / ours.total,
         "step_over_eplb-oracle": seconds["eplb-oracle"].total / ours.total,
         "step_of_balanced": seconds["balanced"].total / ours.total,
+        "most_over_eplb-oracle": seconds["eplb-oracle"].experts / seconds["balanced"].experts,
         "expert_share": seconds["static"].experts / seconds["static"].total,
         "exposed": (ours.transfers + ours.planning) / ours.experts,
     }
@@ -147,7 +149,13 @@ def limits_of(rows: Sequence[Row]) -> Iterator[Limit]:
         for sends in SENDS:
             some = [row for row in rows if (row["source"], row["crossing"]) == (source, sends)]
             where = f"{source}, {sends} cross nodes, worst of {len(some)} cases"
-            yield Limit(name=f"share of balanced, {where}", value=min(r["of_balanced"] for r in some), at_least=0.97)
+            step = min(row["step_of_balanced"] for row in some)
+            yield Limit(name=f"share of balanced throughput, {where}", value=step, at_least=0.97)
+            yield Limit(
+                name=f"share of balanced, expert time, {where}",
+                value=min(r["of_balanced"] for r in some),
+                at_least=0.97,
+            )
             compute = min(r["compute_of_balanced"] for r in some)
             yield Limit(name=f"share of balanced, expert compute alone, {where}", value=compute, at_least=0.97)
             wide = [row["over_eplb-oracle"] for row in some if row["EP"] == 32]

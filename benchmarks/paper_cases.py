@@ -7,8 +7,10 @@ Two kinds, and every result says which:
   length share a micro-step, as trainers group them, so sources are nearly level. The longest micro-step runs first and
   the next longest last, as `--longest-first` has it, so that what any policy moves at a window's edges hides best.
 - real, composed: recorded routes of gpt-oss-20b answering questions of mathematics, of computer science, or of all
-  kinds. Four layers of 32 experts stand side by side as one layer of 128 (see `traces.stacked`), loads are multiplied
-  to the same rows per rank, and as many micro-steps are taken as there are 1,024 tokens for, 32 at most.
+  kinds. Four consecutive layers of 32 experts stand side by side as one layer of 128 (see `traces.stacked`), from each
+  of the 24 on that has three behind it: 21 composed layers that share experts. Loads are multiplied to the same rows
+  per rank, and as many micro-steps are taken as there are 1,024 tokens for, 32 at most. Sources have 32 or 64 tokens
+  then and differ by chance, which multiplying keeps; real ones of 4,096 tokens differ by what they are about.
 
 Knows data. Does not know policies.
 """
@@ -89,7 +91,7 @@ def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
 
 def real_case(workload: str, ranks: int) -> Case:
     """Recorded routes of one kind of question, four layers side by side."""
-    wide = stacked(_read_topic(workload), 128)
+    wide = stacked(_read_topic(workload), 128, overlapping=True)
     loads = wide.loads(ranks, micro_steps=MICRO_STEPS)
     # As many rows per rank as 4,096 tokens of the generated workloads have.
     rows = MEAN_TOKENS * SAMPLES // MICRO_STEPS * 8

@@ -103,9 +103,11 @@ def paper_table() -> str:
         "over LPLB": "over_lplb",
         "over reactive": "over_reactive",
         "over reactive, its charges at zero": "over_reactive-free",
+        "over oracle EPLB, the most possible (balanced)": "most_over_eplb-oracle",
         "of balanced": "of_balanced",
         "of balanced, compute alone": "compute_of_balanced",
         "whole step over static": "step_over_static",
+        "whole step of balanced": "step_of_balanced",
     }
     kinds = list(dict.fromkeys((r["source"], r["crossing"]) for r in rows))
     lines = []

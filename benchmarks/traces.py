@@ -73,14 +73,20 @@ def scaled(loads: LoadMatrix, factor: int) -> LoadMatrix:
     return LoadMatrix(loads.load_MLRE * factor, stage=loads.stage)
 
 
-def stacked(trace: Trace, experts: int) -> Trace:
-    """Widen the layers to `experts` experts: those of consecutive layers side by side, in a fixed random order."""
+def stacked(trace: Trace, experts: int, *, overlapping: bool = False) -> Trace:
+    """Widen the layers to `experts` experts: those of consecutive layers side by side, in a fixed random order.
+
+    Args:
+        trace: of narrower layers
+        experts: of a wide layer
+        overlapping: begin a wide layer at every narrow one, which gives several times as many
+    """
     each = trace.model.experts
     height = experts // each
     tokens, layers, top_k = trace.ids_TLK.shape
-    wide = layers // height
+    starts = np.arange(0, layers - height + 1, 1 if overlapping else height)
     order_E = np.random.default_rng(STACK_SEED).permutation(experts)
-    ids = trace.ids_TLK[:, : wide * height].reshape(tokens, wide, height, top_k).astype(np.int64)
-    ids = order_E[ids + np.arange(height)[:, None] * each].reshape(tokens, wide, height * top_k)
-    model = ModelShape.preset("qwen3-30b-a3b", experts=experts, layers=wide, top_k=height * top_k)
+    ids = trace.ids_TLK[:, starts[:, None] + np.arange(height)].astype(np.int64)
+    ids = order_E[ids + np.arange(height)[:, None] * each].reshape(tokens, len(starts), height * top_k)
+    model = ModelShape.preset("qwen3-30b-a3b", experts=experts, layers=len(starts), top_k=height * top_k)
     return Trace(name=f"{trace.name} stacked x{height}", model=model, ids_TLK=ids)
