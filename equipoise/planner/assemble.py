@@ -263,9 +263,11 @@ def _replica_table(task: Task, draft: Draft) -> ReplicaTable:
     if draft.executable and held.any():
         tables = task.cost.tables(task.cluster.home_slots(task.model))
         row_MLR, node_R = task.loads.load_MLRE.sum(axis=3), task.cluster.node_array_R
-        given = row_MLR, np.array(draft.home_LE), node_R, np.array(draft.rep_expert_MLRS)
-        path_MLRS2 = choose_paths(*given, tables)
-        path_MLRS2[0, 0] = choose_paths(*given, tables._replace(depth=0))[0, 0]
+        home_LE, expert_MLRS = np.array(draft.home_LE), np.array(draft.rep_expert_MLRS)
+        path_MLRS2 = choose_paths(row_MLR, home_LE, node_R, expert_MLRS, tables)
+        # The first visit has none before it to hide behind.
+        first = row_MLR[:1, :1].copy(), home_LE[:1], node_R, expert_MLRS[:1, :1].copy()
+        path_MLRS2[:1, :1] = choose_paths(*first, tables._replace(depth=0))
     rank_MLRS = np.broadcast_to(np.arange(ranks)[:, None], (micro_steps, layers, ranks, slots))
     return ReplicaTable(
         start_ML=np.concatenate([[0], np.cumsum(per_entry)]),

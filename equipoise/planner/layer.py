@@ -62,7 +62,7 @@ class LayerProblem(NamedTuple):
     max_checks: int
     """Swaps `polish` may look at."""
     near_checks: int
-    """Swaps `near` may look at; twice as many from a good warm start, where nothing else looks for better nodes."""
+    """Swaps `near` may look at; half as many more from a good warm start, where nothing else looks for better nodes."""
     row_weight: int
     """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
     link_weight: int
@@ -176,7 +176,7 @@ def candidates(
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
     if is_good and not problem.by_skew:
-        longer = problem._replace(near_checks=2 * problem.near_checks)
+        longer = problem._replace(near_checks=3 * problem.near_checks // 2)
         found = [bring_near(load_MRE, start_E, longer, kernels.near)]
     else:
         nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
