@@ -66,12 +66,17 @@ def publish(
     print(f"{benchmark}: {document['machine']}")
     print(format_table(rows))
     for limit in limits:
-        bounds = [f"{word} {end:g}" for word, end in (("at least", limit.at_least), ("at most", limit.at_most)) if end]
-        print(f"{'holds' if limit.holds else 'FAILS'}: {limit.name} is {limit.value:.6g}, {' and '.join(bounds)}")
+        print(say_limit(limit))
     if note:
         print(note)
     print(json.dumps(document))
     return 0 if all(limit.holds for limit in limits) else 1
+
+
+def say_limit(limit: Limit) -> str:
+    """One line: whether it holds, its value and its bounds."""
+    bounds = [f"{word} {end:g}" for word, end in (("at least", limit.at_least), ("at most", limit.at_most)) if end]
+    return f"{'holds' if limit.holds else 'FAILS'}: {limit.name} is {limit.value:.6g}, {' and '.join(bounds)}"
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:

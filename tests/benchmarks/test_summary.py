@@ -32,3 +32,25 @@ def test_every_limit_that_is_missed_is_shown():
     for name in ("planner_xeon", "rank_replay_h200", "validation_h200", "paper_simulated"):
         for limit in json.loads((REPORTS / f"{name}_202611.json").read_text())["limits"]:
             assert limit["holds"] or limit["name"] in page
+
+
+def test_figures_in_the_sentences_of_the_readme_are_those_of_the_reports():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    replay, transfer = (
+        json.loads((REPORTS / f"{name}_h200_202611.json").read_text()) for name in ("rank_replay", "transfer")
+    )
+    wide = [r["pct with all-to-all"] for r in replay["rows"] if r["policy"] == "equipoise" and "EP16" in r["case"]]
+    assert {f"{share:.0f}" for share in wide} == {"98"} and "EP16 over two nodes reaches 98." in text
+    tokens = [case["tokens"] for case in replay["cases"]]
+    assert f"{min(tokens):,} to {max(tokens):,} tokens per rank" in text
+    added = [limit["value"] for limit in transfer["pulls"]["limits"]]
+    assert f"pulls from the host add {max(0, round(min(added)))} to {round(max(added))} %" in text
+
+
+def test_what_the_replay_cannot_resolve_is_not_less_than_its_scatter():
+    replay = json.loads((REPORTS / "rank_replay_h200_202611.json").read_text())
+    # Five runs each: the median of five scatters by about a quarter of their range.
+    scatter = sorted(row["spread_pct"] for row in replay["rows"])[-1] / 4
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    stated = float(re.search(r"Differences under about ([\d.]+) points are not resolved", text)[1])
+    assert scatter <= stated < 2 * scatter
