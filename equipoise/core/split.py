@@ -9,18 +9,20 @@ Steps of `split_rows`, for each expert:
 1. A holder takes its own rank's rows, up to its quota.
 2. Rows left over go to holders of the same node, in proportion to what they have left: so no holder takes all rows
    from near and another all from afar.
-3. What is left goes to whatever quota is left.
+3. What is left goes to whatever quota is left, node by node in proportion: libraries send what a node has for the n-th
+   rank of other nodes over one link (NCCL's PXN, by default), so no node may have all of its rows for one holder.
 Then, if some rank receives more rows from other nodes than any rank sends there, expert by expert where several holders
 share one node:
 4. The rows that come from other nodes are dealt anew, each to the holder whose rank receives least from afar so far:
-   what crosses is the slowest link, and a rank that had more of it than others would make all wait. The holders' own
-   ranks' rows come next, then the rest of the node's.
+   what crosses is the slowest link, and a rank that had more of it than others would make all wait. Again every node
+   deals in proportion. The holders' own ranks' rows come next, then the rest of the node's.
 
 Invariants (asserted by the tests):
 1. Sums over holders give the load of each source; sums over sources give the quota of each holder.
 2. No row leaves its node while the node has quota left for it, and dealing anew sends no more rows across.
 3. Dealing anew never raises the most rows that a rank of a node receives from afar.
-4. In proportion: quotas that are multiples of each other split every source's rows the same way, up to rounding.
+4. In proportion: quotas that are multiples of each other split every source's rows the same way, up to rounding; rows
+   from other nodes likewise, node by node.
 """
 
 import numpy as np
@@ -60,7 +62,7 @@ def split_local_first(load_R: np.ndarray, quota_R: np.ndarray, *, node_R: np.nda
         split_RR += _pair(sent_R, taken_R)
         left_R -= sent_R
         room_R -= taken_R
-    return split_RR + _pair(left_R, room_R)
+    return split_RR + _pair_by_node(left_R, room_R, node_R)
 
 
 def _even_out(split_RER: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray) -> None:
@@ -82,7 +84,8 @@ def _even_out(split_RER: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray) -
         received_R += far_R
         near_R, room_R = load_R * ~is_far_R, quota_R - far_R
         own_R = np.minimum(near_R, room_R)
-        split_RER[:, expert] = _pair(load_R * is_far_R, far_R) + np.diag(own_R) + _pair(near_R - own_R, room_R - own_R)
+        split_RER[:, expert] = _pair_by_node(load_R * is_far_R, far_R, node_R)
+        split_RER[:, expert] += np.diag(own_R) + _pair(near_R - own_R, room_R - own_R)
 
 
 def level_shares(rows: int, room_X: np.ndarray, level_X: np.ndarray) -> np.ndarray:
@@ -102,6 +105,19 @@ def level_shares(rows: int, room_X: np.ndarray, level_X: np.ndarray) -> np.ndarr
         share_X[lowest_X] += step
         left -= step * int(lowest_X.sum())
     return share_X
+
+
+def _pair_by_node(sent_R: np.ndarray, taken_R: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[R source, R holder] the rows of each node in proportion to what holders have left."""
+    if np.count_nonzero(taken_R) < 2:
+        return _pair(sent_R, taken_R)
+    split_RR, room_R = np.zeros((len(sent_R), len(sent_R)), dtype=np.int64), taken_R.copy()
+    for node in np.unique(node_R[sent_R > 0]):
+        here_R = sent_R * (node_R == node)
+        share_R = shares(int(here_R.sum()), room_R)
+        split_RR += _pair(here_R, share_R)
+        room_R -= share_R
+    return split_RR
 
 
 def _pair(sent_R: np.ndarray, taken_R: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, 
             _local_first(local_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
             rows_RR -= local_RR
             received_R -= _from_afar(local_RR, node_R)
-            received_R += _evened(rows_RR, load_RE[:, e], quota_ER[e], received_R, node_R == node)
+            received_R += _evened(rows_RR, load_RE[:, e], quota_ER[e], received_R, node, nodes)
     return rows_RR
 
 
@@ -61,17 +61,20 @@ def _from_afar(rows_RR: np.ndarray, node_R: np.ndarray) -> np.ndarray:
 
 @compiled
 def _evened(
-    rows_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray, received_R: np.ndarray, is_near_R: np.ndarray
+    rows_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray, received_R: np.ndarray, node: int, nodes: Nodes
 ) -> np.ndarray:
-    """Add one expert's rows, those from other nodes dealt to level what holders receive; [R] how many each got."""
-    far_R, all_R = np.zeros_like(quota_R), np.arange(len(quota_R))
+    """Add one expert's rows, those from other nodes dealt to level what holders receive; [R] how many each got.
+
+    `node` is the holders'.
+    """
+    far_R, is_near_R = np.zeros_like(quota_R), nodes.node_R == node
     fill_levels(load_R[~is_near_R].sum(), quota_R, received_R.copy(), far_R, len(quota_R))
     near_R = np.where(is_near_R, load_R, 0)
     own_R = np.minimum(near_R, quota_R - far_R)
     for r in range(len(own_R)):
         rows_RR[r, r] += own_R[r]
-    _pair(rows_RR, all_R, load_R - near_R, far_R)
-    _pair(rows_RR, all_R, near_R - own_R, quota_R - far_R - own_R)
+    _pair_by_node(rows_RR, load_R - near_R, far_R, nodes)
+    _pair(rows_RR, np.arange(len(far_R)), near_R - own_R, quota_R - far_R - own_R)
     return far_R
 
 
@@ -100,7 +103,20 @@ def _local_first(rows_RR: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, no
         left_R[here] -= sent_X
         room_R[here] -= taken_X
         _pair(rows_RR, here, sent_X, taken_X)
-    _pair(rows_RR, np.arange(len(left_R)), left_R, room_R)
+    _pair_by_node(rows_RR, left_R, room_R, nodes)
+
+
+@compiled
+def _pair_by_node(rows_RR: np.ndarray, sent_R: np.ndarray, taken_R: np.ndarray, nodes: Nodes) -> None:
+    """Pair the rows of each node in proportion to what holders have left."""
+    all_R, room_R, share_R = np.arange(len(sent_R)), taken_R.copy(), np.zeros_like(taken_R)
+    for node in range(len(nodes.start_N) - 1):
+        here_R = np.where(nodes.node_R == node, sent_R, 0)
+        rows = here_R.sum()
+        if rows > 0:
+            fill_shares(rows, room_R, share_R, len(room_R))
+            _pair(rows_RR, all_R, here_R, share_R)
+            room_R -= share_R
 
 
 @compiled

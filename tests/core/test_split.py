@@ -101,6 +101,23 @@ def test_rows_from_afar_go_to_the_holder_that_receives_least():
     assert split[:, 1].tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 2, 0, 0], [0, 3, 0, 0]]
 
 
+@given(st.integers(0, 9999), st.integers(2, 4), st.sampled_from([3, 40, 5000, 2**31]))
+@settings(max_examples=100, deadline=None)
+def test_every_other_node_deals_its_rows_in_proportion(seed, nodes, high):
+    """What a node has for one rank of another may share one link, so no holder gets all of one node's rows."""
+    rng, node_R = np.random.default_rng(seed), np.repeat(np.arange(nodes), 3)
+    load_RE = rng.integers(0, high, size=(len(node_R), 3))
+    quota_ER = np.zeros((3, len(node_R)), dtype=np.int64)
+    quota_ER[:, :3] = np.array(
+        [level_shares(int(rows), np.full(3, rows), np.zeros(3, np.int64)) for rows in load_RE.sum(axis=0)]
+    )
+    split = split_rows(load_RE, quota_ER, node_R=node_R)
+    for expert in range(3):
+        far_NX = split[3:, expert, :3].reshape(nodes - 1, 3, 3).sum(axis=1)
+        wanted_NX = far_NX.sum(axis=1, keepdims=True) * (far_NX.sum(axis=0) / max(1, far_NX.sum()))
+        assert np.abs(far_NX - wanted_NX).max() <= nodes + high * 1e-8, "up to rounding, once a node"
+
+
 def test_rows_stay_on_their_rank_where_a_sender_is_the_busiest_anyway():
     load_RE, quota_ER = np.array([[0, 0], [0, 2], [4, 6]]), np.array([[4, 0, 0], [2, 6, 0]])
     split = split_rows(load_RE, quota_ER, node_R=np.array([0, 0, 1]))
