@@ -21,7 +21,7 @@ from the window's start on and after a layer's last turn; what nothing hides, an
 Knows no plan. Does not know torch.
 
 Invariants (asserted by the tests):
-1. Time never falls with more rows or more non-empty slots.
+1. Time never falls with more rows, nor, up to FAR_ROWS, with more non-empty slots.
 2. Nothing is free: no rows take no time, one row takes some.
 3. Kernels and the plain functions here agree to the nanosecond.
 """
@@ -41,6 +41,8 @@ GRADIENT_BYTES = 4
 """Bytes of one collected gradient entry: fp32, as trainers that accumulate apart from the weights keep it."""
 CONTEXT_TOKENS = 4096
 """Assumed sequence length for the cost of attention scores, where loads do not say."""
+FAR_ROWS = 2**26
+"""Up to so many rows of a rank, hundreds of times a table's last, more slots never take less time."""
 PICO = 10**12
 Rows = TypeVar("Rows", int, np.ndarray)
 """One number of rows, or an array of them."""
@@ -134,15 +136,21 @@ class CostModel(Value):
         return 1000 * more // less - 1000
 
     def compute_ns_SX(self, max_slots: int) -> np.ndarray:
-        """[max_slots + 1, X + 1] nanoseconds at rows 0 and the table's breakpoints, per number of non-empty slots."""
+        """[max_slots + 1, X + 2] nanoseconds at `rows_X`, per number of non-empty slots."""
         near = self._nearest
         grids = [self._scaled_ns_SX(table, max_slots) for table in near]
         if len(near) == 2:
             first, second = (self._distance(table) for table in near)
             grids = [(grids[0] * second + grids[1] * first) // (first + second)]
         # No row, no time; the first breakpoint's time holds for fewer rows, since weights are read all the same.
-        # Lines that are prolonged beyond the measured slots can cross, so the whole grid is made monotone again.
-        return monotone(grids[0]) + self.ordering_ns(self.rows_X)
+        # Lines that are prolonged beyond measured slots or rows can cross, so the whole grid is made monotone again.
+        return monotone(self._prolonged(grids[0])) + self.ordering_ns(self.rows_X)
+
+    def _prolonged(self, ns_SX: np.ndarray) -> np.ndarray:
+        """The same lines up to FAR_ROWS, by their last slope."""
+        *_, before, last, far = self.rows_X.tolist()
+        rise_S = ns_SX[:, -1] - ns_SX[:, -2]
+        return np.column_stack([ns_SX, ns_SX[:, -1] + rise_S * (far - last) // (last - before)])
 
     def _scaled_ns_SX(self, table: ComputeTable, max_slots: int) -> np.ndarray:
         """[max_slots + 1, X + 1] a measured table for the model's shape, at the rows of the nearest one."""
@@ -151,7 +159,7 @@ class CostModel(Value):
         grid = np.zeros((max_slots + 1, len(table.rows_X) + 1), dtype=np.int64)
         for slots in range(max_slots + 1):
             grid[slots, 1:] = _between(table.slots_S, scaled, slots)
-        own_X, wanted_X = np.concatenate([[0], table.rows_X]), self.rows_X
+        own_X, wanted_X = np.concatenate([[0], table.rows_X]), self.rows_X[:-1]
         if np.array_equal(own_X, wanted_X):
             return grid
         return np.array([[interpolate(own_X, line_X, int(rows)) for rows in wanted_X] for line_X in grid])
@@ -170,8 +178,8 @@ class CostModel(Value):
 
     @property
     def rows_X(self) -> np.ndarray:
-        """[X + 1] row counts of the compute table, 0 first."""
-        return np.concatenate([[0], self._nearest[0].rows_X])
+        """[X + 2] row counts of the compute table, 0 first, FAR_ROWS last."""
+        return np.concatenate([[0], self._nearest[0].rows_X, [FAR_ROWS]])
 
     def compute_ns(self, rows: int, slots: int) -> int:
         """Nanoseconds of one rank's experts: `rows` rows in `slots` non-empty slots."""

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.cost import CostModel, profile_names
-from equipoise.cost.model import interpolate, replica_bytes
+from equipoise.cost.model import FAR_ROWS, interpolate, replica_bytes
 
 MODEL = ModelShape.preset("qwen3-30b-a3b")
 CLUSTER = Cluster.preset("h200", nodes=4, ranks_per_node=8)
 UPDATE, RECOMPUTE = (CostModel.of(CLUSTER, MODEL, stage=stage) for stage in ("update", "recompute"))
 few = settings(max_examples=80, deadline=None)
-rows_and_slots = (st.integers(1, 400_000), st.integers(1, 40))
+rows_and_slots = (st.one_of(st.integers(1, 400_000), st.integers(1, FAR_ROWS)), st.integers(1, 40))
 
 
 @given(*rows_and_slots, st.integers(0, 5000))
@@ -31,6 +31,17 @@ def test_time_never_falls_with_more_rows(rows, slots, more):
 def test_time_never_falls_with_more_non_empty_slots(rows, slots):
     for cost in (UPDATE, RECOMPUTE):
         assert cost.compute_ns(rows, slots) <= cost.compute_ns(rows, slots + 1)
+
+
+@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "deepseek-v3", "olmoe"])
+def test_more_slots_take_no_less_time_with_any_profile(name, model):
+    """Beyond the table, too, where the lines of the H200's slots would cross at twice its rows."""
+    for stage in ("update", "recompute"):
+        cost = CostModel.of(Cluster.preset(name), ModelShape.preset(model), stage=stage)
+        ns_SX = cost.compute_ns_SX(40)
+        assert cost.rows_X[-1] == FAR_ROWS and ns_SX.shape == (41, len(cost.rows_X))
+        assert (np.diff(ns_SX, axis=0) >= 0).all() and (np.diff(ns_SX[1:], axis=1) > 0).all()
 
 
 @given(st.integers(1, 40))
