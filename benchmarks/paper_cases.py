@@ -11,6 +11,7 @@ Two kinds, and every result says which:
   of the 24 on that has three behind it: 21 composed layers that share experts. Loads are multiplied to the same rows
   per rank, and as many micro-steps are taken as there are 1,024 tokens for, 32 at most. Sources have 32 or 64 tokens
   then and differ by chance, which multiplying keeps; real ones of 4,096 tokens differ by what they are about.
+- real, composed, sources alike: the same loads of experts, each dealt evenly to the sources: chance is left out.
 
 Knows data. Does not know policies.
 """
@@ -60,6 +61,7 @@ def cases(layers: int, *, widths: tuple[int, ...] = WIDTHS) -> Iterator[Case]:
         for workload in TOPICS:
             for ranks in widths:
                 yield real_case(workload, ranks)
+                yield real_case(workload, ranks, alike=True)
 
 
 def cluster_of(ranks: int) -> Cluster:
@@ -89,20 +91,30 @@ def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
     )
 
 
-def real_case(workload: str, ranks: int) -> Case:
-    """Recorded routes of one kind of question, four layers side by side."""
+def real_case(workload: str, ranks: int, *, alike: bool = False) -> Case:
+    """Recorded routes of one kind of question, four layers side by side; `alike`: no source differs from another."""
     wide = stacked(_read_topic(workload), 128, overlapping=True)
     loads = wide.loads(ranks, micro_steps=MICRO_STEPS)
     # As many rows per rank as 4,096 tokens of the generated workloads have.
     rows = MEAN_TOKENS * SAMPLES // MICRO_STEPS * 8
     factor = rows / (MICRO_STEP_TOKENS * wide.model.top_k)
+    load_MLRE = np.rint(loads.load_MLRE * factor).astype(np.int64)
     return Case(
-        source="real, composed",
+        source=f"real, composed{', sources alike' if alike else ''}",
         workload=workload,
         model=wide.model,
         cluster=cluster_of(ranks),
-        loads=LoadMatrix(np.rint(loads.load_MLRE * factor).astype(np.int64)),
+        loads=LoadMatrix(dealt_evenly(load_MLRE) if alike else load_MLRE),
     )
+
+
+def dealt_evenly(load_MLRE: np.ndarray) -> np.ndarray:
+    """[M, L, R, E] every expert's rows dealt evenly to the sources; what is left over goes to them in turn."""
+    ranks, total_MLE = load_MLRE.shape[2], load_MLRE.sum(axis=2)
+    left_MLE = total_MLE % ranks
+    turn_MLE = np.cumsum(left_MLE, axis=2) - left_MLE
+    place_MLRE = (np.arange(ranks)[:, None] - turn_MLE[:, :, None]) % ranks
+    return total_MLE[:, :, None] // ranks + (place_MLRE < left_MLE[:, :, None])
 
 
 def _read_topic(workload: str) -> Trace:

@@ -41,6 +41,14 @@ def test_a_generated_batch_is_dealt_to_micro_steps_without_losing_a_row(monkeypa
     assert short < long
 
 
+def test_rows_are_dealt_evenly_to_the_sources_and_none_is_lost():
+    load_MLRE = np.random.default_rng(0).integers(0, 40, size=(3, 2, 8, 16))
+    dealt = paper_cases.dealt_evenly(load_MLRE)
+    assert np.array_equal(dealt.sum(axis=2), load_MLRE.sum(axis=2))
+    assert (np.ptp(dealt, axis=2) <= 1).all()
+    assert (np.ptp(dealt.sum(axis=3), axis=2) <= 1).all(), "what is left over goes on where the last expert's ended"
+
+
 def test_the_cluster_is_the_papers():
     cluster = cluster_of(32)
     assert (cluster.num_ep_nodes, cluster.ranks_per_node, cluster.network_bytes_per_s) == (4, 8, 50_000_000_000)
