@@ -9,8 +9,9 @@ Two kinds, and every result says which:
 - real, composed: recorded routes of gpt-oss-20b answering questions of mathematics, of computer science, or of all
   kinds. Four consecutive layers of 32 experts stand side by side as one layer of 128 (see `traces.stacked`), from each
   of the 24 on that has three behind it: 21 composed layers that share experts. Loads are multiplied to the same rows
-  per rank, and as many micro-steps are taken as there are 1,024 tokens for, 32 at most. Sources have 32 or 64 tokens
-  then and differ by chance, which multiplying keeps; real ones of 4,096 tokens differ by what they are about.
+  per rank. Micro-steps have 1,024 recorded tokens; where there are not enough for 32, the answers come again in other
+  orders, as trainers roll out a question several times. Sources have 32 or 64 tokens then and differ by chance, which
+  multiplying keeps; real ones of 4,096 tokens differ by what they are about.
 - real, composed, sources alike: the same loads of experts, each dealt evenly to the sources: chance is left out.
 
 Knows data. Does not know policies.
@@ -121,7 +122,12 @@ def _read_topic(workload: str) -> Trace:
     with np.load(FOLDER / "gptoss20b_decode_routes.npz", allow_pickle=False) as file:
         ids_TLK, offsets, category = file["ids"], file["offsets"], file["category"]
     chosen = [i for i, name in enumerate(category) if any(topic in str(name) for topic in TOPICS[workload])]
-    # A fixed order that mixes subjects: the recording is sorted by them.
-    order = np.random.default_rng(0).permutation(chosen)
-    ids = np.concatenate([ids_TLK[offsets[i] : offsets[i + 1]] for i in order])
+    order = in_turns(np.diff(offsets)[chosen], MICRO_STEPS * MICRO_STEP_TOKENS)
+    ids = np.concatenate([ids_TLK[offsets[chosen[i]] : offsets[chosen[i] + 1]] for i in order])
     return Trace(name=f"gpt-oss-20b {workload}", model=ModelShape.preset("gpt-oss-20b"), ids_TLK=ids)
+
+
+def in_turns(tokens_B: np.ndarray, least: int) -> np.ndarray:
+    """Samples in a fixed order that mixes them, again in another one and so on until they have `least` tokens."""
+    rng, turns = np.random.default_rng(0), -(-least // int(tokens_B.sum()))
+    return np.concatenate([rng.permutation(len(tokens_B)) for _ in range(turns)])

@@ -41,6 +41,14 @@ def test_a_generated_batch_is_dealt_to_micro_steps_without_losing_a_row(monkeypa
     assert short < long
 
 
+def test_samples_come_again_in_other_orders_until_there_are_enough_tokens():
+    tokens_B = np.array([5, 1, 3, 2, 9])
+    once, twice = paper_cases.in_turns(tokens_B, 20), paper_cases.in_turns(tokens_B, 21)
+    assert sorted(once) == [0, 1, 2, 3, 4] and tokens_B[twice].sum() == 40
+    assert twice[:5].tolist() == once.tolist() != twice[5:].tolist()
+    assert sorted(twice[5:]) == sorted(once)
+
+
 def test_rows_are_dealt_evenly_to_the_sources_and_none_is_lost():
     load_MLRE = np.random.default_rng(0).integers(0, 40, size=(3, 2, 8, 16))
     dealt = paper_cases.dealt_evenly(load_MLRE)
