@@ -85,10 +85,10 @@ def _link_rate(cluster: str | None) -> int:
     import torch
 
     from equipoise.core import Cluster, TopologyError
-    from equipoise.core.cluster import preset_names
+    from equipoise.core.cluster import preset_names, presets_like
 
     device = torch.cuda.get_device_name()
-    fitting = [name for name in preset_names() if name.upper() in device.upper()]
+    fitting = presets_like(device)
     if cluster is None and not fitting:
         raise TopologyError(f"no cluster preset is named like {device!r}; give --cluster, one of {preset_names()}")
     return Cluster.preset(cluster or fitting[-1]).nvlink_bytes_per_s

@@ -73,11 +73,11 @@ def _whole_rate(option: str, rate: float, unit: float) -> int:
 def _preset_of(profile: Path, named: str | None) -> str:
     """The preset with the links of a profile's device: the one that is named, or that is named like the device."""
     from equipoise.core import TopologyError
-    from equipoise.core.cluster import preset_names
+    from equipoise.core.cluster import preset_names, presets_like
     from equipoise.cost import Profile
 
     device = Profile.read(profile).device
-    fitting = [name for name in preset_names() if name.upper() in device.upper()]
+    fitting = presets_like(device)
     if named is None and not fitting:
         raise TopologyError(
             f"profile {profile} is of {device!r}, and no preset is named like it; name the one whose links and memory "

@@ -163,6 +163,11 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+def presets_like(device: str) -> list[str]:
+    """Presets whose name is part of a device's, as "h200" of "NVIDIA H200"."""
+    return [name for name in preset_names() if name.upper() in device.upper()]
+
+
 def _read_preset(name: str) -> Any:
     known = preset_names()
     if name.lower() not in known:

@@ -231,9 +231,9 @@ def _check_first_visit(
     first: LayerPlan, load_MRE: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
     """Price the first micro-step of the first layer anew: no visit before it hides its pulls. Close it if it loses."""
-    node_R, line_MC = problem.node_R, first.line_MC.copy()
     if first.rep_expert_MRS[0].max(initial=-1) < 0:
         return first
+    node_R, line_MC = problem.node_R, first.line_MC.copy()
     keep_N = kept_rows(load_MRE, node_R[first.home_E], int(node_R.max()) + 1, pair_EE, tables)
     replicas = np.array(first.rep_expert_MRS[0]), np.array(first.rep_rows_MRS[0])
     alone = tables._replace(depth=0)

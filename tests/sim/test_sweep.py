@@ -54,8 +54,8 @@ def test_every_combination_is_a_point_in_order():
     assert seen[-1] == (8, 8)
     assert all(abs(p.tokens - 500) <= 1 for p in points)
     assert points[0].seconds["static"] == points[1].seconds["static"]
-    # Layers choose by an estimate of what their edges cost the window: a slot may cost a permille or two.
-    assert points[0].seconds["equipoise"] * 1.003 >= points[1].seconds["equipoise"]
+    # The clock is not what the planner minimises: a slot may cost a fraction of a permille there.
+    assert points[0].seconds["equipoise"] * 1.001 >= points[1].seconds["equipoise"]
 
 
 def test_what_the_step_shows_need_not_be_in_a_points_windows(loads):
