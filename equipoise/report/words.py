@@ -7,6 +7,8 @@ Invariants (asserted by the tests):
 
 import math
 
+from equipoise.sim.summary import plural as plural  # one way of writing it, for the terminal's summary, too
+
 _COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -86,8 +88,3 @@ def digits(value: float) -> str:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
-
-
-def plural(number: int, noun: str) -> str:
-    """'1 slot', '2 slots'."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

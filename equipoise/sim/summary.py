@@ -40,9 +40,9 @@ def summary(simulation: Simulation, *, title: str) -> str:
 
 def _lines(document: dict[str, Any], title: str) -> Iterator[str]:
     model, cluster, profile = document["model"], document["cluster"], document["profile"]
-    layers, experts = count(model["layers"], "MoE layer"), count(model["experts"], "expert")
+    layers, experts = plural(model["layers"], "MoE layer"), plural(model["experts"], "expert")
     yield f"{title}: {model['name']}, {layers} of {experts}, top-{model['top_k']}"
-    ranks = count(cluster["ep"], "rank")
+    ranks = plural(cluster["ep"], "rank")
     yield f"{ranks} in nodes of {cluster['ranks_per_node']}, {profile['device']} ({profile['kind']})"
     yield from _windows(document["windows"])
     yield ""
@@ -61,8 +61,8 @@ def _lines(document: dict[str, Any], title: str) -> Iterator[str]:
 def _windows(windows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for window in windows:
         skew_M = window["before"]["skew_M"]
-        tokens = count(round(window["tokens_per_rank"]), "token")
-        words = f"{count(window['micro_steps'], 'micro-step')}, {tokens} per rank and micro-step"
+        tokens = plural(round(window["tokens_per_rank"]), "token")
+        words = f"{plural(window['micro_steps'], 'micro-step')}, {tokens} per rank and micro-step"
         groups = f", {window['groups']} EP groups" if window["groups"] > 1 else ""
         yield f"  {window['stage']}: {words}{groups}, mean skew {sum(skew_M) / len(skew_M):.2f}"
 
@@ -75,8 +75,8 @@ def _answer(document: dict[str, Any]) -> Iterator[str]:
     size, share = ours["memory"]["replicas_bytes"] / MIB, ours["exposed_share"]
     saved = 1 - 1 / ours["speedup"]
     yield (
-        f"Equipoise, {count(ours['slots'], 'slot')} ({size:,.0f} MiB per GPU): {saved:.1%} less time in expert layers, "
-        f"{1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
+        f"Equipoise, {plural(ours['slots'], 'slot')} ({size:,.0f} MiB per GPU): {saved:.1%} less time in expert "
+        f"layers, {1 - 1 / ours['step_speedup']:.1%} less training; exposed overhead {share:.2%}."
         f"{'' if saved >= WORTH else ' Not worth it here.'}"
     )
     yield ""
@@ -184,7 +184,7 @@ def wrapped(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines if shown == len(rows[0]) else [*lines, *wrapped([[row[0], *row[shown:]] for row in rows])]
 
 
-def count(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """`1 slot`, `2 slots`, `4,096 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

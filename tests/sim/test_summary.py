@@ -9,7 +9,7 @@ from equipoise.core import LoadMatrix
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.demo import POLICIES, demo_step
-from equipoise.sim.summary import WIDEST, Unit, count, summary, table
+from equipoise.sim.summary import WIDEST, Unit, plural, summary, table
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
 POINT = SweepPoint(
@@ -61,7 +61,7 @@ def test_one_is_not_many():
     assert first[1].startswith("1 rank in nodes of 4")
     assert "update: 1 micro-step, 1 token per rank and micro-step" in first[2]
     assert "Equipoise, 1 slot (" in first[4]
-    assert [count(number, "slot") for number in (0, 1, 2, 4096)] == ["0 slots", "1 slot", "2 slots", "4,096 slots"]
+    assert [plural(number, "slot") for number in (0, 1, 2, 4096)] == ["0 slots", "1 slot", "2 slots", "4,096 slots"]
 
 
 def test_nothing_is_promised_where_nothing_was_compared():
