@@ -15,19 +15,18 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.cost.links import (
     RECEIVED_ACROSS,
-    RECEIVED_INSIDE,
     SENT_ACROSS,
-    SENT_INSIDE,
     Holders,
     Traffic,
+    busiest,
     even_out,
     finish_near,
     home_nodes,
-    kept_by_chance,
     kept_permille,
     nodes_of,
     reroute,
     reroute_near,
+    tokens_to,
     traffic,
 )
 from equipoise.cost.model import Tables
@@ -48,6 +47,8 @@ class Settled(NamedTuple):
     """[R] its slots that have rows."""
     link_R4: np.ndarray
     """[R, 4] rows on its links, columns as in `links.py`."""
+    to_RN: np.ndarray
+    """[R, N] rows it sends to each node, where tokens are handed on inside; else empty."""
 
 
 @compiled
@@ -70,11 +71,20 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
 
 
 @compiled
-def kept_rows(load_MRE: np.ndarray, node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, tables: Tables) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it: by pairs; without them all, or by chance as tokens cross."""
-    if tables.forwards == 1 and len(pair_EE) == 0:
-        return kept_by_chance(load_MRE.sum(axis=0).sum(axis=0), node_E, nodes, tables.top_k)
-    return kept_permille(node_E, nodes, pair_EE, tables.top_k)
+def kept_rows(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int, forwards: bool) -> np.ndarray:
+    """[N] thousandths of the rows into a node that really cross, or of the tokens that by chance would (`forwards`).
+
+    All without pairs; with them, a node is reached less often by tokens that choose several of its experts at once.
+    """
+    kept_N = kept_permille(node_E, nodes, pair_EE, top_k)
+    if not forwards or len(pair_EE) == 0:
+        return kept_N
+    rows_E = np.diag(pair_EE)
+    for node in range(nodes):
+        rows = rows_E[node_E == node].sum()
+        if rows > 0:
+            kept_N[node] = max(1, kept_N[node] * rows // tokens_to(rows, rows_E.sum(), top_k))
+    return kept_N
 
 
 @compiled
@@ -93,10 +103,10 @@ def price(
 
     Args:
         load_RE: [R, E] rows by source
-        keep_permille_N: [N] rows that really cross into a node, in thousandths (co-activated experts share one copy)
+        keep_permille_N: [N] what really crosses into a node, in thousandths; see `kept_rows`
         persistent: replicas stay for the whole window, so nothing is pulled or returned here
     """
-    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R))
+    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), tables.forwards == 1)
     holders = Holders(home_E, nodes_of(node_R), rep_expert_RS, rep_rows_RS)
     return price_holders(load_RE, base, holders, keep_permille_N, tables, persistent, line)
 
@@ -119,7 +129,10 @@ def price_holders(
     for r in range(len(compute_R)):
         compute_R[r] = compute_ns(tables, settled.rows_R[r], settled.busy_R[r])
     line[COMPUTE] = compute_R.max()
-    _exchange(settled.link_R4, nodes.node_R, keep_permille_N, tables, line)
+    links = busiest(settled.link_R4, settled.to_RN, base.row_R, nodes, keep_permille_N, tables.top_k)
+    line[INSIDE], line[ACROSS] = links.all_inside, links.all_across
+    busiest_ps = max(links.inside * tables.inside_ps, links.across * tables.across_ps)
+    line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
     if not persistent and rep_expert_RS.shape[1] > 0:
         windows = windows_ns(base.row_R, len(home_E), tables)
         _transfers(home_E, nodes.node_R, rep_expert_RS, rep_rows_RS, compute_R, windows, tables, line)
@@ -134,7 +147,7 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
     node_R = nodes.node_R
     quota_E = base.total_E.copy()
     far_E = np.zeros(len(home_E), dtype=np.bool_)
-    link_R4 = base.link_R4.copy()
+    link_R4, to_RN = base.link_R4.copy(), base.to_RN.copy()
     scratch_3R = np.zeros((3, ranks), dtype=np.int64)
     rows_R, busy_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
@@ -153,7 +166,7 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
             busy_R[home_E[e]] += 1
         if quota_E[e] < base.total_E[e]:
             if far_E[e] or persistent:
-                reroute(link_R4, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
+                reroute(link_R4, to_RN, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
             else:
                 reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], part_E3X[e])
     is_dealt = link_R4[:, RECEIVED_ACROSS].max() > link_R4[:, SENT_ACROSS].max()
@@ -163,30 +176,7 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
                 finish_near(link_R4, load_RE, holders, e, node_R[home_E[e]], part_E3X[e], is_dealt)
             elif is_dealt and quota_E[e] == 0:
                 even_out(link_R4, load_RE, holders, e, quota_E[e], part_E3X[e])
-    return Settled(rows_R, busy_R, link_R4)
-
-
-@compiled
-def _exchange(
-    link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, tables: Tables, line: np.ndarray
-) -> None:
-    """Time of the busiest link, sending or receiving, inside and across nodes.
-
-    A rank receives what its node keeps; what it sends is thinned by the mean of all nodes. Where tokens are handed on
-    inside a node, all rows from other nodes arrive over its links.
-    """
-    mean_keep = keep_permille_N.sum() // len(keep_permille_N)
-    inside, across = np.int64(0), np.int64(0)
-    for r in range(len(link_R4)):
-        sent = link_R4[r, SENT_ACROSS] * mean_keep // 1000
-        received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[node_R[r]] // 1000
-        handed_on = link_R4[r, RECEIVED_ACROSS] * tables.forwards
-        inside = max(inside, max(link_R4[r, SENT_INSIDE], link_R4[r, RECEIVED_INSIDE] + handed_on))
-        across = max(across, max(sent, received))
-        line[INSIDE] += link_R4[r, SENT_INSIDE]
-        line[ACROSS] += received
-    busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
-    line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
+    return Settled(rows_R, busy_R, link_R4, to_RN)
 
 
 @compiled

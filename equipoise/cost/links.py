@@ -2,12 +2,17 @@
 
 `traffic` adds up the rows if everything goes to the experts' homes; `reroute` then moves the rows of one replicated
 expert to its holders, and `even_out` deals those from other nodes anew, all split exactly as `core.split` does: local
-first, or in proportion where copies stay for a window.
+first, or in proportion where copies stay for a window. `busiest` finds the links that all wait for.
+
+What crosses nodes is every row, straight to the rank that computes it; or, where engines send a token once per node, a
+token goes to the rank with its source's place in that node, which hands its rows on inside (DeepEP, and our own
+`runtime.relay`). How many tokens of a source have rows in a node is then taken by chance (`tokens_to`).
 
 Integers only. Knows rows, ranks and nodes. Does not know seconds.
 
 Invariants (asserted by the tests):
 1. Rows on the links equal those of the split that `core.split` makes.
+2. Sending tokens once per node never sends more across than sending every row, and more rows never fewer tokens.
 """
 
 from typing import NamedTuple
@@ -56,11 +61,18 @@ class Traffic(NamedTuple):
     """[R] rows at each source."""
     link_R4: np.ndarray
     """[R, 4] rows sent inside, received inside, sent across, received across nodes."""
+    to_RN: np.ndarray
+    """[R, N] rows of each source for each node, its own included; empty where every row crosses on its own."""
 
 
 @compiled
-def traffic(load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_mask_NE: np.ndarray) -> Traffic:
-    """Add up rows by link; `node_mask_NE` is -1 where an expert's home is in the node, else 0 (see `home_nodes`)."""
+def traffic(
+    load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_mask_NE: np.ndarray, forwards: bool
+) -> Traffic:
+    """Add up rows by link; `node_mask_NE` is -1 where an expert's home is in the node, else 0 (see `home_nodes`).
+
+    `forwards`: a token crosses to each node once and is handed on there, so rows are added up by node, too.
+    """
     ranks, experts = load_RE.shape
     node_NE = np.zeros((len(node_mask_NE), experts), dtype=np.int64)
     row_R = np.zeros(ranks, dtype=np.int64)
@@ -76,13 +88,17 @@ def traffic(load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_ma
         link_R4[s, SENT_INSIDE] = inside
         link_R4[s, SENT_ACROSS] = row - inside
     total_E = node_NE.sum(axis=0)
+    to_RN = np.zeros((ranks if forwards else 0, len(node_mask_NE)), dtype=np.int64)
+    for s in range(len(to_RN)):
+        for e in range(experts):
+            to_RN[s, node_R[home_E[e]]] += load_RE[s, e]
     for e in range(experts):
         home = home_E[e]
         near, own = node_NE[node_R[home], e], load_RE[home, e]
         link_R4[home, SENT_INSIDE] -= own
         link_R4[home, RECEIVED_INSIDE] += near - own
         link_R4[home, RECEIVED_ACROSS] += total_E[e] - near
-    return Traffic(total_E, node_NE, row_R, link_R4)
+    return Traffic(total_E, node_NE, row_R, link_R4, to_RN)
 
 
 @compiled
@@ -119,29 +135,92 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
 
 
 @compiled
-def kept_by_chance(load_E: np.ndarray, node_E: np.ndarray, nodes: int, top_k: int) -> np.ndarray:
-    """[N] the same where pairs were not counted, if every token chooses its experts independently of each other.
+def tokens_to(rows: int, sent: int, top_k: int) -> int:
+    """Tokens of a source with `sent` rows in all that have any of its `rows` rows for a node.
 
-    A node is missed by a token that chose none of its experts. Shares are in 2^-20, rows in at most 31 bits.
+    By chance: each of a token's `top_k` choices falls there with the same share, independently. Shares are in 2^-20.
     """
-    whole, shift, one = load_E.sum(), 0, np.int64(2**20)
-    while (whole >> shift) >= 2**31:
-        shift += 1
-    miss_N, came_N = np.full(nodes, one), np.zeros(nodes, dtype=np.int64)
-    for e in range(len(load_E)):
-        share = min(one, (load_E[e] >> shift) * top_k * one // max(np.int64(1), whole >> shift))
-        miss_N[node_E[e]] = miss_N[node_E[e]] * (one - share) // one
-        came_N[node_E[e]] += share
-    kept_N = np.full(nodes, 1000)
-    for node in range(nodes):
-        if came_N[node] > 0:
-            kept_N[node] = max(np.int64(1), ((one - miss_N[node]) * 1000 + came_N[node] - 1) // came_N[node])
-    return kept_N
+    if rows <= 0:
+        return np.int64(0)
+    one = np.int64(2**20)
+    missed, choice = one, one - rows * one // sent
+    for _ in range(top_k):
+        missed = missed * choice // one
+    tokens = (sent + top_k - 1) // top_k
+    return min(rows, max(np.int64(1), (tokens * (one - missed) + one - 1) // one))
+
+
+class Busiest(NamedTuple):
+    """The links that all wait for, in rows; tokens count as one."""
+
+    inside: int
+    """The busiest one inside nodes."""
+    across: int
+    """The busiest one across nodes."""
+    all_inside: int
+    """On all links inside nodes together."""
+    all_across: int
+
+
+@compiled
+def busiest(
+    link_R4: np.ndarray, to_RN: np.ndarray, row_R: np.ndarray, nodes: Nodes, keep_permille_N: np.ndarray, top_k: int
+) -> Busiest:
+    """Find the busiest links, sending or receiving.
+
+    Args:
+        link_R4: [R, 4] rows, columns as above
+        to_RN: [R, N] rows of each source for each node, if tokens are handed on inside; else empty
+        row_R: [R] rows at each source
+        nodes: which rank is where
+        keep_permille_N: [N] thousandths of the rows into a node that really cross; by relay, of the tokens by chance
+        top_k: experts a token chooses
+    """
+    if len(to_RN) > 0:
+        return _busiest_by_relay(link_R4, to_RN, row_R, nodes, keep_permille_N, top_k)
+    # A rank receives what its node keeps; what it sends is thinned by the mean of all nodes.
+    mean_keep = keep_permille_N.sum() // len(keep_permille_N)
+    across, all_across = np.int64(0), np.int64(0)
+    for r in range(len(link_R4)):
+        received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[nodes.node_R[r]] // 1000
+        across = max(across, max(link_R4[r, SENT_ACROSS] * mean_keep // 1000, received))
+        all_across += received
+    inside = max(link_R4[:, SENT_INSIDE].max(), link_R4[:, RECEIVED_INSIDE].max())
+    return Busiest(inside, int(across), int(link_R4[:, SENT_INSIDE].sum()), int(all_across))
+
+
+@compiled
+def _busiest_by_relay(
+    link_R4: np.ndarray, to_RN: np.ndarray, row_R: np.ndarray, nodes: Nodes, keep_permille_N: np.ndarray, top_k: int
+) -> Busiest:
+    """Tokens cross to the rank that has their source's place in each node; it hands all their rows on inside."""
+    _, by_node_R, start_N = nodes
+    # Tokens sent and received across, and rows handed on.
+    relay_R3 = np.zeros((len(link_R4), 3), dtype=np.int64)
+    for home in range(len(start_N) - 1):
+        for place in range(start_N[home + 1] - start_N[home]):
+            source = by_node_R[start_N[home] + place]
+            for node in range(len(start_N) - 1):
+                if node != home:
+                    rows = to_RN[source, node]
+                    tokens = min(rows, tokens_to(rows, row_R[source], top_k) * keep_permille_N[node] // 1000)
+                    relay = by_node_R[start_N[node] + place % (start_N[node + 1] - start_N[node])]
+                    relay_R3[source, 0] += tokens
+                    relay_R3[relay, 1] += tokens
+                    relay_R3[relay, 2] += rows
+    inside, all_inside = np.int64(0), np.int64(0)
+    for r in range(len(link_R4)):
+        sent = link_R4[r, SENT_INSIDE] + relay_R3[r, 2]
+        inside = max(inside, max(sent, link_R4[r, RECEIVED_INSIDE] + link_R4[r, RECEIVED_ACROSS]))
+        all_inside += sent
+    across = max(relay_R3[:, 0].max(), relay_R3[:, 1].max())
+    return Busiest(int(inside), across, int(all_inside), int(relay_R3[:, 0].sum()))
 
 
 @compiled
 def reroute(
     link_R4: np.ndarray,
+    to_RN: np.ndarray,
     load_RE: np.ndarray,
     base: Traffic,
     holders: Holders,
@@ -158,10 +237,12 @@ def reroute(
         left_R[r], room_R[r] = load_RE[r, expert], _room(holders, expert, home_rows, r)
         if r != home:
             link_R4[r, SENT_INSIDE if node_R[r] == node_R[home] else SENT_ACROSS] -= left_R[r]
+        if len(to_RN) > 0:
+            to_RN[r, node_R[home]] -= left_R[r]
     if in_proportion:
-        _split_in_proportion(link_R4, left_R, room_R, node_R, scratch_3R[2])
+        _split_in_proportion(link_R4, to_RN, left_R, room_R, node_R, scratch_3R[2])
     else:
-        _split_local_first(link_R4, left_R, room_R, holders.nodes)
+        _split_local_first(link_R4, to_RN, left_R, room_R, holders.nodes)
 
 
 @compiled
@@ -299,7 +380,12 @@ def _room(holders: Holders, expert: int, home_rows: int, rank: int) -> int:
 
 @compiled
 def _split_in_proportion(
-    link_R4: np.ndarray, load_R: np.ndarray, room_R: np.ndarray, node_R: np.ndarray, share_R: np.ndarray
+    link_R4: np.ndarray,
+    to_RN: np.ndarray,
+    load_R: np.ndarray,
+    room_R: np.ndarray,
+    node_R: np.ndarray,
+    share_R: np.ndarray,
 ) -> None:
     """Every source splits its rows over the holders as their room is; see `core.split.split_in_proportion`."""
     ranks = len(room_R)
@@ -307,6 +393,8 @@ def _split_in_proportion(
         fill_shares(load_R[s], room_R, share_R, ranks)
         for r in range(ranks):
             room_R[r] -= share_R[r]
+            if len(to_RN) > 0:
+                to_RN[s, node_R[r]] += share_R[r]
             if r != s:
                 near = node_R[r] == node_R[s]
                 link_R4[s, SENT_INSIDE if near else SENT_ACROSS] += share_R[r]
@@ -314,9 +402,13 @@ def _split_in_proportion(
 
 
 @compiled
-def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes) -> None:
+def _split_local_first(
+    link_R4: np.ndarray, to_RN: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes
+) -> None:
     """Own rank first, then own node in proportion, then the rest; see `core.split.split_rows`."""
     own_R = np.minimum(left_R, room_R)
+    for s in range(len(to_RN)):
+        to_RN[s, nodes.node_R[s]] += left_R[s]
     left_R -= own_R
     room_R -= own_R
     for node in range(len(nodes.start_N) - 1):
@@ -331,6 +423,28 @@ def _split_local_first(link_R4: np.ndarray, left_R: np.ndarray, room_R: np.ndarr
     for r in range(len(left_R)):
         link_R4[r, SENT_ACROSS] += left_R[r]
         link_R4[r, RECEIVED_ACROSS] += room_R[r]
+    if len(to_RN) > 0:
+        _add_far(to_RN, left_R, room_R, nodes)
+
+
+@compiled
+def _add_far(to_RN: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes) -> None:
+    """Move what is left at each source from its own node to those of the holders, node by node; spends `room_R`."""
+    share_R = np.zeros_like(room_R)
+    for node in range(len(nodes.start_N) - 1):
+        here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
+        fill_shares(left_R[here].sum(), room_R, share_R, len(room_R))
+        room_R -= share_R
+        holder = 0
+        for s in here:
+            left = left_R[s]
+            to_RN[s, node] -= left
+            while left > 0:
+                rows = min(left, share_R[holder])
+                to_RN[s, nodes.node_R[holder]] += rows
+                share_R[holder] -= rows
+                left -= rows
+                holder += share_R[holder] == 0
 
 
 @compiled

@@ -9,8 +9,8 @@ What is priced, per (micro-step, layer):
   `recompute` forward only. Expert shapes that were not measured scale with their FLOPs from the two nearest that were,
   the nearer counting more, because both limits (arithmetic, reading weights) grow with hidden x width.
 - all-to-all: 2 exchanges forward, 2 more backward; each takes the busiest link, inside nodes and across them at once.
-  Rows are an upper bound across nodes for engines that send a token once per node (`sends="tokens"`, then handed on
-  inside): co-activation counts lower it, or, without them, the chance that a token has several experts in a node.
+  Every row crosses nodes on its own (`sends="rows"`), or a token once per node, as the chance that it has experts there
+  goes, to be handed on inside (`sends="tokens"`). Co-activation counts, where given, correct both.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
   expert compute for each visit of depth; and what it slows the experts of the ranks that pull.
 - return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
@@ -225,15 +225,15 @@ class CostModel(Value):
         return 3 * size * 10**9 // self.profile.add_bytes_per_s
 
     @property
-    def even_keep(self) -> int:
-        """Thousandths of the rows into a node that cross if all experts are chosen alike."""
+    def crossing_permille(self) -> int:
+        """Thousandths of one more row for another node by which more crosses, if choices are even.
+
+        A token that has another expert in the node crosses all the same.
+        """
         if self.sends == "rows":
             return 1000
-        nodes, experts, top_k, one = self.cluster.num_ep_nodes, self.model.experts, self.model.top_k, 2**20
-        missed = one
-        for _ in range(experts // nodes):
-            missed = missed * (experts - top_k) // experts
-        return -(-(one - missed) * 1000 * nodes // (one * top_k))
+        nodes, others = self.cluster.num_ep_nodes, self.model.top_k - 1
+        return max(1, 1000 * (nodes - 1) ** others // nodes**others)
 
     @property
     def attention_flops(self) -> int:

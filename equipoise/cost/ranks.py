@@ -17,7 +17,7 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.kernels import compute_ns, settle
-from equipoise.cost.links import RECEIVED_ACROSS, RECEIVED_INSIDE, SENT_ACROSS, Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.links import Holders, busiest, home_nodes, nodes_of, tokens_to, traffic
 from equipoise.cost.model import CostModel, Tables
 
 
@@ -41,11 +41,12 @@ def rank_rows(
     rep_rows_MRS: np.ndarray,
     keep_permille_N: np.ndarray,
     persistent: bool,
+    top_k: int,
     forwards: bool,
 ) -> RankRows:
     """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front.
 
-    `forwards`: what crosses arrives once per node and is handed on over the links inside, row by row.
+    `forwards`: a token crosses to each node once and is handed on over the links inside, row by row.
     """
     micro_steps, ranks = load_MRE.shape[:2]
     rows_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
@@ -54,50 +55,54 @@ def rank_rows(
     across_M = np.zeros(micro_steps, dtype=np.int64)
     mask_NE, nodes = home_nodes(home_E, node_R), nodes_of(node_R)
     for m in range(micro_steps):
-        base = traffic(load_MRE[m], home_E, node_R, mask_NE)
+        base = traffic(load_MRE[m], home_E, node_R, mask_NE, forwards)
         holders = Holders(home_E, nodes, rep_expert_MRS[m], rep_rows_MRS[m])
         settled = settle(load_MRE[m], base, holders, persistent)
         rows_MR[m] = settled.rows_R
         busy_MR[m] = settled.busy_R
-        inside_M[m] = settled.link_R4[:, :2].max()
-        if forwards:
-            received_R = settled.link_R4[:, RECEIVED_INSIDE] + settled.link_R4[:, RECEIVED_ACROSS]
-            inside_M[m] = max(inside_M[m], received_R.max())
-        across_M[m] = _across_rows(settled.link_R4, node_R, keep_permille_N)
+        found = busiest(settled.link_R4, settled.to_RN, base.row_R, nodes, keep_permille_N, top_k)
+        inside_M[m], across_M[m] = found.inside, found.across
     return RankRows(rows_MR, busy_MR, inside_M, across_M)
 
 
-@compiled
-def _across_rows(link_R4: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray) -> int:
-    """Rows of the busiest link across nodes, thinned as `kernels.price` does."""
-    mean_keep, across = keep_permille_N.sum() // len(keep_permille_N), np.int64(0)
-    for r in range(len(link_R4)):
-        received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[node_R[r]] // 1000
-        across = max(across, max(link_R4[r, SENT_ACROSS] * mean_keep // 1000, received))
-    return int(across)
-
-
-def level_rows(
-    load_MRE: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, *, forwards: bool = False
-) -> RankRows:
+def level_rows(load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards: bool) -> RankRows:
     """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`.
 
     Experts that have rows are spread evenly, too; the others' weights need not be read.
     """
     ranks = load_MRE.shape[1]
     row_MR, busy_M1 = load_MRE.sum(axis=2), level_slots(load_MRE.sum(axis=1), ranks)[:, None]
-    near_R = np.bincount(node_R)[node_R]
     mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
-    rows_MR = np.broadcast_to(mean_M1, row_MR.shape).copy()
-    inside_M = (row_MR * (near_R - 1) // ranks).max(axis=1)
-    if forwards:
-        inside_M = np.maximum(inside_M, mean_M1[:, 0] * (ranks - 1) // ranks)
+    inside_MR, across_MR = level_links(row_MR, node_R, top_k, forwards)
     return RankRows(
-        rows_MR=rows_MR,
+        rows_MR=np.broadcast_to(mean_M1, row_MR.shape).copy(),
         busy_MR=np.broadcast_to(busy_M1, row_MR.shape).copy(),
-        inside_M=inside_M,
-        across_M=(row_MR * (ranks - near_R) // ranks).max(axis=1) * int(keep_permille_N.mean()) // 1000,
+        inside_M=inside_MR.max(axis=1),
+        across_M=across_MR.max(axis=1),
     )
+
+
+@compiled
+def level_links(row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool) -> tuple[np.ndarray, np.ndarray]:
+    """([M, R] rows each source sends inside its node, [M, R] rows or tokens across) if it sends everyone the same.
+
+    `forwards`: a mean rank's rows from other nodes are handed on inside, too.
+    """
+    ranks, ranks_N = len(node_R), np.bincount(node_R)
+    inside_MR, across_MR = np.zeros_like(row_MR), np.zeros_like(row_MR)
+    for m in range(len(row_MR)):
+        mean = row_MR[m].sum() // ranks
+        for r in range(ranks):
+            row, near = row_MR[m, r], ranks_N[node_R[r]]
+            inside_MR[m, r] = row * (near - 1) // ranks
+            if not forwards:
+                across_MR[m, r] = row * (ranks - near) // ranks
+                continue
+            inside_MR[m, r] += mean * (ranks - near) // ranks
+            for node in range(len(ranks_N)):
+                if node != node_R[r]:
+                    across_MR[m, r] += tokens_to(row * ranks_N[node] // ranks, row, top_k)
+    return inside_MR, across_MR
 
 
 def level_slots(load_XE: np.ndarray, ranks: int) -> np.ndarray:

@@ -61,18 +61,52 @@ def exchange(
 ) -> None:
     """Rows over the busiest link, and what all exchanges of them take."""
     same_RR = node_R[:, None] == node_R[None, :]
-    other_RR = ~np.eye(len(node_R), dtype=np.bool_)
-    inside_RR = split_RER.sum(axis=1) * (same_RR & other_RR)
+    inside_RR = split_RER.sum(axis=1) * (same_RR & ~np.eye(len(node_R), dtype=np.bool_))
     across_RR = split_RER.sum(axis=1) * ~same_RR
-    # Rows cross into a node once per token, not once per expert: a rank receives what its node keeps, and what it
-    # sends is thinned by the mean of all nodes.
-    sent_R = across_RR.sum(axis=1) * (keep_permille_N.sum() // len(keep_permille_N)) // 1000
-    received_R = across_RR.sum(axis=0) * keep_permille_N[node_R] // 1000
+    if tables.forwards:
+        # A token crosses once to each node, to its source's relay there, which hands its rows on.
+        row_R = split_RER.sum(axis=(1, 2))
+        tokens_RR, handed_RR = by_relay(across_RR, row_R, node_R, keep_permille_N, tables.top_k)
+        inside_RR += handed_RR
+        sent_R, received_R = tokens_RR.sum(axis=1), tokens_RR.sum(axis=0)
+        arrived_R = split_RER.sum(axis=(0, 1)) - np.diag(split_RER.sum(axis=1))
+    else:
+        # A rank receives what its node keeps, and what it sends is thinned by the mean of all nodes.
+        sent_R = across_RR.sum(axis=1) * (keep_permille_N.sum() // len(keep_permille_N)) // 1000
+        received_R = across_RR.sum(axis=0) * keep_permille_N[node_R] // 1000
+        arrived_R = inside_RR.sum(axis=0)
     line[INSIDE], line[ACROSS] = inside_RR.sum(), received_R.sum()
-    arrived_R = inside_RR.sum(axis=0) + (across_RR.sum(axis=0) if tables.forwards else 0)
     inside, across = max(arrived_R.max(), inside_RR.sum(axis=1).max()), max(sent_R.max(), received_R.max())
     busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
+
+
+def by_relay(
+    across_RR: np.ndarray, row_R: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, top_k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """([R source, R relay] tokens that cross, [R relay, R holder] rows handed on). See `links.busiest`."""
+    tokens_RR, handed_RR = np.zeros_like(across_RR), np.zeros_like(across_RR)
+    members = [np.flatnonzero(node_R == node).tolist() for node in range(node_R.max() + 1)]
+    for source in range(len(node_R)):
+        place = members[node_R[source]].index(source)
+        for node, there in enumerate(members):
+            if node != node_R[source]:
+                relay, rows = there[place % len(there)], int(across_RR[source, there].sum())
+                tokens = tokens_to(rows, int(row_R[source]), top_k) * int(keep_permille_N[node]) // 1000
+                tokens_RR[source, relay] += min(rows, tokens)
+                handed_RR[relay, there] += across_RR[source, there]
+    return tokens_RR, handed_RR
+
+
+def tokens_to(rows: int, sent: int, top_k: int) -> int:
+    """Tokens that have any of `rows` of a source's `sent` rows. See `links.tokens_to`."""
+    if rows == 0:
+        return 0
+    one, tokens = 2**20, -(-sent // top_k)
+    missed, choice = one, one - rows * one // sent
+    for _ in range(top_k):
+        missed = missed * choice // one
+    return min(rows, max(1, -(-tokens * (one - missed) // one)))
 
 
 def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int, int]:
@@ -157,23 +191,12 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
     return kept_N
 
 
-def kept_by_chance(load_E: np.ndarray, node_E: np.ndarray, nodes: int, top_k: int) -> np.ndarray:
-    """[N] the same by chance. See `links.kept_by_chance`."""
-    kept_N, whole, one = np.full(nodes, 1000), int(load_E.sum()), 2**20
-    shift = max(0, whole.bit_length() - 31)
-    for node in range(nodes):
-        rows = [int(load) >> shift for load in load_E[node_E == node]]
-        shares = [min(one, load * top_k * one // max(1, whole >> shift)) for load in rows]
-        miss = one
-        for share in shares:
-            miss = miss * (one - share) // one
-        if sum(shares):
-            kept_N[node] = max(1, -(-(one - miss) * 1000 // sum(shares)))
+def kept_rows(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int, forwards: bool) -> np.ndarray:
+    """[N] the same, or of the tokens that would cross by chance. See `kernels.kept_rows`."""
+    kept_N = kept_permille(node_E, nodes, pair_EE, top_k)
+    if forwards and len(pair_EE):
+        for node in range(nodes):
+            rows, sent = int(np.diag(pair_EE)[node_E == node].sum()), int(np.trace(pair_EE))
+            if rows:
+                kept_N[node] = max(1, int(kept_N[node]) * rows // tokens_to(rows, sent, top_k))
     return kept_N
-
-
-def kept_rows(load_MRE: np.ndarray, node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, tables: Tables) -> np.ndarray:
-    """[N] the same, as the tables and counts allow. See `kernels.kept_rows`."""
-    if tables.forwards and len(pair_EE) == 0:
-        return kept_by_chance(load_MRE.sum(axis=(0, 1)), node_E, nodes, tables.top_k)
-    return kept_permille(node_E, nodes, pair_EE, tables.top_k)

@@ -43,7 +43,8 @@ def evaluate(
     """Replicas and prices of every micro-step for given homes; the gate decides entry by entry."""
     micro_steps, ranks = load_MRE.shape[:2]
     homes_RH = homes_by_rank(home_E, ranks)
-    keep_permille_N = kept_rows(load_MRE, problem.node_R[home_E], problem.node_R.max() + 1, pair_EE, tables)
+    node_E, forwards = problem.node_R[home_E], tables.forwards == 1
+    keep_permille_N = kept_rows(node_E, problem.node_R.max() + 1, pair_EE, tables.top_k, forwards)
     expert_MRS = np.full((micro_steps, ranks, problem.slots), -1)
     rows_MRS = np.zeros((micro_steps, ranks, problem.slots), dtype=np.int64)
     line_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)
@@ -54,7 +55,7 @@ def evaluate(
     mask_NE, nodes = home_nodes(home_E, problem.node_R), nodes_of(problem.node_R)
     for m in range(micro_steps):
         load_RE = load_MRE[m]
-        base = traffic(load_RE, home_E, problem.node_R, mask_NE)
+        base = traffic(load_RE, home_E, problem.node_R, mask_NE, forwards)
         alone = Holders(home_E, nodes, none_R0, none_R0)
         closed = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
         best, line_MC[m] = closed if problem.gated else base.total_E.sum(), closed_MC[m]

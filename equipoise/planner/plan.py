@@ -234,7 +234,7 @@ def _check_first_visit(
     if first.rep_expert_MRS[0].max(initial=-1) < 0:
         return first
     node_R, line_MC = problem.node_R, first.line_MC.copy()
-    keep_N = kept_rows(load_MRE, node_R[first.home_E], int(node_R.max()) + 1, pair_EE, tables)
+    keep_N = kept_rows(node_R[first.home_E], int(node_R.max()) + 1, pair_EE, tables.top_k, tables.forwards == 1)
     replicas = np.array(first.rep_expert_MRS[0]), np.array(first.rep_rows_MRS[0])
     alone = tables._replace(depth=0)
     total = price(load_MRE[0], first.home_E, node_R, *replicas, keep_N, alone, False, line_MC[0])
@@ -346,7 +346,7 @@ def _row_prices(task: Task) -> _RowPrices:
     cost, mean = task.cost, _mean_rows(task)
     homes, nodes = task.cluster.home_slots(task.model), task.cluster.num_ep_nodes
     tables = cost.tables(1)
-    across_ps = tables.across_ps * cost.even_keep // 1000
+    across_ps = tables.across_ps * cost.crossing_permille // 1000
     compute_ps = max(1, (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean)
     slope_ps = compute_ps + tables.exchanges * max(tables.inside_ps, across_ps * (nodes - 1)) // nodes
     slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes)

@@ -28,7 +28,7 @@ from equipoise.core.plan import Seconds
 from equipoise.cost.edges import Edges
 from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, PULL, RETURN
 from equipoise.cost.model import interpolate
-from equipoise.cost.ranks import level_slots
+from equipoise.cost.ranks import level_links, level_slots
 from equipoise.planner.assemble import NS, Draft, Task
 from equipoise.planner.eplb import draft_eplb
 from equipoise.planner.fast import plan_layer
@@ -162,15 +162,12 @@ def _price_uniform(task: Task) -> np.ndarray:
     ns_SX = cost.compute_ns_SX(task.cluster.home_slots(task.model))
     slots_ML = level_slots(task.loads.total_MLE(), ranks)
     row_MLR = task.loads.load_MLRE.sum(axis=3)
-    near_R = task.cluster.ranks_N[task.cluster.node_array_R]
-    inside_MLR = row_MLR * (near_R - 1) // ranks
-    across_MLR = row_MLR * (ranks - near_R) // ranks * cost.even_keep // 1000
+    flat = row_MLR.reshape(-1, ranks), task.cluster.node_array_R, task.model.top_k, cost.sends == "tokens"
+    inside_MLR, across_MLR = (links_MR.reshape(row_MLR.shape) for links_MR in level_links(*flat))
     line_MLC = np.zeros((*row_MLR.shape[:2], COLUMNS), dtype=np.int64)
     for at in np.ndindex(*row_MLR.shape[:2]):
         mean = -(-int(row_MLR[at].sum()) // ranks)
         line_MLC[at][COMPUTE] = interpolate(cost.rows_X, ns_SX[slots_ML[at]], mean)
-        arrived = mean * (ranks - 1) // ranks if cost.sends == "tokens" else 0
-        inside, across = max(int(inside_MLR[at].max()), arrived), int(across_MLR[at].max())
-        line_MLC[at][EXCHANGE] = cost.exchange_ns(inside, across)
+        line_MLC[at][EXCHANGE] = cost.exchange_ns(int(inside_MLR[at].max()), int(across_MLR[at].max()))
     line_MLC[..., INSIDE], line_MLC[..., ACROSS] = inside_MLR.sum(axis=2), across_MLR.sum(axis=2)
     return line_MLC

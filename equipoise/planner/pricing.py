@@ -69,7 +69,7 @@ def _price_layer(
 ) -> np.ndarray:
     line_MC = np.zeros((len(load_MRE), COLUMNS), dtype=np.int64)
     none_EE = np.zeros((0, 0), dtype=np.int64)
-    keep_permille_N = kept_rows(load_MRE, node_R[home_E], node_R.max() + 1, none_EE, tables)
+    keep_permille_N = kept_rows(node_R[home_E], node_R.max() + 1, none_EE, tables.top_k, tables.forwards == 1)
     for m in range(len(load_MRE)):
         rep_expert_RS, rep_rows_RS = rep_expert_MRS[m], rep_rows_MRS[m]
         price(load_MRE[m], home_E, node_R, rep_expert_RS, rep_rows_RS, keep_permille_N, tables, True, line_MC[m])

@@ -262,7 +262,7 @@ def evaluate(
     """Replicas and prices of every micro-step for given homes; the gate decides entry by entry."""
     micro_steps, ranks = load_MRE.shape[:2]
     node_R, nodes = problem.node_R, int(problem.node_R.max()) + 1
-    keep_N = kept_rows(load_MRE, node_R[home_E], nodes, pair_EE, tables)
+    keep_N = kept_rows(node_R[home_E], nodes, pair_EE, tables.top_k, tables.forwards == 1)
     expert_MRS = np.full((micro_steps, ranks, problem.slots), -1)
     rows_MRS = np.zeros((micro_steps, ranks, problem.slots), dtype=np.int64)
     line_MC, closed_MC = np.zeros((2, micro_steps, COLUMNS), dtype=np.int64)

@@ -6,6 +6,7 @@ Knows settings. Computes nothing.
 from collections.abc import Iterator, Sequence
 
 from equipoise.core import Cluster
+from equipoise.core.plan import Sends
 from equipoise.cost import Profile
 from equipoise.planner import PlanOptions
 from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
@@ -18,9 +19,8 @@ SHORT = 0.5
 CROSSING = {
     "rows": "Every row crosses nodes on its own, as in Megatron's alltoall dispatcher; engines that send a token once "
     "per node need less.",
-    "tokens": "A token crosses to a node once and is handed on inside, as in DeepEP; how many do is estimated as if a "
-    "token chose its experts independently.",
-    "pairs": "Rows that cross nodes are thinned by counted pairs of experts chosen together.",
+    "tokens": "A token crosses to a node once and is handed on inside, as in DeepEP; how many do is estimated for each "
+    "source as if a token's choices were independent.",
 }
 
 
@@ -42,7 +42,7 @@ def notes_of(
         f"Expert compute, attention and pulls: {profile.device}, {made}.",
         "All-to-all: modelled by the busiest link at a share of its published rate; all ranks meet in it, and expert "
         "transfers stand still meanwhile.",
-        CROSSING["pairs" if has_pairs and setting.sends == "rows" else setting.sends],
+        *_of_crossing(setting.sends, has_pairs=has_pairs),
         "Pulls slow the compute beside them as measured; for those from peers, and for publish and collect inside "
         "nodes, which are taken alike, that is an upper bound. Across nodes these slow it as pulls from the host do.",
         "Attention: attention and shared experts of the MoE layers, at an assumed context of 4,096 tokens, and "
@@ -53,6 +53,14 @@ def notes_of(
         *_of_order(windows, setting),
         *_of_shape(windows, setting),
     )
+
+
+def _of_crossing(sends: Sends, *, has_pairs: bool) -> Iterator[str]:
+    """What crosses nodes."""
+    if sends == "tokens" or not has_pairs:
+        yield CROSSING[sends]
+    if has_pairs:
+        yield "What crosses nodes is thinned by counted pairs of experts chosen together."
 
 
 def _of_policies(names: Sequence[str], setting: StepSetting, *, has_history: bool) -> Iterator[str]:

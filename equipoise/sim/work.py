@@ -22,7 +22,7 @@ from equipoise.core import Stage
 from equipoise.core.plan import Plan, Sends
 from equipoise.core.value import Value
 from equipoise.cost import CostModel
-from equipoise.cost.links import kept_by_chance, kept_permille
+from equipoise.cost.kernels import kept_rows
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import RankRows, level_rows, rank_rows, visit_ns
 from equipoise.loads.forecast import Activations
@@ -165,37 +165,19 @@ def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> _Settled:
     load_MLRE, node_R = plan.loads.load_MLRE, plan.cluster.node_array_R
     expert_MLRS, rows_MLRS = slots_of(plan)
     found: list[RankRows] = []
-    for layer in range(plan.loads.num_layers):
-        home_E = np.array(plan.home_LE[layer])
-        forwards = sends == "tokens"
-        keep_N = _by_chance(plan, layer) if forwards else _by_pairs(plan, home_E, pair_LEE, layer)
-        if plan.policy == "balanced":
-            found.append(level_rows(load_MLRE[:, layer], node_R, keep_N, forwards=forwards))
-            continue
-        # Copies, because a read-only array would compile the kernels a second time.
-        slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
-        load_MRE = np.array(load_MLRE[:, layer])
-        found.append(rank_rows(load_MRE, home_E, node_R, *slots, keep_N, plan.persistent, forwards))
-    return _Settled(*(np.stack(arrays, axis=1) for arrays in zip(*found, strict=True)))
-
-
-def _by_pairs(plan: Plan, home_E: np.ndarray, pair_LEE: np.ndarray | None, layer: int) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it, as the planner has them; all where pairs are not known."""
+    top_k, forwards = plan.model.top_k, sends == "tokens"
     none_EE = np.zeros((0, 0), dtype=np.int64)
-    pairs = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
-    node_R = plan.cluster.node_array_R
-    kept: np.ndarray = kept_permille(node_R[home_E], plan.cluster.num_ep_nodes, pairs, plan.model.top_k)
-    return kept
-
-
-def _by_chance(plan: Plan, layer: int) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it, if tokens are sent once per node."""
-    load_E, cluster = plan.loads.load_MLRE[:, layer].sum(axis=(0, 1)), plan.cluster
-    if plan.policy == "balanced":
-        load_E = np.ones_like(load_E)
-    node_E = cluster.node_array_R[plan.home_LE[layer]]
-    kept: np.ndarray = kept_by_chance(load_E, node_E, cluster.num_ep_nodes, plan.model.top_k)
-    return kept
+    for layer in range(plan.loads.num_layers):
+        # Copies, because a read-only array would compile the kernels a second time.
+        load_MRE, home_E = np.array(load_MLRE[:, layer]), np.array(plan.home_LE[layer])
+        if plan.policy == "balanced":
+            found.append(level_rows(load_MRE, node_R, top_k=top_k, forwards=forwards))
+            continue
+        pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
+        keep_N = kept_rows(node_R[home_E], plan.cluster.num_ep_nodes, pair_EE, top_k, forwards)
+        slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
+        found.append(rank_rows(load_MRE, home_E, node_R, *slots, keep_N, plan.persistent, top_k, forwards))
+    return _Settled(*(np.stack(arrays, axis=1) for arrays in zip(*found, strict=True)))
 
 
 def slots_of(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

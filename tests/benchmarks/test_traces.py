@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.traces import Trace, joined, read_traces, scaled, stacked
+from benchmarks.traces import FOLDER, Trace, joined, read_traces, scaled, stacked
 from equipoise.core import ModelShape
+from equipoise.cost.links import tokens_to
 
 
 def small_trace():
@@ -43,3 +44,21 @@ def test_joined_and_scaled_windows_keep_order_and_pattern():
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(SystemExit, match="no traces at"):
         read_traces(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the real routing traces are not beside the project (../shared/data)")
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_recorded_tokens_cross_to_a_node_about_as_often_as_chance_says(nodes):
+    """Sources of 512 tokens, experts on random nodes: how far off chance is, in the mean of sources, nodes, layers."""
+    rng = np.random.default_rng(0)
+    for trace in read_traces():
+        experts, (_, layers, top_k) = trace.model.experts, trace.ids_TLK.shape
+        node_E = rng.permutation(experts) * nodes // experts
+        node_BTLK = node_E[trace.ids_TLK[: len(trace.ids_TLK) // 512 * 512]].reshape(-1, 512, layers, top_k)[:40]
+        errors = []
+        for node in range(nodes):
+            is_there_BTLK = node_BTLK == node
+            came_BL, rows_BL = is_there_BTLK.any(axis=3).sum(axis=1), is_there_BTLK.sum(axis=(1, 3))
+            said_BL = np.array([[tokens_to(rows, 512 * top_k, top_k) for rows in rows_L] for rows_L in rows_BL])
+            errors.append(np.abs(said_BL / np.maximum(1, came_BL) - 1).mean())
+        assert np.mean(errors) < 0.1, trace.name

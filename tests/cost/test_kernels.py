@@ -68,8 +68,25 @@ def test_exchanged_rows_equal_those_of_the_split(arguments):
     local_RER = split_rows(load_RE, quota_ER, node_R=node_R)
     moved_RR = (split_in_proportion(load_RE, quota_ER) if persistent else local_RER).sum(axis=1)
     same_RR = node_R[:, None] == node_R[None, :]
-    assert line[ACROSS] == moved_RR[~same_RR].sum()
-    assert line[INSIDE] == moved_RR[same_RR].sum() - np.trace(moved_RR)
+    inside, across = moved_RR[same_RR].sum() - np.trace(moved_RR), moved_RR[~same_RR].sum()
+    if tables.forwards:
+        assert line[INSIDE] == inside + across, "what crosses is handed on"
+        assert -(-across // tables.top_k) <= line[ACROSS] <= across
+    else:
+        assert line[[INSIDE, ACROSS]].tolist() == [inside, across]
+
+
+@given(priced())
+@few
+def test_rows_for_each_node_equal_those_of_the_split(arguments):
+    load_RE, home_E, node_R, expert_RS, rows_RS, _, _, persistent = arguments
+    base = links.traffic(load_RE, home_E, node_R, links.home_nodes(home_E, node_R), True)
+    holders = links.Holders(home_E, links.nodes_of(node_R), expert_RS, rows_RS)
+    quota_ER = reference.quotas(load_RE.sum(axis=0), home_E, expert_RS, rows_RS)
+    local_RER = split_rows(load_RE, quota_ER, node_R=node_R)
+    moved_RR = (split_in_proportion(load_RE, quota_ER) if persistent else local_RER).sum(axis=1)
+    to_RN = np.stack([moved_RR[:, node_R == node].sum(axis=1) for node in range(node_R.max() + 1)], axis=1)
+    assert np.array_equal(kernels.settle(load_RE, base, holders, persistent).to_RN, to_RN)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 20))
@@ -162,38 +179,73 @@ def test_kept_rows_are_exact_for_top_2_tokens(seed):
         assert abs(rows * kept_N[node] / 1000 - tokens_into(node, ids_TK, node_E)) <= rows / 1000
 
 
-@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
-def test_chances_are_the_plain_ones_and_never_above_every_row(loads, top_k, nodes):
-    load_E = np.array(loads)
-    node_E = np.arange(len(load_E)) % nodes
-    kept_N = links.kept_by_chance(load_E, node_E, nodes, top_k)
-    assert kept_N.tolist() == reference.kept_by_chance(load_E, node_E, nodes, top_k).tolist()
-    assert ((kept_N >= 1) & (kept_N <= 1000)).all()
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 16))
+@few
+def test_chances_are_the_plain_ones_and_between_the_fewest_tokens_and_every_row(rows, others, top_k):
+    sent = rows + others
+    tokens = links.tokens_to(rows, sent, top_k)
+    assert tokens == reference.tokens_to(rows, sent, top_k)
+    assert min(rows, 1) <= tokens <= min(rows, -(-sent // top_k))
+    assert tokens <= links.tokens_to(rows + min(1, others), sent, top_k), "more rows, no fewer tokens"
 
 
-@pytest.mark.parametrize(("experts", "top_k", "nodes"), [(128, 8, 4), (64, 6, 2), (256, 8, 8), (32, 4, 4), (8, 8, 2)])
-def test_what_even_choices_keep_is_what_chance_says_of_them(experts, top_k, nodes):
-    model = ModelShape.preset("qwen3-30b-a3b", experts=experts, layers=1, top_k=top_k)
+def test_two_independent_choices_of_half_the_experts_reach_them_three_times_in_four():
+    assert links.tokens_to(1000, 2000, 2) == 750
+    assert links.tokens_to(2000, 2000, 2) == 1000
+    assert links.tokens_to(700, 2000, 1) == 700
+
+
+@pytest.mark.parametrize("skew", [0, 1])
+def test_chances_are_near_the_tokens_that_really_cross(skew):
+    rng = np.random.default_rng(0)
+    weight_E = 1 / np.arange(1, 65) ** skew
+    ids_TK = np.argsort(rng.exponential(size=(4000, 64)) / weight_E, axis=1)[:, :8]
+    node_E = np.argsort(rng.random(64)) // 16
+    for node in range(4):
+        rows = int((node_E[ids_TK] == node).sum())
+        assert links.tokens_to(rows, ids_TK.size, 8) == pytest.approx(tokens_into(node, ids_TK, node_E), rel=0.06)
+
+
+def test_a_token_crosses_to_the_rank_with_its_sources_place():
+    """Ranks 0 to 2 and 3 to 4 are a node each: the third rank of three has the first of two as its relay."""
+    load_RE = np.zeros((5, 5), dtype=np.int64)
+    load_RE[2] = [0, 0, 0, 500, 1500]
+    tables = problems.tables_of(5, 5, sends="tokens")._replace(inside_ps=10**9, across_ps=10**9, top_k=2)
+    arguments = np.arange(5), np.array([0, 0, 0, 1, 1]), np.zeros((5, 0), np.int64), np.zeros((5, 0), np.int64)
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    kernels.price(load_RE, *arguments, np.array([1000, 1000]), tables, False, line)
+    assert line[[INSIDE, ACROSS]].tolist() == [2000, 1000], "all rows are handed on, tokens cross once"
+    tokens_RR, handed_RR = reference.by_relay(
+        np.where(np.arange(5)[:, None] == 2, load_RE, 0), load_RE.sum(axis=1), arguments[1], np.array([1000, 1000]), 2
+    )
+    assert tokens_RR[2].tolist() == [0, 0, 0, 1000, 0]
+    assert handed_RR[3].tolist() == [0, 0, 0, 500, 1500]
+    assert line[EXCHANGE] == tables.exchanges * (tables.exchange_fixed_ns + 2000 * 10**6)
+
+
+@pytest.mark.parametrize(("top_k", "nodes"), [(8, 4), (6, 2), (1, 4)])
+def test_one_more_row_for_a_node_costs_what_it_adds_to_the_tokens_that_cross(top_k, nodes):
+    model = ModelShape.preset("qwen3-30b-a3b", top_k=top_k)
     cost = CostModel.of(Cluster.preset("h200", nodes=nodes, ranks_per_node=1), model, sends="tokens")
-    kept_N = links.kept_by_chance(np.ones(experts, np.int64), np.arange(experts) * nodes // experts, nodes, top_k)
-    # Each rounds up to a thousandth, from shares that it rounds for itself.
-    assert np.abs(kept_N - cost.even_keep).max() <= 1
-    assert CostModel.of(cost.cluster, model).even_keep == 1000
+    sent, more = 8_000_000, 80_000
+    added = links.tokens_to(sent // nodes + more, sent, top_k) - links.tokens_to(sent // nodes, sent, top_k)
+    assert cost.crossing_permille == pytest.approx(1000 * added / more, rel=0.05, abs=1)
+    assert CostModel.of(cost.cluster, model).crossing_permille == 1000
 
 
-def test_what_crosses_is_by_pairs_or_by_chance_or_every_row():
-    load_MRE = np.random.default_rng(0).integers(0, 99, size=(3, 4, 8))
+def test_pairs_correct_every_row_or_what_chance_says():
     node_E, none_EE = np.arange(8) // 4, np.zeros((0, 0), dtype=np.int64)
     pair_EE = np.full((8, 8), 3) + np.eye(8, dtype=np.int64) * 40
-    rows, tokens = (problems.tables_of(4, 8, sends=sends) for sends in ("rows", "tokens"))
-    assert kernels.kept_rows(load_MRE, node_E, 2, none_EE, rows).tolist() == [1000, 1000]
-    chance_N = links.kept_by_chance(load_MRE.sum(axis=(0, 1)), node_E, 2, tokens.top_k)
-    assert kernels.kept_rows(load_MRE, node_E, 2, none_EE, tokens).tolist() == chance_N.tolist()
-    assert (chance_N < 1000).all()
-    pairs_N = links.kept_permille(node_E, 2, pair_EE, 2)
-    for tables in (rows, tokens):
-        assert kernels.kept_rows(load_MRE, node_E, 2, pair_EE, tables).tolist() == pairs_N.tolist()
+    for forwards in (False, True):
+        assert kernels.kept_rows(node_E, 2, none_EE, 2, forwards).tolist() == [1000, 1000]
+        kept_N = kernels.kept_rows(node_E, 2, pair_EE, 2, forwards)
+        assert kept_N.tolist() == reference.kept_rows(node_E, 2, pair_EE, 2, forwards).tolist()
+    assert (
+        kernels.kept_rows(node_E, 2, pair_EE, 2, False).tolist() == links.kept_permille(node_E, 2, pair_EE, 2).tolist()
+    )
+    # 172 rows and 18 pairs in each node: 154 tokens, where chance says 129.
+    assert kept_N.tolist() == [kept_N[0]] * 2
+    assert kept_N[0] * 129 // 1000 == pytest.approx(154, abs=1)
 
 
 def test_without_pairs_every_row_crosses():
