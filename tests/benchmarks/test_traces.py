@@ -49,7 +49,7 @@ def test_a_missing_folder_is_named(tmp_path):
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="the real routing traces are not beside the project (../shared/data)")
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_recorded_tokens_cross_to_a_node_about_as_often_as_chance_says(nodes):
-    """Sources of 512 tokens, experts on random nodes: how far off chance is, in the mean of sources, nodes, layers."""
+    """Sources of 512 tokens, experts on random nodes: how far off chance is, in the mean of sources and nodes."""
     rng = np.random.default_rng(0)
     for trace in read_traces():
         experts, (_, layers, top_k) = trace.model.experts, trace.ids_TLK.shape
