@@ -1,6 +1,6 @@
 """Workloads of the papers' comparison: shapes, widths, and loads of one batch in 32 micro-steps.
 
-Two kinds, and every result says which:
+Four kinds, and every result says which:
 - generated: loads with the measured properties of real routing (`loads.generator`), in the model's own shape. "math"
   and "code" are one domain each (different ones), "mixed" is four domains, "grouped" the same four domains one after
   another, as rollouts of one prompt stand side by side. 1,024 samples of 4,096 tokens on average; samples of similar
@@ -13,12 +13,18 @@ Two kinds, and every result says which:
   orders, as trainers roll out a question several times. Sources have 32 or 64 tokens then and differ by chance, which
   multiplying keeps; real ones of 4,096 tokens differ by what they are about.
 - real, composed, sources alike: the same loads of experts, each dealt evenly to the sources: chance is left out.
+- real, whole samples: the recorded answers as samples of a batch of 1,024, one or two whole ones at each source, as
+  trainers deal them; layers composed and multiplied as above. A micro-step then has 32 answers instead of about three,
+  so its experts fluctuate less, and sources differ by what they are about. "mixed" has answers of similar length in a
+  micro-step, "grouped" those of one kind of question. There are 494 answers: each comes two or three times.
 
 Knows data. Does not know policies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +36,8 @@ from equipoise.loads.packing import longest_first_order
 MODELS = ("qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b")
 WIDTHS = (16, 32)
 SAMPLES, MICRO_STEPS, MEAN_TOKENS = 1024, 32, 4096
+EXPERTS = 128
+"""Of a composed layer."""
 WORKLOADS = {"math": (1, 11), "code": (1, 12), "mixed": (4, 13), "grouped": (4, 13)}
 """Domains and seed of each generated workload."""
 TOPICS = {
@@ -63,6 +71,9 @@ def cases(layers: int, *, widths: tuple[int, ...] = WIDTHS) -> Iterator[Case]:
             for ranks in widths:
                 yield real_case(workload, ranks)
                 yield real_case(workload, ranks, alike=True)
+        for workload in ("mixed", "grouped"):
+            for ranks in widths:
+                yield sampled_case(workload, ranks)
 
 
 def cluster_of(ranks: int) -> Cluster:
@@ -76,30 +87,39 @@ def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
     model = ModelShape.preset(name)
     model = model.replace(layers=min(layers, model.layers))
     counts = generate_counts(model, samples=SAMPLES, mean_tokens=MEAN_TOKENS, domains=domains, seed=seed)
-    order_B = np.argsort(counts.tokens_B, kind="stable")
-    if workload == "grouped":
-        domain_B = np.array([name.rpartition("-")[2] for name in counts.names])
-        order_B = order_B[np.argsort(domain_B[order_B], kind="stable")]
-    shape = (MICRO_STEPS, ranks, SAMPLES // MICRO_STEPS // ranks, model.layers, model.experts)
-    load_MLRE = counts.count_BLE[order_B].reshape(shape).sum(axis=2).transpose(0, 2, 1, 3)
-    load_MLRE = load_MLRE[longest_first_order(load_MLRE[:, 0].sum(axis=(1, 2)))]
+    domain_B = [name.rpartition("-")[2] for name in counts.names] if workload == "grouped" else None
+    order_B = side_by_side(counts.tokens_B, domain_B)
     return Case(
         source="generated",
         workload=workload,
         model=model,
         cluster=cluster_of(ranks),
-        loads=LoadMatrix(np.ascontiguousarray(load_MLRE)),
+        loads=one_batch(counts.count_BLE[order_B], ranks),
     )
+
+
+def side_by_side(tokens_B: np.ndarray, kind_B: Sequence[str] | None) -> np.ndarray:
+    """[B] samples in an order in which those of similar length stand together; within their kind, if that is given."""
+    order_B = np.argsort(tokens_B, kind="stable")
+    if kind_B is None:
+        return order_B
+    grouped_B: np.ndarray = order_B[np.argsort(np.array(kind_B)[order_B], kind="stable")]
+    return grouped_B
+
+
+def one_batch(count_BLE: np.ndarray, ranks: int) -> LoadMatrix:
+    """Deal samples to micro-steps and sources in their order; the longest micro-step runs first."""
+    samples, layers, experts = count_BLE.shape
+    shape = (MICRO_STEPS, ranks, samples // MICRO_STEPS // ranks, layers, experts)
+    load_MLRE = count_BLE.reshape(shape).sum(axis=2).transpose(0, 2, 1, 3)
+    return LoadMatrix(np.ascontiguousarray(load_MLRE[longest_first_order(load_MLRE[:, 0].sum(axis=(1, 2)))]))
 
 
 def real_case(workload: str, ranks: int, *, alike: bool = False) -> Case:
     """Recorded routes of one kind of question, four layers side by side; `alike`: no source differs from another."""
-    wide = stacked(_read_topic(workload), 128, overlapping=True)
+    wide = stacked(_read_topic(workload), EXPERTS, overlapping=True)
     loads = wide.loads(ranks, micro_steps=MICRO_STEPS)
-    # As many rows per rank as 4,096 tokens of the generated workloads have.
-    rows = MEAN_TOKENS * SAMPLES // MICRO_STEPS * 8
-    factor = rows / (MICRO_STEP_TOKENS * wide.model.top_k)
-    load_MLRE = np.rint(loads.load_MLRE * factor).astype(np.int64)
+    load_MLRE = to_full_size(loads.load_MLRE)
     return Case(
         source=f"real, composed{', sources alike' if alike else ''}",
         workload=workload,
@@ -107,6 +127,39 @@ def real_case(workload: str, ranks: int, *, alike: bool = False) -> Case:
         cluster=cluster_of(ranks),
         loads=LoadMatrix(dealt_evenly(load_MLRE) if alike else load_MLRE),
     )
+
+
+def sampled_case(workload: str, ranks: int) -> Case:
+    """Recorded answers as the samples of one batch, four layers side by side."""
+    recorded = _read_recording()
+    wide = stacked(recorded.trace, EXPERTS, overlapping=True)
+    tokens_B = np.diff(recorded.offsets)
+    turns = in_turns(tokens_B, int(tokens_B.sum()) * (-(-SAMPLES // len(tokens_B))))[:SAMPLES]
+    order_B = turns[side_by_side(tokens_B[turns], recorded.category[turns] if workload == "grouped" else None)]
+    return Case(
+        source="real, whole samples",
+        workload=workload,
+        model=wide.model,
+        cluster=cluster_of(ranks),
+        loads=LoadMatrix(to_full_size(one_batch(count_samples(wide, recorded.offsets)[order_B], ranks).load_MLRE)),
+    )
+
+
+def count_samples(trace: Trace, offsets: np.ndarray) -> np.ndarray:
+    """[B, L, E] rows of each sample."""
+    layers, experts = trace.ids_TLK.shape[1], trace.model.experts
+    flat_TLK = trace.ids_TLK + np.arange(layers)[:, None] * experts
+    counts = [
+        np.bincount(flat_TLK[start:stop].reshape(-1), minlength=layers * experts)
+        for start, stop in pairwise(offsets.tolist())
+    ]
+    return np.stack(counts).reshape(-1, layers, experts)
+
+
+def to_full_size(load_MLRE: np.ndarray) -> np.ndarray:
+    """The same pattern with as many rows per layer as the generated workloads' tokens have at top-8."""
+    factor = SAMPLES * MEAN_TOKENS * 8 / load_MLRE[:, 0].sum()
+    return np.rint(load_MLRE * factor).astype(np.int64)
 
 
 def dealt_evenly(load_MLRE: np.ndarray) -> np.ndarray:
@@ -118,13 +171,29 @@ def dealt_evenly(load_MLRE: np.ndarray) -> np.ndarray:
     return total_MLE[:, :, None] // ranks + (place_MLRE < left_MLE[:, :, None])
 
 
-def _read_topic(workload: str) -> Trace:
+class Recording(NamedTuple):
+    """Recorded answers."""
+
+    trace: Trace
+    offsets: np.ndarray
+    """[B + 1] where each answer begins."""
+    category: np.ndarray
+    """[B] kind of question."""
+
+
+def _read_recording() -> Recording:
     with np.load(FOLDER / "gptoss20b_decode_routes.npz", allow_pickle=False) as file:
-        ids_TLK, offsets, category = file["ids"], file["offsets"], file["category"]
-    chosen = [i for i, name in enumerate(category) if any(topic in str(name) for topic in TOPICS[workload])]
+        trace = Trace(name="gpt-oss-20b", model=ModelShape.preset("gpt-oss-20b"), ids_TLK=file["ids"])
+        return Recording(trace, file["offsets"], file["category"])
+
+
+def _read_topic(workload: str) -> Trace:
+    recorded = _read_recording()
+    offsets, ids_TLK = recorded.offsets, recorded.trace.ids_TLK
+    chosen = [i for i, kind in enumerate(recorded.category) if any(topic in str(kind) for topic in TOPICS[workload])]
     order = in_turns(np.diff(offsets)[chosen], MICRO_STEPS * MICRO_STEP_TOKENS)
     ids = np.concatenate([ids_TLK[offsets[chosen[i]] : offsets[chosen[i] + 1]] for i in order])
-    return Trace(name=f"gpt-oss-20b {workload}", model=ModelShape.preset("gpt-oss-20b"), ids_TLK=ids)
+    return Trace(name=f"{recorded.trace.name} {workload}", model=recorded.trace.model, ids_TLK=ids)
 
 
 def in_turns(tokens_B: np.ndarray, least: int) -> np.ndarray:

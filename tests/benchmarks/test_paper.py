@@ -12,6 +12,7 @@ from benchmarks.paper_cases import Case, cluster_of
 from benchmarks.paper_report import page_of, write_report
 from benchmarks.results import ROOT
 from benchmarks.simulator import DealtGroups
+from benchmarks.traces import FOLDER, Trace
 from equipoise.loads.generator import generate_counts
 from equipoise.planner import plan
 from tests.sim.steps import MODEL, skewed_loads
@@ -47,6 +48,32 @@ def test_samples_come_again_in_other_orders_until_there_are_enough_tokens():
     assert sorted(once) == [0, 1, 2, 3, 4] and tokens_B[twice].sum() == 40
     assert twice[:5].tolist() == once.tolist() != twice[5:].tolist()
     assert sorted(twice[5:]) == sorted(once)
+
+
+def test_whole_samples_are_counted_and_grouped_by_kind_then_length():
+    rng = np.random.default_rng(0)
+    ids_TLK = rng.integers(0, 8, size=(20, 3, 2))
+    model = MODEL.replace(experts=8, layers=3, top_k=2)
+    offsets = np.array([0, 4, 4, 20])
+    counts_BLE = paper_cases.count_samples(Trace(name="x", model=model, ids_TLK=ids_TLK), offsets)
+    for sample, (start, stop) in enumerate([(0, 4), (4, 4), (4, 20)]):
+        for layer in range(3):
+            assert np.array_equal(
+                counts_BLE[sample, layer], np.bincount(ids_TLK[start:stop, layer].reshape(-1), minlength=8)
+            )
+    tokens_B = np.array([5, 3, 4, 1])
+    assert paper_cases.side_by_side(tokens_B, None).tolist() == [3, 1, 2, 0]
+    assert paper_cases.side_by_side(tokens_B, ["b", "a", "b", "a"]).tolist() == [3, 1, 2, 0]
+    assert paper_cases.side_by_side(tokens_B, ["a", "b", "b", "a"]).tolist() == [3, 0, 1, 2]
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the real routing traces are not beside the project (../shared/data)")
+def test_a_batch_of_whole_samples_has_the_rows_of_a_generated_one():
+    case = paper_cases.sampled_case("grouped", 16)
+    assert case.loads.load_MLRE.shape == (32, 21, 16, 128)
+    rows_L = case.loads.load_MLRE.sum(axis=(0, 2, 3))
+    assert rows_L / (1024 * 4096 * 8) == pytest.approx(1, rel=1e-4)
+    assert case.loads.load_MLRE[0].sum() == case.loads.load_MLRE.sum(axis=(1, 2, 3)).max(), "the longest runs first"
 
 
 def test_rows_are_dealt_evenly_to_the_sources_and_none_is_lost():
