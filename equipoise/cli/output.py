@@ -25,6 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.whole_file import whole_file
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, an exhausted share of it or a limit answer."""
 

@@ -6,6 +6,7 @@
 Everything is simulated; no GPU and no torch needed. With --sweep the words NAME=VALUES after it are further axes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -14,10 +15,11 @@ import typer
 
 from equipoise.cli.machine import Machine
 from equipoise.cli.options import Packing, Reading, Results
+from equipoise.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
     from equipoise.cli.simulation import Source
-    from equipoise.core import LoadMatrix, ModelShape
+    from equipoise.core import LoadMatrix, ModelShape, RouteCounts, Routes
     from equipoise.sim import StepSetting
 
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
@@ -169,10 +171,12 @@ def simulate(
         slots=compared.slots,
         history=past,
     )
-    found = run(step, compared.names, axes=axes, break_even=varied.break_even)
+    found, is_whole = run(step, compared.names, axes=axes, break_even=varied.break_even)
     name = "a generated step" if dump is None else dump.name
     text = summary(found, title=name)
     publish(found, lambda console: console.print(text, soft_wrap=True, end=""), title=name, results=results)
+    if not is_whole:
+        raise typer.Exit(INTERRUPTED)
 
 
 def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:
@@ -217,36 +221,34 @@ def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: 
     """Where the step's windows come from: generated samples, loads that are scheduled already, or a dump's samples."""
     from equipoise.cli.kinds import LOADS, npz_kind
     from equipoise.cli.simulation import Source
-    from equipoise.cli.step_loads import check_packing, count_windows, demo_counts, load_step
+    from equipoise.cli.step_loads import check_packing, count_samples, demo_counts, load_step, read_samples
 
     def at(ep: int, micro: int | None) -> Packing:
         return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
 
-    counts = demo_counts(dump, reading.model, demo=demo, samples=256)
-    if counts is not None:
-        return Source(
-            model=counts.model,
-            windows=lambda ep, micro: count_windows(counts, at(ep, micro)),
-            check=lambda ep, micro: check_packing(at(ep, micro), counts.model),
-        )
-    assert dump is not None, "refused where neither is given"
-    model, first = load_step(dump, reading, packing)
-    if model.layers != first[0].num_layers:
-        model = model.replace(layers=first[0].num_layers)
-    if npz_kind(dump) == LOADS:
-        return _scheduled(dump, model, first[0])
-    own: dict[tuple[int, int | None], tuple[LoadMatrix, ...]] = {(packing.ep, None): first}
+    samples: RouteCounts | Routes | None = demo_counts(dump, reading.model, demo=demo, samples=256)
+    if samples is None:
+        assert dump is not None, "refused where neither is given"
+        if npz_kind(dump) == LOADS:
+            return _scheduled(dump, *load_step(dump, reading, packing))
+        # Read once, for all widths of a sweep.
+        samples = read_samples(dump, reading, packing)
+    model, read = samples.model, samples
     return Source(
         model=model,
-        windows=lambda ep, micro: own.get((ep, micro)) or load_step(dump, reading, at(ep, micro))[1],
+        windows=lambda ep, micro: count_samples(read, at(ep, micro)),
         check=lambda ep, micro: check_packing(at(ep, micro), model),
     )
 
 
-def _scheduled(dump: Path, model: "ModelShape", loads: "LoadMatrix") -> "Source":
+def _scheduled(dump: Path, model: "ModelShape", windows: "Sequence[LoadMatrix]") -> "Source":
     """Loads of one window: groups of another width can be cut, and nothing can be packed anew."""
     from equipoise.cli.simulation import Source
     from equipoise.core import LoadsError, ScheduleError
+
+    (loads,) = windows
+    if model.layers != loads.num_layers:
+        model = model.replace(layers=loads.num_layers)
 
     def check(ep: int, micro: int | None) -> None:
         if micro is not None:

@@ -18,6 +18,7 @@ from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.sweep import break_even_curves, check_rows, sweep_points
 
 Axes = Mapping[str, tuple[int, ...]]
+STOPPED = "Interrupted: what had not ended beside the step, its sweep or its break-even, is left out."
 NO_CURVES = "Break-even left out: the layers and micro-steps of the last window that it looks at have no row."
 
 
@@ -43,8 +44,13 @@ class Step:
     history: LoadMatrix | None
 
 
-def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) -> Simulation:
-    """Simulate the step, and what was asked for beside it."""
+def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) -> tuple[Simulation, bool]:
+    """Simulate the step, and what was asked for beside it.
+
+    An interrupt beside the step leaves the rest out and keeps the step, which may have taken minutes.
+
+    Returns: the result, and whether it has all that was asked for
+    """
     windows = step.source.windows(step.cluster.ep, None)
     check(step, windows, axes)
     given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "setting", "options", "slots")}
@@ -52,20 +58,23 @@ def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) ->
     with progress("simulating (the first run compiles for a while)") as show:
         found = simulate(windows, policies, history=step.history, progress=show, **given)
     points: tuple[SweepPoint, ...] = ()
-    curves: tuple[BreakEvenCurve, ...] = ()
-    if axes:
-        with progress("sweeping") as show:
-            points = sweep_points(step.source.windows, axes=axes, progress=show, **given)
-    if break_even:
-        # The last window: an update, where there is one.
-        window = windows[-1].split_groups(step.cluster.ep)[0]
-        with progress("break-even") as show:
-            curves = break_even_curves(window, progress=show, **given)
-        if not curves:
-            found = replace(found, notes=(*found.notes, NO_CURVES))
-    if not points and not curves:
-        return found
-    return replace(found, sweep=Sweep(axes=dict(axes), points=points, curves=curves))
+    curves: tuple[BreakEvenCurve, ...] | None = None
+    notes, is_whole = found.notes, True
+    try:
+        if axes:
+            with progress("sweeping") as show:
+                points = sweep_points(step.source.windows, axes=axes, progress=show, **given)
+        if break_even:
+            # The last window: an update, where there is one.
+            window = windows[-1].split_groups(step.cluster.ep)[0]
+            with progress("break-even") as show:
+                curves = break_even_curves(window, progress=show, **given)
+    except KeyboardInterrupt:
+        notes, is_whole = (*notes, STOPPED), False
+    if curves == ():
+        notes = (*notes, NO_CURVES)
+    sweep = Sweep(axes=dict(axes), points=points, curves=curves or ()) if points or curves else None
+    return replace(found, notes=notes, sweep=sweep), is_whole
 
 
 def check(step: Step, windows: Sequence[LoadMatrix], axes: Axes) -> None:

@@ -116,24 +116,33 @@ def refuse_loads(dump: Path) -> None:
 
 def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
     """Return the model and the loads of every window of the step."""
-    kind = npz_kind(dump)
-    if kind == LOADS:
+    if npz_kind(dump) == LOADS:
         if packing != Packing(ep=packing.ep):
             raise ScheduleError(f"{dump} holds loads, which are scheduled already; of the options keep --ep alone")
         return find_model(reading.model, dump=dump), (LoadMatrix.load(dump),)
-    if kind == COUNTS:
+    samples = read_samples(dump, reading, packing)
+    return samples.model, count_samples(samples, packing)
+
+
+def read_samples(dump: Path, reading: Reading, packing: Packing) -> RouteCounts | Routes:
+    """The samples of a dump, which may take minutes: histograms, or the routes where samples are cut."""
+    if npz_kind(dump) == COUNTS:
         counts = load_counts(dump)
         _check_model(dump, counts.model, reading.model)
-        return counts.model, count_windows(counts, packing)
+        return counts
     check_packing(packing, find_model(reading.model, dump=dump, form=reading.form))
-    if packing.whole_samples:
-        counts = count_dump(dump, reading)
-        return counts.model, count_windows(counts, packing)
-    routes = _read(dump, reading)
-    tokens_B = np.array([sample.num_tokens for sample in routes], dtype=np.int64)
+    return count_dump(dump, reading) if packing.whole_samples else _read(dump, reading)
+
+
+def count_samples(samples: RouteCounts | Routes, packing: Packing) -> tuple[LoadMatrix, ...]:
+    """Schedule and count samples, whole or cut."""
+    if isinstance(samples, RouteCounts):
+        return count_windows(samples, packing)
+    check_packing(packing, samples.model)
+    tokens_B = np.array([sample.num_tokens for sample in samples], dtype=np.int64)
     schedules = schedule_step(packing, tokens_B, policy=TokenPolicy())
     with progress("counting") as show:
-        return routes.model, count_step(routes, schedules, ep=packing.ep, progress=show)
+        return count_step(samples, schedules, ep=packing.ep, progress=show)
 
 
 def _read(dump: Path, reading: Reading) -> Routes:

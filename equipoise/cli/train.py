@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.options import JsonFlag, ReportOption, refuse_unwritable
-from equipoise.cli.output import print_json
+from equipoise.cli.output import INTERRUPTED, print_json
 
 if TYPE_CHECKING:
     from equipoise.cli.train_view import View
     from equipoise.rl.config import TrainConfig
-
-INTERRUPTED = 130
 
 
 def train(

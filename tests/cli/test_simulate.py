@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from equipoise.cli import simulation, step_loads
 from equipoise.cli.simulate import split_words
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape, RoutesError
 from equipoise.loads import count_step, generate_routes, step_schedules
@@ -88,6 +89,32 @@ def save_loads(tmp_path):
         return path
 
     return save
+
+
+def test_a_dump_is_read_once_for_all_widths_of_a_sweep(equipoise, store, monkeypatch):
+    reads = []
+    counted = step_loads.count_dump
+    monkeypatch.setattr(step_loads, "count_dump", lambda *given: (reads.append(given), counted(*given))[1])
+    given = ("--policies", "static", "--ep", 4, "--no-break-even", "--json")
+    found = equipoise("simulate", store, *given, "--sweep", "ep=2,4,8")
+    assert [point["ep"] for point in found.document["sweep"]["points"]] == [2, 4, 8], found.err
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("part", ["sweep_points", "break_even_curves"])
+def test_an_interrupt_beside_the_step_keeps_the_step(equipoise, store, tmp_path, monkeypatch, part):
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulation, part, interrupt)
+    out = tmp_path / "sim.json"
+    found = equipoise("simulate", store, "--policies", "static", "--ep", 4, "--sweep", "slots=0", "-o", out)
+    assert found.code == 130
+    document = json.loads(out.read_text())
+    assert document["policies"][0]["seconds"]["compute"] > 0
+    assert any(note.startswith("Interrupted:") for note in document["notes"])
+    assert (document["sweep"] is None) == (part == "sweep_points")
+    assert "Interrupted:" in found.out
 
 
 def test_a_sweep_has_the_slots_of_the_step_unless_it_sweeps_them(equipoise, save_loads):
