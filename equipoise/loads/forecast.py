@@ -66,6 +66,8 @@ class MemoryForecast:
     """Most rows each rank receives at once."""
     bytes_R: tuple[int, ...]
     """Most bytes each rank needs at once."""
+    activations: Activations
+    """What the bytes count of the activations between forward and backward."""
     limit_bytes: int | None
     """None where no limit was given."""
     fixes: tuple[Fix, ...]
@@ -85,6 +87,7 @@ class MemoryForecast:
             "place": self.place._asdict(),
             "rank_peak_rows": list(self.rows_R),
             "rank_peak_bytes": list(self.bytes_R),
+            "activations": self.activations,
             "limit_bytes": self.limit_bytes,
             "fits": self.fits,
             "fixes": [{"name": f.name, "words": f.words, "peak_bytes": f.peak_bytes} for f in self.fixes],
@@ -126,6 +129,7 @@ def forecast_memory(
         place=Place(worst, windows[worst].stage, m, layer if numbers is None else int(numbers[layer]), rank),
         rows_R=tuple(np.max([r.max(axis=(0, 1)) for r in rows], axis=0).tolist()),
         bytes_R=tuple(np.max([n.max(axis=(0, 1)) for n in needs], axis=0).tolist()),
+        activations=activations,
         limit_bytes=limit,
         fixes=fixes,
     )

@@ -5,7 +5,7 @@ Chooses what is said and drawn. Takes every figure from the document; adds up no
 
 from typing import Any
 
-from equipoise.report.byte_charts import memory
+from equipoise.report.byte_charts import activations_words, memory
 from equipoise.report.load_charts import skew_by_layer, skew_by_width, skew_over_micro_steps
 from equipoise.report.page import Chart, Figure, Missing, Page
 from equipoise.report.time_charts import cost_parts
@@ -172,5 +172,6 @@ def _memory(document: Document) -> Chart:
         {"before": {"received rows": held["rank_peak_bytes"]}},
         limit_bytes=limit,
         caption=f"Rank {place['rank']} needs {num_bytes(held['peak_bytes'])} for {plural(held['peak_rows'], 'row')} in "
-        f"{place['stage']} micro-step {place['micro_step']}, layer {place['layer']}. {verdict}",
+        f"{place['stage']} micro-step {place['micro_step']}, layer {place['layer']}. "
+        f"{activations_words(held['activations'])} {verdict}",
     )

@@ -76,6 +76,13 @@ def memory(views: Mapping[str, RankBytes], *, limit_bytes: int | None, caption: 
     )
 
 
+def activations_words(activations: str) -> str:
+    """Which activations of experts the received rows count, `kept` or `recomputed`."""
+    if activations == "kept":
+        return "Activations of experts are kept for the backward pass, so an update holds those of all its layers."
+    return "Activations of experts are recomputed in the backward pass, so a rank holds one layer's at a time."
+
+
 def _memory_layout(views: Mapping[str, RankBytes], limit_bytes: int | None) -> dict[str, Any]:
     layout = frame(height=320, x="rank", y="GiB", hover="x unified") | {"barmode": "stack", "bargap": 0.15}
     layout["xaxis"] |= {"type": "category", "nticks": 32}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.report.byte_charts import memory, traffic
+from equipoise.report.byte_charts import activations_words, memory, traffic
 from equipoise.report.load_charts import expert_heat_map, layer_heat_map, rank_heat_map, skew_over_micro_steps
 from equipoise.report.page import Chart, Listing, Table
 from equipoise.report.sweep_charts import break_even, sweep
@@ -233,16 +233,10 @@ def _memory(document: Document, views: dict[str, Policy]) -> Chart:
             for view, m in held.items()
         },
         limit_bytes=limit or None,
-        caption=f"What expert parallelism takes of a rank at worst: {words}. {_activations(document)} Attention, "
-        f"optimizer and the rest are not counted.{_stages_counted(document)}",
+        caption=f"What expert parallelism takes of a rank at worst: {words}. "
+        f"{activations_words(document['setting']['activations'])} Attention, optimizer and the rest are not counted."
+        f"{_stages_counted(document)}",
     )
-
-
-def _activations(document: Document) -> str:
-    """Which activations of experts the received rows count: setting `activations`."""
-    if document["setting"]["activations"] == "kept":
-        return "Activations of experts are kept for the backward pass, so an update holds those of all its layers."
-    return "Activations of experts are recomputed in the backward pass, so a rank holds one layer's at a time."
 
 
 def _sweep(found: Document) -> Iterator[Chart]:
