@@ -5,8 +5,8 @@ expert to its holders, and `even_out` deals those from other nodes anew, all spl
 first, or in proportion where copies stay for a window. `busiest` finds the links that all wait for.
 
 What crosses nodes is every row, straight to the rank that computes it; or, where engines send a token once per node, a
-token goes to the rank with its source's place in that node, which hands its rows on inside (DeepEP, and our own
-`runtime.relay`). How many tokens of a source have rows in a node is then taken by chance (`tokens_to`).
+token goes to the rank with its source's place in that node, which hands it on to every rank there that computes rows of
+it, once to each (DeepEP). How many tokens have rows in a node, or at a rank, is then taken by chance (`tokens_to`).
 
 Integers only. Knows rows, ranks and nodes. Does not know seconds.
 
@@ -193,9 +193,9 @@ def busiest(
 def _busiest_by_relay(
     link_R4: np.ndarray, to_RN: np.ndarray, row_R: np.ndarray, nodes: Nodes, keep_permille_N: np.ndarray, top_k: int
 ) -> Busiest:
-    """Tokens cross to the rank that has their source's place in each node; it hands all their rows on inside."""
+    """Tokens cross to the rank that has their source's place in each node; it hands them on, once to each rank."""
     _, by_node_R, start_N = nodes
-    # Tokens sent and received across, and rows handed on.
+    # Tokens sent and received across, and rows to be handed on.
     relay_R3 = np.zeros((len(link_R4), 3), dtype=np.int64)
     for home in range(len(start_N) - 1):
         for place in range(start_N[home + 1] - start_N[home]):
@@ -209,10 +209,20 @@ def _busiest_by_relay(
                     relay_R3[relay, 1] += tokens
                     relay_R3[relay, 2] += rows
     inside, all_inside = np.int64(0), np.int64(0)
-    for r in range(len(link_R4)):
-        sent = link_R4[r, SENT_INSIDE] + relay_R3[r, 2]
-        inside = max(inside, max(sent, link_R4[r, RECEIVED_INSIDE] + link_R4[r, RECEIVED_ACROSS]))
-        all_inside += sent
+    for node in range(len(start_N) - 1):
+        here = by_node_R[start_N[node] : start_N[node + 1]]
+        rows, tokens = np.int64(0), np.int64(0)
+        for r in here:
+            arrived = link_R4[r, RECEIVED_INSIDE] + link_R4[r, RECEIVED_ACROSS]
+            came = tokens_to(arrived, row_R.sum(), top_k)
+            inside = max(inside, came)
+            rows += arrived
+            tokens += came
+        # As many rows leave the ranks of the node as arrive at them, and make as many tokens; in 2^-20.
+        share = (tokens << 20) // max(np.int64(1), rows)
+        for r in here:
+            inside = max(inside, (link_R4[r, SENT_INSIDE] + relay_R3[r, 2]) * share >> 20)
+        all_inside += tokens
     across = max(relay_R3[:, 0].max(), relay_R3[:, 1].max())
     return Busiest(int(inside), across, int(all_inside), int(relay_R3[:, 0].sum()))
 

@@ -89,7 +89,7 @@ class Tables(NamedTuple):
     prefers_host: int
     """1 where pulls take the host path as long as it fits in the window."""
     forwards: int
-    """1 where a token crosses to each node once and is handed on there, row by row; 0 where every row crosses."""
+    """1 where a token crosses to each node once and is handed on there to its ranks; 0 where every row crosses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

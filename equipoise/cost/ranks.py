@@ -17,7 +17,7 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.kernels import compute_ns, settle
-from equipoise.cost.links import Holders, busiest, home_nodes, nodes_of, tokens_to, traffic
+from equipoise.cost.links import Busiest, Holders, busiest, home_nodes, nodes_of, traffic
 from equipoise.cost.model import CostModel, Tables
 
 
@@ -73,36 +73,34 @@ def level_rows(load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards
     ranks = load_MRE.shape[1]
     row_MR, busy_M1 = load_MRE.sum(axis=2), level_slots(load_MRE.sum(axis=1), ranks)[:, None]
     mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
-    inside_MR, across_MR = level_links(row_MR, node_R, top_k, forwards)
+    links_M = level_links(row_MR, node_R, top_k, forwards)
     return RankRows(
         rows_MR=np.broadcast_to(mean_M1, row_MR.shape).copy(),
         busy_MR=np.broadcast_to(busy_M1, row_MR.shape).copy(),
-        inside_M=inside_MR.max(axis=1),
-        across_M=across_MR.max(axis=1),
+        inside_M=np.array([links.inside for links in links_M]),
+        across_M=np.array([links.across for links in links_M]),
     )
 
 
-@compiled
-def level_links(row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool) -> tuple[np.ndarray, np.ndarray]:
-    """([M, R] rows each source sends inside its node, [M, R] rows or tokens across) if it sends everyone the same.
-
-    `forwards`: a mean rank's rows from other nodes are handed on inside, too.
-    """
-    ranks, ranks_N = len(node_R), np.bincount(node_R)
-    inside_MR, across_MR = np.zeros_like(row_MR), np.zeros_like(row_MR)
-    for m in range(len(row_MR)):
-        mean = row_MR[m].sum() // ranks
-        for r in range(ranks):
-            row, near = row_MR[m, r], ranks_N[node_R[r]]
-            inside_MR[m, r] = row * (near - 1) // ranks
-            if not forwards:
-                across_MR[m, r] = row * (ranks - near) // ranks
-                continue
-            inside_MR[m, r] += mean * (ranks - near) // ranks
-            for node in range(len(ranks_N)):
-                if node != node_R[r]:
-                    across_MR[m, r] += tokens_to(row * ranks_N[node] // ranks, row, top_k)
-    return inside_MR, across_MR
+def level_links(row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool) -> list[Busiest]:
+    """The busiest links of each micro-step if every source sends everyone the same."""
+    ranks, ranks_N, nodes = len(node_R), np.bincount(node_R), nodes_of(node_R)
+    near_R, keep_N = ranks_N[node_R], np.full(len(ranks_N), 1000)
+    found = []
+    for row_R in row_MR:
+        node_N = np.bincount(node_R, weights=row_R).astype(np.int64)
+        link_R4 = np.stack(
+            [
+                row_R * (near_R - 1) // ranks,
+                (node_N[node_R] - row_R) // ranks,
+                row_R * (ranks - near_R) // ranks,
+                (row_R.sum() - node_N[node_R]) // ranks,
+            ],
+            axis=1,
+        )
+        to_RN = row_R[:, None] * ranks_N // ranks if forwards else np.zeros((0, len(ranks_N)), dtype=np.int64)
+        found.append(busiest(link_R4, to_RN, np.ascontiguousarray(row_R), nodes, keep_N, top_k))
+    return found
 
 
 def level_slots(load_XE: np.ndarray, ranks: int) -> np.ndarray:

@@ -64,19 +64,25 @@ def exchange(
     inside_RR = split_RER.sum(axis=1) * (same_RR & ~np.eye(len(node_R), dtype=np.bool_))
     across_RR = split_RER.sum(axis=1) * ~same_RR
     if tables.forwards:
-        # A token crosses once to each node, to its source's relay there, which hands its rows on.
+        # A token crosses once to each node, to its source's relay there, which hands it on once to each rank.
         row_R = split_RER.sum(axis=(1, 2))
         tokens_RR, handed_RR = by_relay(across_RR, row_R, node_R, keep_permille_N, tables.top_k)
-        inside_RR += handed_RR
-        sent_R, received_R = tokens_RR.sum(axis=1), tokens_RR.sum(axis=0)
-        arrived_R = split_RER.sum(axis=(0, 1)) - np.diag(split_RER.sum(axis=1))
+        received_R, sent_R = tokens_RR.sum(axis=0), tokens_RR.sum(axis=1)
+        moved_RR = inside_RR + handed_RR
+        rows_R, left_R = moved_RR.sum(axis=0), moved_RR.sum(axis=1)
+        arrived_R = np.array([tokens_to(int(rows), int(row_R.sum()), tables.top_k) for rows in rows_R])
+        for node in range(node_R.max() + 1):
+            here_R = node_R == node
+            left_R[here_R] = (
+                left_R[here_R] * ((int(arrived_R[here_R].sum()) << 20) // max(1, rows_R[here_R].sum())) >> 20
+            )
     else:
         # A rank receives what its node keeps, and what it sends is thinned by the mean of all nodes.
         sent_R = across_RR.sum(axis=1) * (keep_permille_N.sum() // len(keep_permille_N)) // 1000
         received_R = across_RR.sum(axis=0) * keep_permille_N[node_R] // 1000
-        arrived_R = inside_RR.sum(axis=0)
-    line[INSIDE], line[ACROSS] = inside_RR.sum(), received_R.sum()
-    inside, across = max(arrived_R.max(), inside_RR.sum(axis=1).max()), max(sent_R.max(), received_R.max())
+        arrived_R, left_R = inside_RR.sum(axis=0), inside_RR.sum(axis=1)
+    line[INSIDE], line[ACROSS] = arrived_R.sum(), received_R.sum()
+    inside, across = max(arrived_R.max(), left_R.max()), max(sent_R.max(), received_R.max())
     busiest_ps = max(inside * tables.inside_ps, across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
 

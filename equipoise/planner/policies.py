@@ -163,11 +163,10 @@ def _price_uniform(task: Task) -> np.ndarray:
     slots_ML = level_slots(task.loads.total_MLE(), ranks)
     row_MLR = task.loads.load_MLRE.sum(axis=3)
     flat = row_MLR.reshape(-1, ranks), task.cluster.node_array_R, task.model.top_k, cost.sends == "tokens"
-    inside_MLR, across_MLR = (links_MR.reshape(row_MLR.shape) for links_MR in level_links(*flat))
     line_MLC = np.zeros((*row_MLR.shape[:2], COLUMNS), dtype=np.int64)
-    for at in np.ndindex(*row_MLR.shape[:2]):
+    for at, links in zip(np.ndindex(*row_MLR.shape[:2]), level_links(*flat), strict=True):
         mean = -(-int(row_MLR[at].sum()) // ranks)
         line_MLC[at][COMPUTE] = interpolate(cost.rows_X, ns_SX[slots_ML[at]], mean)
-        line_MLC[at][EXCHANGE] = cost.exchange_ns(int(inside_MLR[at].max()), int(across_MLR[at].max()))
-    line_MLC[..., INSIDE], line_MLC[..., ACROSS] = inside_MLR.sum(axis=2), across_MLR.sum(axis=2)
+        line_MLC[at][EXCHANGE] = cost.exchange_ns(links.inside, links.across)
+        line_MLC[at][[INSIDE, ACROSS]] = links.all_inside, links.all_across
     return line_MLC
