@@ -23,7 +23,10 @@ MAX_RANKS = 65536
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json. Our own files name theirs."),
+    typer.Option(
+        "--model",
+        help="Model preset such as qwen3-30b-a3b, or a HF config.json. Stores and counts name theirs, loads do not.",
+    ),
 ]
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="Form of the dump, see `equipoise formats`; by content if left out.")

@@ -50,6 +50,11 @@ def print_json(document: dict[str, Any]) -> None:
     typer.echo(json.dumps(document, allow_nan=False))
 
 
+def remark(words: str) -> None:
+    """Say on standard error, in one line, what a user should know and what is no part of the result."""
+    typer.echo(f"equipoise: {words}", err=True)
+
+
 def write_json(document: Any, path: Path, *, indent: int | None = None) -> None:
     """Write one JSON document to a file, or raise saying why not."""
     with whole_file(path) as draft:

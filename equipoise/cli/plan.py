@@ -103,13 +103,14 @@ def plan(
 ) -> None:
     """Plan one window."""
     from equipoise.cli.plan_view import document, show
+    from equipoise.cli.step_loads import model_of_loads
     from equipoise.core import LoadMatrix
 
     refuse_existing(out, force=force, read=(loads, planning.history))
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
     hardware = machine.describe(ep=window.num_ranks, nodes=nodes)
-    shape = _stand_in(window) if model is None else find_model(model)
+    shape = _stand_in(window) if model is None else model_of_loads(find_model(model), window, dump=loads)
     made = planning.run(window, cluster=hardware, model=shape)
     explanation = None if entry is None else made.explain(*entry)
     if out is not None:

@@ -247,8 +247,6 @@ def _scheduled(dump: Path, model: "ModelShape", windows: "Sequence[LoadMatrix]")
     from equipoise.core import LoadsError, ScheduleError
 
     (loads,) = windows
-    if model.layers != loads.num_layers:
-        model = model.replace(layers=loads.num_layers)
 
     def check(ep: int, micro: int | None) -> None:
         if micro is not None:

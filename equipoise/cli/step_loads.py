@@ -14,11 +14,12 @@ import numpy as np
 
 from equipoise.cli.kinds import COUNTS, LOADS, npz_kind
 from equipoise.cli.options import Packing, Reading, count_dump, find_model
-from equipoise.cli.output import progress
+from equipoise.cli.output import progress, remark
 from equipoise.core import (
     Cluster,
     InfeasiblePlanError,
     LoadMatrix,
+    LoadsError,
     ModelShape,
     RouteCounts,
     Routes,
@@ -38,6 +39,7 @@ from equipoise.loads import (
     slice_sequence,
     step_schedules,
 )
+from equipoise.report.words import plural
 
 DEMO_MODEL = "qwen3-30b-a3b"
 """Shape of the generated step of `--demo`."""
@@ -119,9 +121,37 @@ def load_step(dump: Path, reading: Reading, packing: Packing) -> tuple[ModelShap
     if npz_kind(dump) == LOADS:
         if packing != Packing(ep=packing.ep):
             raise ScheduleError(f"{dump} holds loads, which are scheduled already; of the options keep --ep alone")
-        return find_model(reading.model, dump=dump), (LoadMatrix.load(dump),)
+        named, loads = find_model(reading.model, dump=dump), LoadMatrix.load(dump)
+        return model_of_loads(named, loads, dump=dump), (loads,)
     samples = read_samples(dump, reading, packing)
     return samples.model, count_samples(samples, packing)
+
+
+def model_of_loads(named: ModelShape, loads: LoadMatrix, *, dump: Path) -> ModelShape:
+    """The named model with the layers of the loads, which do not say whose they are; raise if they cannot be its.
+
+    Loads of fewer layers may be a pipeline stage's, or another model's whose experts are as many: that is remarked on.
+    """
+    numbers = () if loads.layer_numbers_L is None else loads.layer_numbers_L.tolist()
+    is_within = loads.num_layers <= named.layers and set(numbers) <= set(named.layer_numbers)
+    if loads.num_experts != named.experts or not is_within:
+        raise LoadsError(
+            f"{dump}: loads have {loads.num_layers} layers of {loads.num_experts} experts, {named.name!r} has "
+            f"{named.layers} of {named.experts}{_strangers(numbers, named)}; name the model whose routes were counted: "
+            "--model with a preset or a HF config.json"
+        )
+    if loads.num_layers == named.layers:
+        return named
+    remark(
+        f"{dump} has loads of {plural(loads.num_layers, 'MoE layer')}, {named.name} has {named.layers}: experts are "
+        "priced as that model's, layers are those of the loads"
+    )
+    return named.replace(layers=loads.num_layers)
+
+
+def _strangers(numbers: Sequence[int], named: ModelShape) -> str:
+    found = sorted(set(numbers) - set(named.layer_numbers))
+    return f" and no MoE layer {found[0]}" if found else ""
 
 
 def read_samples(dump: Path, reading: Reading, packing: Packing) -> RouteCounts | Routes:

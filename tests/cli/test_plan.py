@@ -142,6 +142,29 @@ def test_mistakes_are_one_line_and_exit_code_2(equipoise, loads_file, arguments,
     assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", ["plan", "analyze", "simulate"])
+def test_loads_are_taken_as_a_named_models_only_where_they_can_be(equipoise, tmp_path, verb):
+    def save(layers, experts, numbers=None):
+        load = np.full((1, layers, 8, experts), 100)
+        eq.LoadMatrix(load, layer_numbers_L=numbers).save(tmp_path / "loads.npz")
+        options = {"simulate": ("--ep", 8, "--policies", "static", "--no-break-even")}.get(verb, ())
+        return equipoise(verb, tmp_path / "loads.npz", "--model", "olmoe", *options)
+
+    whole, part = save(16, 64), save(4, 64, np.arange(8, 12))
+    assert (whole.code, whole.err) == (0, "")
+    assert part.code == 0
+    assert "loads.npz has loads of 4 MoE layers, olmoe has 16: experts are priced as that model's" in part.err
+    assert part.err.count("\n") == 1
+    for given, words in (
+        ((16, 128), "loads have 16 layers of 128 experts, 'olmoe' has 16 of 64; name the model"),
+        ((17, 64), "loads have 17 layers of 64 experts, 'olmoe' has 16 of 64; name the model"),
+        ((2, 64, np.array([0, 40])), "'olmoe' has 16 of 64 and no MoE layer 40; name the model"),
+    ):
+        refused = save(*given)
+        assert (refused.code, refused.out) == (2, "")
+        assert words in refused.err and "--model" in refused.err
+
+
 def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_file, tmp_path):
     taken = tmp_path / "plan.npz"
     taken.write_text("precious")
