@@ -18,7 +18,10 @@ def count(
     out: Annotated[Path, typer.Option("-o", "--out", help="The histograms to write, for example counts.npz.")],
     *,
     reading: Reading,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Also count which experts are chosen together.")] = False,
+    pairs: Annotated[
+        bool,
+        typer.Option("--pairs", help="Also count which experts are chosen together: for `equipoise plan --pairs`."),
+    ] = False,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -3,6 +3,7 @@
 equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --nodes 4 --ranks-per-node 8 --slots 1 -o plan.npz
 equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --explain 3,17
 equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
+equipoise plan loads.npz --model qwen3-30b-a3b --sends tokens --pairs counts.npz
 
 Loads are made by `equipoise loads`. They do not say how large an expert is: without --model they are priced with
 experts of qwen3-30b-a3b's size, and the answer says so. A plan that saves nothing is a normal answer, said in words,
@@ -53,11 +54,18 @@ class Planning:
     history: Annotated[Path | None, typer.Option(help="Loads of the window before, for the policy eplb-history.")] = (
         None
     )
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Counts that `equipoise count --pairs` made: tokens that reach a node for several of its experts, for "
+            "--sends tokens."
+        ),
+    ] = None
 
     def run(self, window: "LoadMatrix", *, cluster: "Cluster", model: "ModelShape") -> "Plan":
         """Plan the window, once everything that was asked for has been found to make sense."""
         from equipoise.cli.slots import check_slots
-        from equipoise.cli.step_loads import read_history
+        from equipoise.cli.step_loads import read_history, read_pairs
         from equipoise.core import InfeasiblePlanError
         from equipoise.planner import PlanOptions
         from equipoise.planner import plan as plan_window
@@ -66,6 +74,7 @@ class Planning:
             raise InfeasiblePlanError(
                 "--policy eplb-history places experts by an earlier window's loads; add --history with their .npz file"
             )
+        self._refuse_void_pairs()
         check_slots(self.slots, cluster=cluster, model=model)
         return plan_window(
             window,
@@ -76,7 +85,23 @@ class Planning:
             objective=self.objective,
             options=PlanOptions(cross_node=self.cross_node, sends=self.sends),
             history=read_history(self.history, [self.policy]),
+            pair_LEE=None if self.pairs is None else read_pairs(self.pairs, window),
         )
+
+    def _refuse_void_pairs(self) -> None:
+        """Raise where pairs would change nothing: every row crosses, or the policy does not look at them."""
+        from equipoise.core import InfeasiblePlanError
+
+        if self.pairs is None:
+            return
+        for name, wanted, why in (
+            ("sends", "tokens", "they say how often one sending of a token serves several experts"),
+            ("policy", "equipoise", "no other policy looks at them"),
+        ):
+            if getattr(self, name) != wanted:
+                raise InfeasiblePlanError(
+                    f"--pairs {self.pairs} needs --{name} {wanted}: {why}; add that, or leave --pairs out"
+                )
 
 
 def plan(
@@ -106,7 +131,7 @@ def plan(
     from equipoise.cli.step_loads import model_of_loads
     from equipoise.core import LoadMatrix
 
-    refuse_existing(out, force=force, read=(loads, planning.history))
+    refuse_existing(out, force=force, read=(loads, planning.history, planning.pairs))
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _entry(explain)
     hardware = machine.describe(ep=window.num_ranks, nodes=nodes)
@@ -119,13 +144,13 @@ def plan(
     if model is None:
         console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=True)
     if explanation is None:
-        show(made, console, source=loads.name)
+        show(made, console, source=loads.name, pairs=planning.pairs)
     else:
         console.print(str(explanation), soft_wrap=True)
     if out is not None:
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
-        print_json(document(made, explanation, out))
+        print_json(document(made, explanation, out=out, pairs=planning.pairs))
 
 
 def _stand_in(window: "LoadMatrix") -> "ModelShape":

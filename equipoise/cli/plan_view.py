@@ -38,7 +38,7 @@ PATHS = {
 }
 
 
-def document(plan: Plan, explanation: Explanation | None, out: Path | None) -> dict[str, Any]:
+def document(plan: Plan, explanation: Explanation | None, *, out: Path | None, pairs: Path | None) -> dict[str, Any]:
     """Everything that is shown, as plain JSON content."""
     before, after = _skews(plan)
     content: dict[str, Any] = {
@@ -57,6 +57,7 @@ def document(plan: Plan, explanation: Explanation | None, out: Path | None) -> d
         "displaced": int(plan.displaced_LE.sum()),
         "replicas": len(plan.replica_table),
         "estimated_share": plan.estimated_share,
+        "pairs": None if pairs is None else str(pairs),
         "digest": plan.digest(),
         "out": None if out is None else str(out),
     }
@@ -84,14 +85,16 @@ def slot_bytes(plan: Plan) -> int:
     return plan.slots * each * buffers
 
 
-def show(plan: Plan, console: Console, *, source: str) -> None:
-    """Print the summary of a plan for what `source` names."""
+def show(plan: Plan, console: Console, *, source: str, pairs: Path | None) -> None:
+    """Print the summary of a plan for what `source` names, made with the `pairs` of a counts file or without any."""
     cluster, loads = plan.cluster, plan.loads
     console.print(Text(f"{source}: {plan.model.name} on {cluster.name}, {plan.policy}, by {plan.objective}", "bold"))
     console.print(
         f"{plural(cluster.ep, 'rank')} on {plural(cluster.num_ep_nodes, 'node')}, "
         f"{plural(loads.num_micro_steps, 'micro-step')} of {plural(loads.num_layers, 'layer')}, {loads.stage}"
     )
+    if pairs is not None:
+        console.print(f"what crosses nodes is thinned by the pairs of {pairs}", soft_wrap=True)
     console.print(_answer(plan))
     console.print(_figures("Predicted milliseconds", asdict(plan.seconds), PARTS, scale=1e3, total=plan.seconds.total))
     console.print(_figures("Moved MiB, all ranks", asdict(plan.bytes), PATHS, scale=1 / MIB, total=plan.bytes.total))

@@ -221,3 +221,19 @@ def read_history(path: Path | None, policies: Sequence[str]) -> LoadMatrix | Non
             f"--history {path} is for the policy eplb-history, which was not asked for; add it, or leave --history out"
         )
     return LoadMatrix.load(path)
+
+
+def read_pairs(path: Path, loads: LoadMatrix) -> np.ndarray:
+    """[L, E, E] tokens that chose both experts, of a counts file, in the layers of the loads."""
+    counts = load_counts(path)
+    if counts.pair_LEE is None:
+        raise RoutesError(f"{path} holds no pairs; count the dump anew: equipoise count DUMP --pairs -o {path}")
+    numbers = counts.layer_numbers if loads.layer_numbers_L is None else loads.layer_numbers_L.tolist()
+    missing = sorted(set(numbers) - set(counts.layer_numbers))
+    if missing or len(numbers) != loads.num_layers or counts.model.experts != loads.num_experts:
+        raise RoutesError(
+            f"{path} holds pairs of {len(counts.layer_numbers)} layers of {counts.model.experts} experts of "
+            f"{counts.model.name!r}, the loads have {loads.num_layers} of {loads.num_experts}; give the counts that the "
+            "loads were made of"
+        )
+    return counts.pair_LEE[[counts.layer_numbers.index(number) for number in numbers]]

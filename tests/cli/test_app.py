@@ -38,6 +38,7 @@ FLAGS = {
         "--cross-node",
         "--sends",
         "--history",
+        "--pairs",
         "--explain",
     },
     "simulate": {
@@ -58,6 +59,7 @@ FLAGS = {
         "--planning-s",
         "--timeline-layers",
         "--shown-window",
+        "--shown-group",
         "--shown-micro-step",
     },
     "generate": {*FILE, "--model", "--samples", "--tokens", "--length-sigma", "--domains", "--seed", "--step"},

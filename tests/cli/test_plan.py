@@ -4,9 +4,18 @@ import numpy as np
 import pytest
 
 import equipoise as eq
+from equipoise.cli.step_loads import read_pairs
 from equipoise.core.explain import explain
 from equipoise.cost.model import replica_bytes
-from equipoise.loads import count_loads, generate_routes, slice_context, step_schedules
+from equipoise.loads import (
+    count_loads,
+    count_routes,
+    generate_routes,
+    load_counts,
+    save_counts,
+    slice_context,
+    step_schedules,
+)
 from equipoise.routes import write_routes
 
 MODEL = eq.ModelShape.preset("olmoe", layers=2)
@@ -163,6 +172,57 @@ def test_loads_are_taken_as_a_named_models_only_where_they_can_be(equipoise, tmp
         refused = save(*given)
         assert (refused.code, refused.out) == (2, "")
         assert words in refused.err and "--model" in refused.err
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """Counts with pairs, and loads of them on 8 ranks."""
+    routes = generate_routes(eq.ModelShape.preset("olmoe"), samples=16, mean_tokens=300, seed=3)
+    save_counts(count_routes(routes, pairs=True), tmp_path / "counts.npz")
+    save_counts(count_routes(routes), tmp_path / "bare.npz")
+    tokens_B = np.array([sample.num_tokens for sample in routes])
+    (window,) = step_schedules(tokens_B, ranks=8, samples_per_micro_step=1, recompute=False)
+    count_loads(routes, window).save(tmp_path / "loads.npz")
+    return tmp_path
+
+
+def test_pairs_of_a_counts_file_go_to_the_planner_and_are_named(equipoise, counted):
+    given = ("plan", counted / "loads.npz", *ARGUMENTS, "--sends", "tokens")
+    found = equipoise(*given, "--pairs", counted / "counts.npz", "--json").document
+    wanted = eq.plan(
+        eq.LoadMatrix.load(counted / "loads.npz"),
+        cluster=eq.Cluster.preset("h200", nodes=2, ranks_per_node=4),
+        model=eq.ModelShape.preset("olmoe"),
+        options=eq.PlanOptions(sends="tokens"),
+        pair_LEE=load_counts(counted / "counts.npz").pair_LEE,
+    )
+    blind = equipoise(*given, "--json").document
+    assert found["digest"] == wanted.digest() != blind["digest"]
+    assert (found["pairs"], blind["pairs"]) == (str(counted / "counts.npz"), None)
+    assert "the pairs of" in equipoise(*given, "--pairs", counted / "counts.npz").out
+
+
+def test_pairs_of_the_loads_own_layers_are_taken(counted):
+    counts = load_counts(counted / "counts.npz")
+    part = eq.LoadMatrix(np.ones((1, 2, 8, 64), dtype=np.int64), layer_numbers_L=np.array([3, 9]))
+    assert np.array_equal(read_pairs(counted / "counts.npz", part), counts.pair_LEE[[3, 9]])
+    other = eq.LoadMatrix(np.ones((1, 2, 8, 64), dtype=np.int64), layer_numbers_L=np.array([3, 16]))
+    with pytest.raises(eq.RoutesError, match="pairs of 16 layers of 64 experts of 'olmoe', the loads have 2 of 64"):
+        read_pairs(counted / "counts.npz", other)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("bare.npz", ("--sends", "tokens"), "bare.npz holds no pairs; count the dump anew: equipoise count"),
+        ("counts.npz", (), "needs --sends tokens"),
+        ("counts.npz", ("--sends", "tokens", "--policy", "lplb"), "needs --policy equipoise"),
+    ],
+)
+def test_pairs_that_change_nothing_are_refused(equipoise, counted, name, options, words):
+    outcome = equipoise("plan", counted / "loads.npz", *ARGUMENTS, "--pairs", counted / name, *options)
+    assert outcome.code == 2
+    assert words in outcome.err
 
 
 def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_file, tmp_path):
