@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import typer
 
 from equipoise.cli.machine import Machine
-from equipoise.cli.options import Packing, Reading, Results
+from equipoise.cli.options import ActivationsOption, Packing, Reading, Results
 from equipoise.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ class Setting:
 
     SECTION: ClassVar[str] = "The step"
     pipeline_stages: Annotated[int, typer.Option(help="Pipeline stages, one forward, one backward.")] = 1
-    repeat_forward: Annotated[
-        bool, typer.Option("--repeat-forward", help="Activations are recomputed in the backward pass.")
-    ] = False
+    activations: ActivationsOption = "kept"
     sends: Annotated[
         Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
     ] = "rows"
@@ -63,12 +61,12 @@ class Setting:
 
         return StepSetting(
             pipeline_stages=self.pipeline_stages,
-            activations="recomputed" if self.repeat_forward else "kept",
+            activations=self.activations,
             sends=self.sends,
             rollout_s=self.rollout_s,
             other_s=self.other_s,
             planning_s=self.planning_s,
-            shown=Shown(window=drawn.shown_window, micro_step=drawn.shown_micro_step),
+            shown=Shown(window=drawn.shown_window, micro_step=drawn.shown_micro_step, group=drawn.shown_group),
             timeline_layers=drawn.timeline_layers,
         )
 
@@ -110,13 +108,18 @@ class Drawn:
     shown_micro_step: Annotated[
         int, typer.Option(help="Micro-step whose timeline and bytes between ranks are shown, counted from 0.")
     ] = 0
+    shown_group: Annotated[
+        int | None,
+        typer.Option(help="Of several EP groups, the one that is shown, counted from 0.  [default: the fullest]"),
+    ] = None
 
     def __post_init__(self) -> None:
         from equipoise.core import InfeasiblePlanError
         from equipoise.core.value import require_int
 
-        for name in ("timeline_layers", "shown_window", "shown_micro_step"):
-            require_int(f"--{name.replace('_', '-')}", getattr(self, name), low=0, error=InfeasiblePlanError)
+        for name in ("timeline_layers", "shown_window", "shown_micro_step", "shown_group"):
+            if getattr(self, name) is not None:
+                require_int(f"--{name.replace('_', '-')}", getattr(self, name), low=0, error=InfeasiblePlanError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +241,7 @@ def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: 
         model=model,
         windows=lambda ep, micro: count_samples(read, at(ep, micro)),
         check=lambda ep, micro: check_packing(at(ep, micro), model),
+        pair_LEE=getattr(samples, "pair_LEE", None),
     )
 
 

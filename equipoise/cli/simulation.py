@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from equipoise.cli.output import progress
 from equipoise.cli.slots import check_slots
 from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape
@@ -19,6 +21,7 @@ from equipoise.sim.sweep import break_even_curves, check_rows, sweep_points
 
 Axes = Mapping[str, tuple[int, ...]]
 STOPPED = "Interrupted: what had not ended beside the step, its sweep or its break-even, is left out."
+NO_PLANNING = "Break-even leaves the time of planning out, which its windows of other sizes would not take."
 NO_CURVES = "Break-even left out: the layers and micro-steps of the last window that it looks at have no row."
 
 
@@ -30,6 +33,8 @@ class Source:
     windows: Callable[[int, int | None], Sequence[LoadMatrix]]
     check: Callable[[int, int | None], None]
     """Raises, in no time, where there are no such windows."""
+    pair_LEE: np.ndarray | None = None
+    """[L, E, E] tokens that chose both experts, where they were counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) ->
     windows = step.source.windows(step.cluster.ep, None)
     check(step, windows, axes)
     given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "setting", "options", "slots")}
-    given["model"] = step.source.model
+    given |= {"model": step.source.model, "pair_LEE": step.source.pair_LEE}
     with progress("simulating (the first run compiles for a while)") as show:
         found = simulate(windows, policies, history=step.history, progress=show, **given)
     points: tuple[SweepPoint, ...] = ()
@@ -66,13 +71,15 @@ def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) ->
                 points = sweep_points(step.source.windows, axes=axes, progress=show, **given)
         if break_even:
             # The last window: an update, where there is one.
-            window = windows[-1].split_groups(step.cluster.ep)[0]
+            window = windows[-1].split_groups(step.cluster.ep)[found.shown.group or 0]
             with progress("break-even") as show:
                 curves = break_even_curves(window, progress=show, **given)
     except KeyboardInterrupt:
         notes, is_whole = (*notes, STOPPED), False
     if curves == ():
         notes = (*notes, NO_CURVES)
+    if curves and step.setting.planning_s:
+        notes = (*notes, NO_PLANNING)
     sweep = Sweep(axes=dict(axes), points=points, curves=curves or ()) if points or curves else None
     return replace(found, notes=notes, sweep=sweep), is_whole
 
@@ -83,6 +90,9 @@ def check(step: Step, windows: Sequence[LoadMatrix], axes: Axes) -> None:
     require_int("--shown-window", shown.window, low=0, high=len(windows) - 1, error=LoadsError)
     last = windows[shown.window].num_micro_steps - 1
     require_int("--shown-micro-step", shown.micro_step, low=0, high=last, error=LoadsError)
+    if shown.group is not None:
+        groups = windows[shown.window].num_ranks // step.cluster.ep
+        require_int("--shown-group", shown.group, low=0, high=max(0, groups - 1), error=LoadsError)
     check_slots(step.slots, cluster=step.cluster, model=model)
     for ep, micro in product(axes.get("ep", (step.cluster.ep,)), axes.get("micro", (None,))):
         check_slots(axes.get("slots", ()), cluster=step.cluster.with_ep(ep), model=model)

@@ -1,17 +1,19 @@
 """Compiled rows between ranks: who sends how many rows to whom in one (micro-step, layer).
 
-The same split as `core.split` makes, added up over experts without keeping it expert by expert.
+The same split as `core.split` makes, added up over experts without keeping it expert by expert. `tokens_between` is the
+way that tokens take where they cross once per node.
 
 Integers only. Knows rows, ranks and nodes. Does not know seconds.
 
 Invariants (asserted by the tests):
 1. Equal to the sum over experts of the split that `core.split` makes.
+2. Tokens between nodes are those of `links.busiest`.
 """
 
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.links import Nodes, fill_levels, fill_shares, nodes_of
+from equipoise.cost.links import Nodes, fill_levels, fill_shares, nodes_of, tokens_to
 
 
 @compiled
@@ -38,6 +40,30 @@ def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, 
             received_R -= _from_afar(local_RR, node_R)
             received_R += _evened(rows_RR, load_RE[:, e], quota_ER[e], received_R, node, nodes)
     return rows_RR
+
+
+@compiled
+def tokens_between(rows_RR: np.ndarray, node_R: np.ndarray, top_k: int) -> np.ndarray:
+    """[R, R] tokens from rank to rank, given rows from source to holder.
+
+    A token goes once to each rank of its own node that computes rows of it; to another node once, to the rank with its
+    source's place, which hands it on likewise.
+    """
+    _, by_node_R, start_N = nodes_of(node_R)
+    moved_RR = np.zeros_like(rows_RR)
+    for home in range(len(start_N) - 1):
+        for place in range(start_N[home + 1] - start_N[home]):
+            source = by_node_R[start_N[home] + place]
+            sent = rows_RR[source].sum()
+            for node in range(len(start_N) - 1):
+                here = by_node_R[start_N[node] : start_N[node + 1]]
+                relay = source if node == home else here[place % len(here)]
+                if node != home:
+                    moved_RR[source, relay] += tokens_to(rows_RR[source][here].sum(), sent, top_k)
+                for r in here:
+                    if r != relay:
+                        moved_RR[relay, r] += tokens_to(rows_RR[source, r], sent, top_k)
+    return moved_RR
 
 
 @compiled

@@ -100,7 +100,7 @@ def forecast_memory(
     *,
     ep: int | None = None,
     limit_gib: float | None = None,
-    activations: Activations = "recomputed",
+    activations: Activations = "kept",
 ) -> MemoryForecast:
     """Forecast the memory received rows need over all windows of a step.
 
@@ -147,12 +147,20 @@ def _limit_bytes(limit_gib: float) -> int:
     return int(limit_gib * GIB)
 
 
-def received_bytes_MLR(rows_MLR: np.ndarray, stage: Stage, model: ModelShape, activations: Activations) -> np.ndarray:
-    """[M, L, R] bytes that received rows need while their layer computes, those kept for backward included."""
+def received_bytes_MLR(
+    rows_MLR: np.ndarray, stage: Stage, model: ModelShape, activations: Activations, *, in_flight: int = 1
+) -> np.ndarray:
+    """[M, L, R] bytes that received rows need while their layer computes, those kept for backward included.
+
+    `in_flight`: micro-steps that have run forward and not yet backward, this one included, as in a pipeline.
+    """
     need = rows_MLR * row_bytes(stage, model)
     if activations == "kept" and stage == "update":
         kept = (model.hidden + 3 * model.expert_width) * model.weight_bytes
-        need = need + kept * (rows_MLR.sum(axis=1, keepdims=True) - rows_MLR)
+        step_MR = np.cumsum(rows_MLR.sum(axis=1), axis=0)
+        held_MR = step_MR.copy()
+        held_MR[in_flight:] -= step_MR[:-in_flight]
+        need = need + kept * (held_MR[:, None] - rows_MLR)
     return np.asarray(need)
 
 
@@ -176,6 +184,8 @@ def _fixes(
         ),
     ]
     now = needs[0].shape[2]
+    if activations == "kept":
+        found.append(_recomputed(windows, model, ep=now))
     for wider in (now * 2**i for i in range(1, 7)):
         if model.experts % wider == 0 and all(w.num_experts == model.experts for w in windows):
             found.append(_wider(windows, model, now=now, wider=wider, activations=activations))
@@ -186,6 +196,15 @@ def _enough(candidates: Sequence[Fix], limit: int) -> tuple[Fix, ...]:
     """Those that fit; of several larger EP groups only the smallest is worth naming."""
     enough = [fix for fix in candidates if fix.peak_bytes <= limit]
     return tuple({fix.name: fix for fix in reversed(enough)}.values())[::-1]
+
+
+def _recomputed(windows: Sequence[LoadMatrix], model: ModelShape, *, ep: int) -> Fix:
+    needs = [received_bytes_MLR(rank_loads(w, ep=ep), w.stage, model, "recomputed") for w in windows]
+    return Fix(
+        name="recomputed activations",
+        words="recompute activations in the backward pass: the forward pass runs once more",
+        peak_bytes=max(int(need.max()) for need in needs),
+    )
 
 
 def _wider(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, wider: int, activations: Activations) -> Fix:

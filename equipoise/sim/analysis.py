@@ -129,7 +129,7 @@ def analyze_loads(
     cluster: Cluster,
     slots: int | None = 1,
     memory_gib: float | None = None,
-    activations: Activations = "recomputed",
+    activations: Activations = "kept",
     progress: Progress | None = None,
 ) -> Analysis:
     """Analyse the windows of one step.

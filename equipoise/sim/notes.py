@@ -40,8 +40,7 @@ def notes_of(
     return (
         "Everything is simulated; no cluster was run.",
         f"Expert compute, attention and pulls: {profile.device}, {made}.",
-        "All-to-all: modelled by the busiest link at a share of its published rate; all ranks meet in it, and expert "
-        "transfers stand still meanwhile.",
+        _of_links(cluster, profile),
         *_of_crossing(setting.sends, has_pairs=has_pairs),
         "Pulls slow the compute beside them as measured; for those from peers, and for publish and collect inside "
         "nodes, which are taken alike, that is an upper bound. Across nodes these slow it as pulls from the host do.",
@@ -52,6 +51,16 @@ def notes_of(
         *_of_options(options),
         *_of_order(windows, setting),
         *_of_shape(windows, setting),
+    )
+
+
+def _of_links(cluster: Cluster, profile: Profile) -> str:
+    """Whose rate an all-to-all has."""
+    return (
+        f"All-to-all: modelled by the busiest link, at {profile.across_permille / 10:g} % of "
+        f"{cluster.network_bytes_per_s * 8 / 1e9:,.4g} Gb/s across nodes and {profile.inside_permille / 10:g} % of "
+        f"{cluster.nvlink_bytes_per_s / 1e9:,.4g} GB/s inside, per rank, and {profile.exchange_fixed_ns / 1000:g} us "
+        "for each; all ranks meet in it, and expert transfers stand still meanwhile."
     )
 
 

@@ -5,11 +5,13 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
 `Simulation.to_dict()`, format "equipoise-simulation-1" (seconds are floats, loads whole rows, arrays nested lists):
     format         "equipoise-simulation-1"
     model          {name, experts, top_k, layers, hidden, expert_width, expert_bytes}
-    cluster        {name, device, ep, nodes, ranks_per_node, node_R, memory_bytes}
+    cluster        {name, device, ep, nodes, ranks_per_node, node_R, memory_bytes, nvlink_bytes_per_s,
+                   network_bytes_per_s, host_bytes_per_s}: rates are published or given ones, per rank and direction
     profile        {device, kind}: whose figures the seconds are predicted with; kind is "measured" or "derived"
     setting        what was assumed: every field of `StepSetting`, and depth, slots and cross_node of planning
     layer_numbers  [L] global numbers of the MoE layers
-    shown          {window, micro_step, group}: whose arrays and timeline stand below
+    shown          {window, micro_step, group}: whose arrays and timeline stand below; of several groups the one whose
+                   busiest ranks have most rows, unless another was asked for
     notes          list of sentences: what is modelled and how, to be shown beside the figures
     windows        one per window of the step, the same for all policies. Arrays are those of the shown group:
         stage          "recompute" or "update"
@@ -24,8 +26,8 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
         step_s         the whole step; training_s is the same without rollout
         expert_share   expert_s / training_s
         of_balanced    throughput relative to `balanced`: its expert_s / this one's; null if balanced was not simulated
-        step_of_balanced   the same of training_s
-        speedup        static's expert_s / this one's; null if static was not simulated. step_speedup of training_s
+        step_of_balanced   the same of step_s
+        speedup        static's expert_s / this one's; null if static was not simulated. step_speedup of step_s
         exposed_share  transfers and planning that nothing hides, as a share of expert_s
         memory         {experts_bytes, replicas_bytes, received_bytes_X, limit_bytes}; X ranks of the shown group
         windows        one per window:
@@ -36,8 +38,9 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
             paths          list of {path, moved_s, exposed_s, hidden_s, bytes}; path is peer, host, return or
                            edges (publish and collect together)
             after          a `Balance` of the shown group with this policy
-            byte_RR        [R][R] bytes of all-to-all from source to destination rank, shown group, in one micro-step:
-                           the shown one (or the last, where the window has fewer), all layers and exchanges
+            byte_RR        [R][R] bytes of all-to-all from rank to rank, shown group, in one micro-step: the shown one
+                           (or the last, where the window has fewer), all layers and exchanges. Where tokens cross once
+                           per node, they go to the rank that hands them on, and come from it
         timeline       list of {rank, lane, name, start_s, end_s} of the shown micro-step, 0 at its start: the first
                        `timeline_layers` of the setting, on the first pipeline stage; lane is compute, all-to-all,
                        pull, return or edges. Empty where no timeline was asked for
@@ -280,9 +283,9 @@ class PolicyResult(Value):
             "training_s": seconds.training,
             "expert_share": ratio(seconds.experts, seconds.training),
             "of_balanced": None if ceiling is None else ratio(ceiling.experts, seconds.experts),
-            "step_of_balanced": None if ceiling is None else ratio(ceiling.training, seconds.training),
+            "step_of_balanced": None if ceiling is None else ratio(ceiling.total, seconds.total),
             "speedup": None if floor is None else ratio(floor.experts, seconds.experts),
-            "step_speedup": None if floor is None else ratio(floor.training, seconds.training),
+            "step_speedup": None if floor is None else ratio(floor.total, seconds.total),
             "exposed_share": ratio(seconds.transfers + seconds.planning, seconds.experts),
             "memory": self.memory.to_dict(),
             "windows": [window.to_dict() for window in self.windows],
@@ -295,7 +298,8 @@ class Shown(NamedTuple):
 
     window: int = 0
     micro_step: int = 0
-    group: int = 0
+    group: int | None = None
+    """None: the one whose busiest ranks have most rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -313,6 +317,10 @@ class Simulation(Value):
     notes: tuple[str, ...]
     sweep: Sweep | None = None
 
+    def __repr__(self) -> str:
+        seconds = ", ".join(f"{result.policy} {result.seconds.total:.3g} s" for result in self.policies)
+        return f"Simulation({self.model.name}, EP {self.cluster.ep} of {self.cluster.name}: {seconds})"
+
     def policy(self, name: str) -> PolicyResult | None:
         """The result of one policy; None if it was not simulated."""
         return next((result for result in self.policies if result.policy == name), None)
@@ -326,6 +334,7 @@ class Simulation(Value):
             "model": _named(model, ("name", "experts", "top_k", "layers", "hidden", "expert_width", "expert_bytes")),
             "cluster": {
                 **_named(cluster, ("name", "device", "ep", "nodes", "ranks_per_node", "memory_bytes")),
+                **_named(cluster, ("nvlink_bytes_per_s", "network_bytes_per_s", "host_bytes_per_s")),
                 "node_R": list(cluster.node_R),
             },
             "profile": {"device": self.profile.device, "kind": self.profile.kind},

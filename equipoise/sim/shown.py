@@ -3,7 +3,8 @@
 Knows plans and work. Computes no seconds of its own: the timeline is played by `events.py`.
 
 Invariants (asserted by the tests):
-1. The byte matrix holds every row that leaves its rank, once per exchange, and no other.
+1. The byte matrix holds every row that leaves its rank, once per exchange, and no other; or every token, once for each
+   node on the way to its relay there, and once for each rank that it is handed on to.
 2. A timeline's bars are those of the shown micro-step; pulls that began before it have a negative start. The first
    one shows what is published, the last one what is collected.
 """
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from equipoise.core.plan import Plan
-from equipoise.cost.between import rows_between
+from equipoise.core.plan import Plan, Sends
+from equipoise.cost.between import rows_between, tokens_between
+from equipoise.loads.forecast import Activations
 from equipoise.loads.skew import skew_ML
 from equipoise.sim.clockwork import NANO
 from equipoise.sim.events import play
@@ -32,32 +34,37 @@ def balance_of(rank_load_MLR: np.ndarray) -> Balance:
     )
 
 
-def bytes_between(plans: Sequence[Plan], micro_step: int) -> np.ndarray:
-    """[R, R] bytes of all-to-all from source to destination in one micro-step: all layers and exchanges.
+def bytes_between(
+    plans: Sequence[Plan], micro_step: int, *, sends: Sends = "rows", activations: Activations = "kept"
+) -> np.ndarray:
+    """[R, R] bytes of all-to-all from rank to rank in one micro-step: all layers and exchanges.
 
-    Backward exchanges carry the same rows both ways again.
+    Backward exchanges carry the same rows both ways again; where it repeats forward, so does that.
     """
     first = plans[0]
-    rows_RR = np.zeros((first.cluster.ep, first.cluster.ep))
+    moved_RR = np.zeros((first.cluster.ep, first.cluster.ep))
     for plan in plans:
         for layer in range(plan.loads.num_layers):
-            rows_RR += _rows_between(plan, micro_step, layer)
-    np.fill_diagonal(rows_RR, 0)
-    # A dispatched row comes back combined; update does both once more, backward.
-    both_ways = rows_RR + rows_RR.T
-    times = 2 if first.loads.stage == "update" else 1
+            moved_RR += _moved_between(plan, micro_step, layer, sends)
+    np.fill_diagonal(moved_RR, 0)
+    # What is dispatched comes back combined.
+    both_ways = moved_RR + moved_RR.T
+    times = 1 if first.loads.stage == "recompute" else 3 if activations == "recomputed" else 2
     found: np.ndarray = np.rint(both_ways * times * first.model.row_bytes).astype(np.int64)
     return found
 
 
-def _rows_between(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
-    """[R, R] rows from source to the rank that computes them."""
-    load_RE, ranks = plan.loads.load_MLRE[micro_step, layer], plan.cluster.ep
+def _moved_between(plan: Plan, micro_step: int, layer: int, sends: Sends) -> np.ndarray:
+    """[R, R] rows from source to the rank that computes them; or tokens, on their way by relay."""
+    load_RE, ranks, node_R = plan.loads.load_MLRE[micro_step, layer], plan.cluster.ep, plan.cluster.node_array_R
     if plan.policy == "balanced":
-        return np.repeat(load_RE.sum(axis=1, keepdims=True) / ranks, ranks, axis=1)
-    quota_ER, node_R = plan.quota_ER(micro_step, layer), plan.cluster.node_array_R
-    between_RR: np.ndarray = rows_between(np.array(load_RE), quota_ER, node_R, plan.persistent)
-    return between_RR
+        between_RR = np.repeat(load_RE.sum(axis=1, keepdims=True) / ranks, ranks, axis=1)
+    else:
+        between_RR = rows_between(np.array(load_RE), plan.quota_ER(micro_step, layer), node_R, plan.persistent)
+    if sends == "rows":
+        return between_RR
+    moved_RR: np.ndarray = tokens_between(np.rint(between_RR).astype(np.int64), node_R, plan.model.top_k)
+    return moved_RR
 
 
 def timeline_of(work: Work, *, micro_step: int, layers: int, depth: int) -> tuple[Event, ...]:

@@ -82,8 +82,13 @@ def simulate(
         pair_LEE: [L, E, E] tokens that chose both experts, with which the planner thins rows that cross nodes
         progress: called with (group windows replayed, group windows in all)
     """
-    setting, options = setting or StepSetting(), options or PlanOptions()
+    for name, value, kind in (("cluster", cluster, Cluster), ("model", model, ModelShape)):
+        if not isinstance(value, kind):
+            raise InfeasiblePlanError(
+                f"{name} is {value!r}; give a {kind.__name__}, such as {kind.__name__}.preset(...)"
+            )
     windows = windows_of(loads, cluster=cluster, model=model, stages=stages)
+    setting, options = _resolved(setting or StepSetting(), windows), options or PlanOptions()
     step = _Step(windows, cluster, model, setting, options, pair_LEE)
     step.check()
     sources = _sources(how, step, slots=slots, history=history)
@@ -101,11 +106,30 @@ def simulate(
     )
 
 
+def _resolved(setting: StepSetting, windows: Sequence[Groups]) -> StepSetting:
+    """The setting with a group to show: the one asked for, else the one whose busiest ranks have most rows."""
+    if setting.shown.group is not None:
+        return setting
+    count = min(len(groups) for groups in windows)
+    group = 0
+    if count > 1:
+        group = int(np.argmax([sum(_busiest_rows(groups[g]) for groups in windows) for g in range(count)]))
+    return replace(setting, shown=setting.shown._replace(group=group))
+
+
+def _busiest_rows(loads: LoadMatrix) -> int:
+    """Rows of the busiest rank, every expert at its owner, over all micro-steps and layers."""
+    return int(rank_loads(loads).max(axis=2).sum())
+
+
 def _sources(
     how: str | Plan | Sequence[str | Plan], step: "_Step", *, slots: int, history: LoadMatrix | None
 ) -> list[PlanSource]:
     """Where the plans come from: one source per policy, or one for all plans given."""
-    given = [how] if isinstance(how, str | Plan) else list(how)
+    given = list(how) if isinstance(how, Sequence) and not isinstance(how, str) else [how]
+    strange = [one for one in given if not isinstance(one, str | Plan)]
+    if strange:
+        raise InfeasiblePlanError(f"{strange[0]!r} cannot be simulated; give names of policies, or plans")
     plans = [one for one in given if isinstance(one, Plan)]
     if plans and len(plans) < len(given):
         raise InfeasiblePlanError("plans and names of policies were given together; simulate one kind at a time")
@@ -174,16 +198,21 @@ class _Step:
         limits = (("window", len(self.windows)), ("group", min(len(groups) for groups in self.windows)))
         for name, limit in limits:
             require_int(f"shown.{name}", getattr(shown, name), low=0, high=limit - 1, error=LoadsError)
-        micro_steps = self.windows[shown.window][shown.group].num_micro_steps
+        micro_steps = self._shown_group(self.windows[shown.window]).num_micro_steps
         require_int("shown.micro_step", shown.micro_step, low=0, high=micro_steps - 1, error=LoadsError)
         if stages > self.model.layers:
             raise InfeasiblePlanError(
                 f"{stages} pipeline stages cannot share {self.model.layers} MoE layers; use fewer stages"
             )
 
+    def _shown_group(self, groups: Groups) -> LoadMatrix:
+        group = self.setting.shown.group
+        assert group is not None, "resolved before the step was made"
+        return groups[group]
+
     def describe(self, groups: Groups) -> WindowLoads:
         """What the shown group computes in a window."""
-        loads = complete(groups[self.setting.shown.group])[0]
+        loads = complete(self._shown_group(groups))[0]
         tokens = loads.load_MLRE.sum() / (loads.num_micro_steps * loads.num_layers * loads.num_ranks)
         return WindowLoads(
             stage=loads.stage,
@@ -259,7 +288,9 @@ class _Step:
             rank_s_CGX=np.stack([outcome.rank_s_CX for outcome in outcomes], axis=1),
             paths=outcomes[slowest].paths,
             after=balance_of(rank_load_MLR),
-            byte_RR=bytes_between(shown_plans, micro_step),
+            byte_RR=bytes_between(
+                shown_plans, micro_step, sends=self.setting.sends, activations=self.setting.activations
+            ),
         )
 
     def _timeline(self, outcome: GroupOutcome) -> tuple[Event, ...]:
@@ -274,9 +305,11 @@ class _Step:
     def _memory(self, source: PlanSource, shown: "_Shown") -> Memory:
         """Bytes per rank of the shown group in one window."""
         model, plans = self.model, shown.plans
-        stage, kept = plans[0].loads.stage, self.setting.activations
+        stage, kept, works = plans[0].loads.stage, self.setting.activations, shown.outcome.works
+        # One forward, one backward: the first stage has as many micro-steps in flight as there are stages.
         received_QR = [
-            received_bytes_MLR(work.rows_MLR, stage, model, kept).max(axis=(0, 1)) for work in shown.outcome.works
+            received_bytes_MLR(work.rows_MLR, stage, model, kept, in_flight=len(works) - q).max(axis=(0, 1))
+            for q, work in enumerate(works)
         ]
         layers = max(plan.loads.num_layers for plan in plans)
         copies = layers if plans[0].persistent else self.options.depth + 1

@@ -60,6 +60,7 @@ def sweep_points(
     slots: int = 1,
     setting: StepSetting | None = None,
     options: PlanOptions | None = None,
+    pair_LEE: np.ndarray | None = None,
     progress: Progress | None = None,
 ) -> tuple[SweepPoint, ...]:
     """Simulate every combination of the axes' values.
@@ -72,11 +73,12 @@ def sweep_points(
         slots: replica slots per rank, where these are not swept
         setting: the step around the experts
         options: deeper knobs of planning
+        pair_LEE: [L, E, E] tokens that chose both experts, as in `simulate`
         progress: called with (points done, points in all)
     """
     values = {name: checked_axis(name, axes[name]) for name in axes}
     plain = _undrawn(setting or StepSetting())
-    given: dict[str, Any] = {"setting": plain, "options": options}
+    given: dict[str, Any] = {"setting": plain, "options": options, "pair_LEE": pair_LEE}
     widths, micros = values.get("ep", (cluster.ep,)), values.get("micro", (None,))
     counts, tokens = values.get("slots", (slots,)), values.get("tokens", (None,))
     total = len(widths) * len(micros) * len(tokens) * len(counts)
@@ -121,20 +123,22 @@ def break_even_curves(
     slots: int = 1,
     setting: StepSetting | None = None,
     options: PlanOptions | None = None,
+    pair_LEE: np.ndarray | None = None,
     progress: Progress | None = None,
 ) -> tuple[BreakEvenCurve, ...]:
     """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`.
 
     There is no curve where the layers and micro-steps looked at have no row.
     """
-    few, shape = sampled(complete(window)[0], model)
+    few, shape, layers = sampled(complete(window)[0], model)
+    given: dict[str, Any] = {"options": options, "pair_LEE": None if pair_LEE is None else pair_LEE[layers]}
     plain = replace(_undrawn(setting or StepSetting()), pipeline_stages=1, planning_s=0.0)
     mixes, curves = distinct_mixes(few), list[BreakEvenCurve]()
     for mixed in mixes:
         points = []
         for tokens in TOKENS:
             sized = [at_tokens(mixed, tokens, shape)]
-            (point,) = _at(sized, (slots,), cluster=cluster, model=shape, setting=plain, options=options)
+            (point,) = _at(sized, (slots,), cluster=cluster, model=shape, setting=plain, **given)
             points.append((tokens, point.saved_share))
             if progress is not None:
                 progress(len(curves) * len(TOKENS) + len(points), len(mixes) * len(TOKENS))
@@ -206,11 +210,11 @@ def distinct_mixes(loads: LoadMatrix) -> list[LoadMatrix]:
     return mixes
 
 
-def sampled(loads: LoadMatrix, model: ModelShape) -> tuple[LoadMatrix, ModelShape]:
-    """A few layers and micro-steps, spread over the window, and the model of so many layers."""
+def sampled(loads: LoadMatrix, model: ModelShape) -> tuple[LoadMatrix, ModelShape, np.ndarray]:
+    """A few layers and micro-steps, spread over the window, the model of so many layers, and which they are."""
     layers, steps = (
         np.unique(np.linspace(0, size - 1, min(size, CURVE_ENTRIES)).round().astype(int))
         for size in (loads.num_layers, loads.num_micro_steps)
     )
     few = LoadMatrix(loads.load_MLRE[steps][:, layers], stage=loads.stage)
-    return few, model.replace(layers=len(layers))
+    return few, model.replace(layers=len(layers)), layers

@@ -24,6 +24,8 @@ def windows_of(
     stages: Sequence[Stage] | None,
 ) -> list[Groups]:
     """Return the windows to replay, each a sequence of EP groups; arguments as in `simulate`."""
+    if not isinstance(loads, LoadMatrix | Sequence):
+        raise LoadsError(f"loads are a {type(loads).__name__}; give a LoadMatrix, or a list of them, one per window")
     given = [loads] if isinstance(loads, LoadMatrix) else list(loads)
     if not given:
         raise LoadsError("no windows were given; a simulation needs the loads of at least one")
@@ -83,6 +85,10 @@ def _groups(window: LoadMatrix | Groups, ep: int) -> Groups:
 
 
 def _check(loads: LoadMatrix, cluster: Cluster, model: ModelShape) -> None:
+    if not isinstance(loads, LoadMatrix):
+        raise LoadsError(
+            f"a window holds a {type(loads).__name__}; give a LoadMatrix, or one for each of its EP groups"
+        )
     found, wanted = (loads.num_layers, loads.num_experts), (model.layers, model.experts)
     if found != wanted:
         raise LoadsError(

@@ -91,6 +91,24 @@ def save_loads(tmp_path):
     return save
 
 
+def test_counted_pairs_are_priced(equipoise, routes, tmp_path):
+    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+    found = {}
+    for name, options in (("plain", ()), ("pairs", ("--pairs",))):
+        counted = equipoise("count", tmp_path / "routes.eqr", "-o", tmp_path / f"{name}.npz", *options)
+        assert counted.code == 0, counted.err
+        given = ("--ep", 4, "--ranks-per-node", 2, "--policies", "static", "--sends", "tokens", "--sweep", "slots=1")
+        found[name] = equipoise("simulate", tmp_path / f"{name}.npz", *given, "--json").document
+    told = {name: any("counted pairs" in note for note in document["notes"]) for name, document in found.items()}
+    assert told == {"plain": False, "pairs": True}
+    for seconds in (_step_seconds_of_links, _swept_seconds):
+        assert seconds(found["pairs"]) != seconds(found["plain"])
+
+
+def _step_seconds_of_links(document):
+    return document["policies"][0]["seconds"]["all_to_all_across"]
+
+
 def test_a_dump_is_read_once_for_all_widths_of_a_sweep(equipoise, store, monkeypatch):
     reads = []
     counted = step_loads.count_dump
@@ -252,6 +270,7 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
         (("--demo", "--pipeline-stages", "0"), "equipoise: --pipeline-stages is 0; it must be"),
         (("--demo", "--timeline-layers", "-1"), "equipoise: --timeline-layers is -1; it must be"),
         (("--demo", "--shown-window", "2"), "equipoise: --shown-window is 2; it must be from 0 to 1"),
+        (("--demo", "--shown-group", "1"), "equipoise: --shown-group is 1; it must be from 0 to 0"),
         (("--demo", "--shown-micro-step", "16"), "equipoise: --shown-micro-step is 16; it must be from 0 to 15"),
         (("--demo", "--policies", "static,static"), "named twice"),
         (("--demo", "--policies", "static", "--history", "l.npz"), "--history l.npz is for the policy eplb-history"),

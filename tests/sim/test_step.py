@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import equipoise as eq
-from equipoise.core import EquipoiseError, InfeasiblePlanError, LoadMatrix, LoadsError
+from equipoise.core import Cluster, EquipoiseError, InfeasiblePlanError, LoadMatrix, LoadsError
+from equipoise.cost.between import tokens_between
+from equipoise.cost.reference import by_relay
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.policies import POLICIES
 from equipoise.sim import StepSetting, simulate
@@ -245,6 +247,94 @@ def test_bytes_between_ranks_are_those_of_the_plan(loads):
     both = (split + split.T) * 2 * MODEL.row_bytes
     np.fill_diagonal(both, 0)
     assert np.array_equal(found.policies[0].windows[0].byte_RR, both)
+
+
+def test_bytes_between_ranks_are_of_tokens_where_these_cross_once_and_of_every_pass(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    found = {
+        (sends, kept): simulate(loads, "equipoise", setting=StepSetting(sends=sends, activations=kept), **given)
+        .policies[0]
+        .windows[0]
+        .byte_RR
+        for sends in ("rows", "tokens")
+        for kept in ("kept", "recomputed")
+    }
+    assert found["rows", "recomputed"].sum() == 1.5 * found["rows", "kept"].sum()
+    node_R = cluster_of().node_array_R
+    is_far_RR, is_place_RR = node_R[:, None] != node_R, np.arange(8)[:, None] % 4 == np.arange(8) % 4
+    tokens_RR, rows_RR = found["tokens", "kept"], found["rows", "kept"]
+    assert not tokens_RR[is_far_RR & ~is_place_RR].any(), "tokens cross to the rank with their source's place"
+    assert tokens_RR[is_far_RR].sum() < 0.9 * rows_RR[is_far_RR].sum()
+    assert tokens_RR[~is_far_RR].sum() > rows_RR[~is_far_RR].sum(), "and are handed on inside"
+
+
+def test_tokens_between_ranks_are_those_that_prices_count(loads):
+    rows_RR = np.random.default_rng(0).integers(0, 900, size=(8, 8))
+    node_R, row_R = cluster_of().node_array_R, rows_RR.sum(axis=1)
+    moved_RR = tokens_between(rows_RR, node_R, 2)
+    across_RR = rows_RR * (node_R[:, None] != node_R)
+    tokens_RR, _ = by_relay(across_RR, row_R, node_R, np.array([1000, 1000]), 2)
+    assert np.array_equal(moved_RR * (node_R[:, None] != node_R), tokens_RR)
+
+
+def test_of_several_groups_the_fullest_is_shown_unless_another_is_asked_for():
+    level, hot = (LoadMatrix(np.full((2, MODEL.layers, 8, 16), 50)), skewed_loads(micro_steps=2))
+    given = {"cluster": cluster_of(), "model": MODEL}
+    found = simulate([[level, hot]], ["static", "equipoise"], **given)
+    assert found.shown.group == found.policies[0].windows[0].slowest == 1
+    assert found.windows[0].before.skew_M.min() > 1.2
+    asked = simulate([[level, hot]], "static", setting=StepSetting(shown=Shown(group=0)), **given)
+    assert asked.shown.group == 0
+    assert asked.windows[0].before.skew_M.max() == 1
+    assert found.to_dict()["setting"]["shown"] == found.to_dict()["shown"]
+
+
+def test_whole_steps_are_compared_with_their_rollout(loads):
+    given = {"cluster": cluster_of(), "model": MODEL}
+    found = simulate(loads, EVERY, setting=StepSetting(rollout_s=3.0), **given).to_dict()["policies"]
+    seconds = {entry["policy"]: entry["step_s"] for entry in found}
+    for entry in found:
+        assert entry["step_speedup"] == pytest.approx(seconds["static"] / entry["step_s"])
+        assert entry["step_of_balanced"] == pytest.approx(seconds["balanced"] / entry["step_s"])
+    assert min(seconds.values()) > 3
+
+
+def test_the_document_has_the_rates_of_the_links_and_so_have_the_notes(loads):
+    cluster = Cluster.preset("h200", ranks_per_node=4, ep=8, network_bytes_per_s=6_250_000_000)
+    document = simulate(loads, "static", cluster=cluster, model=MODEL).to_dict()
+    assert document["cluster"]["network_bytes_per_s"] == 6_250_000_000
+    assert document["cluster"]["nvlink_bytes_per_s"] == cluster.nvlink_bytes_per_s
+    assert any("of 50 Gb/s across nodes" in note for note in document["notes"])
+
+
+def test_a_pipelines_first_stage_keeps_the_activations_of_all_micro_steps_in_flight():
+    loads = LoadMatrix(np.full((6, MODEL.layers, 8, 16), 500))
+    given = {"cluster": cluster_of(), "model": MODEL}
+    one, four = (
+        simulate(loads, "static", setting=StepSetting(pipeline_stages=stages), **given).policies[0].memory
+        for stages in (1, 4)
+    )
+    first, *_, last = four.received_bytes_X.reshape(4, 8).max(axis=1)
+    # The first stage has one layer of each of four micro-steps, where one stage has four layers of one.
+    assert first == one.received_bytes_X.max()
+    assert last < first
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"cluster": "h200"}, {"model": "qwen3-30b-a3b"}, {"loads": np.ones((1, 4, 8, 16))}, {"how": None}, {"how": 3}],
+    ids=str,
+)
+def test_arguments_of_another_kind_are_named(loads, wrong):
+    given = {"loads": loads, "how": "static", "cluster": cluster_of(), "model": MODEL, **wrong}
+    first, how = given.pop("loads"), given.pop("how")
+    with pytest.raises(EquipoiseError, match="give"):
+        simulate(first, how, **given)
+
+
+def test_a_result_introduces_itself_in_one_line(simulated):
+    assert len(repr(simulated)) < 400
+    assert "equipoise" in repr(simulated)
 
 
 def test_the_timeline_shows_the_chosen_micro_step(loads):

@@ -64,6 +64,23 @@ def test_one_is_not_many():
     assert [plural(number, "slot") for number in (0, 1, 2, 4096)] == ["0 slots", "1 slot", "2 slots", "4,096 slots"]
 
 
+def test_a_plan_that_takes_longer_is_said_to():
+    setting = StepSetting(planning_s=5.0)
+    found = simulate(skewed_loads(), ["static", "equipoise"], cluster=cluster_of(), model=MODEL, setting=setting)
+    text = summary(found, title="a step")
+    assert "% more time in expert layers" in text
+    assert "Not worth it here." in text
+    assert "-" not in text[text.index("Equipoise,") : text.index("Not worth")]
+
+
+def test_all_ranks_of_the_step_are_counted():
+    loads = skewed_loads(ranks=16)
+    found = simulate(loads, "static", cluster=cluster_of(), model=MODEL, setting=StepSetting(pipeline_stages=2))
+    text = summary(found, title="a step")
+    assert "32 ranks (EP 8 x 2 pipeline stages x 2 EP groups) in nodes of 4" in text
+    assert f"of EP group {found.shown.group} of 2" in text
+
+
 def test_nothing_is_promised_where_nothing_was_compared():
     found = simulate(skewed_loads(), "static", cluster=cluster_of(), model=MODEL)
     text = summary(found, title="a step")

@@ -93,7 +93,8 @@ def test_more_tokens_keep_the_skew_and_mixing_keeps_the_tokens(loads):
 
 def test_the_sample_of_a_curve_is_spread_over_the_window():
     loads = skewed_loads(1, micro_steps=9)
-    few, shape = sampled(loads, MODEL)
+    few, shape, layers = sampled(loads, MODEL)
+    assert np.array_equal(few.total_MLE()[0], loads.total_MLE()[0][layers])
     assert (few.num_micro_steps, few.num_layers, shape.layers) == (4, 4, 4)
     assert np.array_equal(few.load_MLRE[0], loads.load_MLRE[0])
     assert np.array_equal(few.load_MLRE[-1], loads.load_MLRE[8])
