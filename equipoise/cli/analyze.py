@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.machine import Machine
-from equipoise.cli.options import Packing, Reading, Results
+from equipoise.cli.options import ActivationsOption, Packing, Reading, Results
 from equipoise.cli.output import progress
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def analyze(
     memory_gib: Annotated[
         float | None, typer.Option(help="GiB a rank has left for received rows, after weights and optimizer.")
     ] = None,
-    keep_activations: Annotated[
-        bool, typer.Option("--keep-activations", help="Expert activations are kept for backward, not recomputed.")
-    ] = False,
+    activations: ActivationsOption = "kept",
     results: Results,
 ) -> None:
     """Show what uneven experts cost, and what a plan gives back."""
@@ -60,7 +58,7 @@ def analyze(
             cluster=hardware,
             slots=tried,
             memory_gib=memory_gib,
-            activations="kept" if keep_activations else "recomputed",
+            activations=activations,
             progress=report,
         )
     name = "a generated step" if dump is None else dump.name

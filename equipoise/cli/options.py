@@ -34,6 +34,10 @@ FormatOption = Annotated[
 ReportOption = Annotated[
     Path | None, typer.Option("--report", help="Also write the page of the result to this HTML file.")
 ]
+ActivationsOption = Annotated[
+    Literal["kept", "recomputed"],
+    typer.Option("--activations", help="Activations of experts: kept for the backward pass, or recomputed in it."),
+]
 ForceFlag = Annotated[bool, typer.Option("--force", help="Replace files that already exist.")]
 DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or folder in any form.", show_default=False)]
 

@@ -233,7 +233,7 @@ def read_pairs(path: Path, loads: LoadMatrix) -> np.ndarray:
     if missing or len(numbers) != loads.num_layers or counts.model.experts != loads.num_experts:
         raise RoutesError(
             f"{path} holds pairs of {len(counts.layer_numbers)} layers of {counts.model.experts} experts of "
-            f"{counts.model.name!r}, the loads have {loads.num_layers} of {loads.num_experts}; give the counts that the "
-            "loads were made of"
+            f"{counts.model.name!r}, the loads have {loads.num_layers} of {loads.num_experts}; give the counts that "
+            "the loads were made of"
         )
     return counts.pair_LEE[[counts.layer_numbers.index(number) for number in numbers]]

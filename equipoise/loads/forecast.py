@@ -13,6 +13,7 @@ adds (D + 3 F) b per row it received.
 Fixes, cheapest first, each with the peak it would leave:
     balance            the busiest rank brought to the mean: no token leaves its micro-step
     smaller micro-step every micro-step cut into n, so that each holds 1/n of the rows
+    recomputed activations   one layer's at a time, where all were kept: the forward pass runs once more
     larger EP          as many tokens per rank, fewer experts: frees weights, but receives by a higher skew
 
 Invariants (asserted by the tests):

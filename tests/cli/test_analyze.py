@@ -168,6 +168,13 @@ def test_the_memory_verdict_is_the_exit_code(equipoise, store, limit, code, word
     assert words in outcome.out
 
 
+def test_recomputed_activations_take_less_memory(equipoise, store):
+    kept = equipoise("analyze", store, "--no-plan", "--json").document["memory"]
+    recomputed = equipoise("analyze", store, "--no-plan", "--activations", "recomputed", "--json").document["memory"]
+    assert (kept["activations"], recomputed["activations"]) == ("kept", "recomputed")
+    assert kept["peak_bytes"] > recomputed["peak_bytes"]
+
+
 def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tmp_path):
     outcome = equipoise("analyze", store, "--memory-gib", "0.001", "-o", tmp_path / "a.json", "--json")
     assert outcome.code == 1

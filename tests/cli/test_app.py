@@ -1,5 +1,6 @@
 """The verbs and their flags: the list is kept here, so that adding one is a decision."""
 
+import inspect
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,6 +9,8 @@ import pytest
 import typer
 
 from equipoise.cli.app import VERBS, build_app
+from equipoise.loads.forecast import forecast_memory
+from equipoise.sim import StepSetting, analyze_loads
 
 READING = {"--model", "--format", "--last-row", "--allow-short"}
 PACKING = {"--ep", "--schedule", "--mini-batches", "--cp", "--sp", "--recompute", "--no-recompute", "--longest-first"}
@@ -22,7 +25,7 @@ FLAGS = {
         "--plan",
         "--no-plan",
         "--memory-gib",
-        "--keep-activations",
+        "--activations",
     },
     "doctor": {"--model", "--format", "--second", "--second-format", "--min-agreement", "--self-check", "--json"},
     "ingest": READING | FILE,
@@ -51,7 +54,7 @@ FLAGS = {
         "--break-even",
         "--no-break-even",
         "--pipeline-stages",
-        "--repeat-forward",
+        "--activations",
         "--sends",
         "--cross-node",
         "--rollout-s",
@@ -92,6 +95,15 @@ def test_verbs_and_flags_are_the_decided_ones():
         for name, command in commands.items()
     }
     assert {name: flags - {"-h", "--help"} for name, flags in found.items()} == FLAGS
+
+
+def test_verbs_that_count_activations_ask_for_them_alike():
+    commands = typer.main.get_command(build_app()).commands
+    found = [next(p for p in commands[verb].params if p.name == "activations") for verb in ("analyze", "simulate")]
+    assert len({(option.help, option.default) for option in found}) == 1
+    assert StepSetting().activations == found[0].default
+    for function in (analyze_loads, forecast_memory):
+        assert inspect.signature(function).parameters["activations"].default == found[0].default
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)

@@ -32,7 +32,7 @@ def test_the_peak_names_window_micro_step_layer_and_rank():
         matrix([flat], stage="recompute", layer_numbers_L=np.array([1, 3])),
         matrix([flat, hot], layer_numbers_L=np.array([1, 3])),
     ]
-    forecast = forecast_memory(windows, MODEL)
+    forecast = forecast_memory(windows, MODEL, activations="recomputed")
     assert forecast.place == Place(window=1, stage="update", micro_step=1, layer=3, rank=1)
     assert forecast.peak_rows == 93
     assert forecast.peak_bytes == 93 * row_bytes("update", MODEL)
@@ -53,6 +53,18 @@ def test_kept_activations_of_the_other_layers_are_added():
     window = matrix([[[10, 0, 0, 0, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0, 0, 0]]])
     kept = forecast_memory([window], MODEL, activations="kept")
     assert kept.peak_bytes == 10 * row_bytes("update", MODEL) + 4 * (100 + 3 * 10) * 2
+
+
+def test_activations_are_kept_unless_said_and_recomputing_them_is_a_fix():
+    window = matrix([[[10] * 8, [10] * 8]])
+    need = 40 * row_bytes("update", MODEL)
+    assert forecast_memory([window], MODEL).activations == "kept"
+    assert "recomputed activations" in {f.name for f in forecast_memory([window], MODEL, limit_gib=gib(need)).fixes}
+    tight = forecast_memory([window], MODEL, limit_gib=gib(need - 1))
+    assert "recomputed activations" not in {fix.name for fix in tight.fixes}
+    recomputed = forecast_memory([window], MODEL, limit_gib=gib(need - 1), activations="recomputed")
+    assert (recomputed.peak_bytes, recomputed.fits) == (need, False)
+    assert "recomputed activations" not in {fix.name for fix in recomputed.fixes}
 
 
 def test_padding_rows_are_received():

@@ -92,7 +92,7 @@ def test_memory_names_the_limit_the_verdict_and_a_fix(document):
     assert "It does not fit into 102 MiB." in memory.caption
     assert memory.layout["annotations"][0]["text"] == "limit 0.1 GiB"
     assert [row[3] for row in memory.data.rows] == document["memory"]["rank_peak_bytes"]
-    assert "recomputed in the backward pass" in memory.caption, "what the bytes count is said"
+    assert "kept for the backward pass" in memory.caption, "what the bytes count is said"
 
 
 def test_what_an_analysis_cannot_show_is_named_with_its_command(document):
