@@ -21,29 +21,46 @@
     calibrate.py  this GPU measured into a profile, or a profile checked
     formats.py    the forms that can be read
 
-Exit codes: 0 good, 1 findings, 2 bad input. With `--json` the last line of standard output is one JSON document and
-tables are left out. A file that exists is replaced only with `--force`; a training run's folder and its page are
-replaced by the next run (`train`). Knows every room; no room knows it. Anything heavy is imported inside the verb that
-needs it.
+Exit codes: 0 good, 1 findings, 2 bad input, 130 interrupted. With `--json` the last line of standard output is one JSON
+document and tables are left out. A file that exists is replaced only with `--force`; a training run's folder and its
+page are replaced by the next run (`train`). Knows every room; no room knows it. Anything heavy is imported inside the
+verb that needs it.
 """
 
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from equipoise.core.errors import EquipoiseError
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run one verb and exit; an interrupt that the verb has not answered itself is one word on standard error."""
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        _stop("interrupted", INTERRUPTED)
+    except SystemExit as stop:
+        # Typer takes Ctrl-C for itself and leaves in silence; what a verb leaves with has no such cause.
+        if isinstance(getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
+            _stop("interrupted", INTERRUPTED)
+        raise
+
+
+def _run(argv: list[str]) -> None:
     """Run one verb and exit; what the user got wrong is one message on standard error and exit code 2."""
     from equipoise.cli.app import build_app
+    from equipoise.core.errors import EquipoiseError
 
     try:
-        build_app()(args=list(sys.argv[1:] if argv is None else argv), prog_name="equipoise")
+        build_app()(args=argv, prog_name="equipoise")
     except EquipoiseError as error:
-        sys.stderr.write(f"equipoise: {error}\n")
-        raise SystemExit(2) from None
+        _stop(str(error), 2)
     except MemoryError as error:
-        sys.stderr.write(
-            f"equipoise: there is not enough memory here ({error or 'no figure known'}); give less at once\n"
-        )
-        raise SystemExit(2) from None
+        _stop(f"there is not enough memory here ({error or 'no figure known'}); give less at once", 2)
+
+
+def _stop(words: str, code: int) -> NoReturn:
+    sys.stderr.write(f"equipoise: {words}\n")
+    raise SystemExit(code) from None

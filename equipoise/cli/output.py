@@ -22,11 +22,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from equipoise.cli import INTERRUPTED as INTERRUPTED  # what verbs that answer an interrupt leave with, as `main` does
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.whole_file import whole_file
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a full disk, an exhausted share of it or a limit answer."""
 

@@ -4,6 +4,7 @@
     value.py     what value types share
     whole_file.py  files that are written whole or not at all
     compiled.py  how kernels are compiled and kept
+    interrupt.py children that are deaf to Ctrl-C
     model.py     ModelShape: a Mixture-of-Experts model in figures
     cluster.py   Cluster: nodes, ranks, links
     routes.py    SampleRoutes, Routes: recorded choices; RouteCounts: their histograms

@@ -7,6 +7,7 @@ Invariants (asserted by the tests):
    and one that dies because of it, the first is named.
 2. No process outlives the call.
 3. What rank 0 tells on the way comes in order, before the results.
+4. Ctrl-C is the caller's: it ends all ranks, and none of them says a word.
 """
 
 import multiprocessing
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import TransferError
+from equipoise.core.interrupt import deaf_children
 
 _GRACE_S = 10.0
 """How long others may still tell what failed once a rank has died: it may have died of that."""
@@ -42,17 +44,19 @@ def run_ranks(
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="equipoise-ranks-") as folder:
-        pipes, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            place = (rank, ranks, str(Path(folder) / "store"), timeout_s)
-            given = (theirs, place, function, args, progress is not None)
-            process = context.Process(target=_serve, args=given, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        pipes: list[Connection] = []
+        processes: list[Any] = []
         try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                place = (rank, ranks, str(Path(folder) / "store"), timeout_s)
+                given = (theirs, place, function, args, progress is not None)
+                process = context.Process(target=_serve, args=given, daemon=True)
+                with deaf_children():
+                    process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
             return _answers(pipes, timeout_s=timeout_s, progress=progress)
         finally:
             for process in processes:

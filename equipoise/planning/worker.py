@@ -13,6 +13,7 @@ Invariants (asserted by the tests):
 2. A worker that died is an error that says so, never a hang.
 3. A worker plans for one balancer at a time, because plans start from the homes of the one before: a second one whose
    first window comes before the other has closed is refused.
+4. Ctrl-C does not end a worker, nor make it speak: it ends when its rank does.
 """
 
 import os
@@ -27,7 +28,11 @@ from typing import IO, Any
 
 from equipoise.core.errors import EquipoiseError, InfeasiblePlanError
 
-_SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from equipoise.planning.worker import serve; serve()"
+_SERVE = (
+    # First of all: Ctrl-C is the rank's to hear, and imports take seconds.
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "import sys; sys.path.insert(0, sys.argv[1]); from equipoise.planning.worker import serve; serve()"
+)
 _END_S = 5.0
 """How long an idle worker may take to end before it is killed."""
 

@@ -157,6 +157,21 @@ def test_too_little_memory_is_one_line_and_exit_code_2(equipoise, monkeypatch):
     assert outcome.err == ("equipoise: there is not enough memory here (Unable to allocate 3 TiB); give less at once\n")
 
 
+@pytest.mark.parametrize("place", ["formats.screen", "app.build_app"], ids=["in a verb", "before it"])
+def test_an_interrupt_is_one_line_and_exit_code_130(equipoise, monkeypatch, place):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"equipoise.cli.{place}", interrupt)
+    outcome = equipoise("formats")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "equipoise: interrupted\n")
+
+
+def test_the_package_can_be_run_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "equipoise", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"equipoise {version('equipoise')}\n"
+
+
 def test_help_needs_neither_numba_nor_torch():
     code = (
         "import sys\n"

@@ -1,8 +1,13 @@
 """`equipoise parity`: verdict, table, JSON, and clear words where torch is missing."""
 
 import dataclasses
+import os
+import signal
+import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +119,24 @@ def test_windows_are_told_while_they_train(equipoise, monkeypatch):
     assert equipoise("parity", "--ranks", 1, "--slots", 0, "--steps", 2).code == 0
     assert words == ["windows, ranks 1, nodes 1, slots 0 (1 of 1)"]
     assert told == [(done, 4) for done in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4.0], ids=["ranks import", "ranks train"])
+def test_an_interrupt_is_one_line_though_every_rank_and_worker_gets_it(seconds):
+    command = [sys.executable, "-m", "equipoise", "parity", "--ranks", "2", "--steps", "1000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(command, text=True, start_new_session=True, preexec_fn=_hear, **pipes)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    # Two ranks, and the process in which multiprocessing tracks what they share.
+    while len(children.read_text().split()) < 3:
+        assert run.poll() is None, "it ended before it could be interrupted"
+        time.sleep(0.05)
+    time.sleep(seconds)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out, err) == (130, "", "equipoise: interrupted\n")
+
+
+def _hear() -> None:
+    """Let SIGINT interrupt what is started, as in a terminal; processes that share tests ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -67,6 +67,20 @@ def test_a_killed_worker_is_told_and_closes(worker):
     worker.close()
 
 
+def test_a_worker_does_not_hear_ctrl_c(capfd):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    worker = PlanWorker()
+    signal.signal(signal.SIGINT, before)
+    try:
+        for _ in range(2):
+            with pytest.raises(InfeasiblePlanError, match="planning failed:"):
+                worker.call("no such method")
+            os.kill(worker.pid, signal.SIGINT)
+    finally:
+        worker.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_worker_ends_with_a_killed_parent():
     code = (
         "import os, signal; from equipoise.planning.worker import PlanWorker\n"
