@@ -114,7 +114,7 @@ def provenance(device: str, commit: str | None = None) -> dict[str, str]:
     return {
         "format": FORMAT,
         "device": torch.cuda.get_device_name() if is_gpu else "CPU, a trial of the measuring itself",
-        "kind": "measured",
+        "kind": "measured" if is_gpu else "trial",
         "made_by": "equipoise calibrate",
         "commit": commit or read_commit(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if is_gpu else "none",

@@ -3,7 +3,7 @@
 equipoise calibrate -o profile.json
 equipoise calibrate --check profile.json
 
-Takes about two minutes on an H200 and needs torch and a CUDA device. The profile names its device, driver, torch and
+Takes about a minute on an H200 and needs torch and a CUDA device. The profile names its device, driver, torch and
 commit, its spread, and a source for each figure. `--check` measures a sample anew; exit code 1 where a figure is
 further off than the limit. What is measured and how: docs/calibrate.md.
 """
@@ -31,7 +31,9 @@ def calibrate(
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 9,
     commit: Annotated[str | None, typer.Option(help="Commit of the source, where git cannot tell.")] = None,
-    trial: Annotated[bool, typer.Option("--trial", help="Tiny sizes on the CPU, to try the command itself.")] = False,
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Tiny sizes on the CPU, to try the command; prices nothing.")
+    ] = False,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -44,7 +46,7 @@ def calibrate(
     if cluster is not None:
         Cluster.preset(cluster)
     # What was filed is read before a GPU is asked for: a wrong name is the user's, a missing GPU the machine's.
-    filed = None if check is None else _read(check)
+    filed = None if check is None else _read(check, is_trial=trial)
     require_torch("calibrate")
     measured = _measure(filed, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
     console = screen(as_json=as_json)
@@ -94,18 +96,22 @@ def _link_rate(cluster: str | None) -> int:
     return Cluster.preset(cluster or fitting[-1]).nvlink_bytes_per_s
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a profile's content, after `Profile` has found nothing wrong with it."""
+def _read(path: Path, *, is_trial: bool) -> dict[str, Any]:
+    """Read a profile's content, after `Profile` has found nothing wrong with it; a trial is checked by a trial."""
     import json
 
     from equipoise.core import TopologyError
     from equipoise.cost import Profile
 
     try:
-        Profile.read(path)
+        kind = Profile.read(path, allow_trial=True).kind
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TopologyError(f"profile {path} cannot be read: {error.strerror or error}") from error
+    if (kind == "trial") != is_trial:
+        raise TopologyError(
+            f"profile {path} is {kind}; {'leave --trial out' if is_trial else 'add --trial'} to check it"
+        )
     return content
 
 

@@ -2,7 +2,8 @@
 
 File (`profiles/<name>.json`, format "equipoise-profile-2"), one JSON object; nanoseconds and bytes, and a `source` in
 every section:
-    device, kind     "measured" (`equipoise calibrate`), or "derived" from a measured one
+    device, kind     "measured" (`equipoise calibrate`), "derived" from a measured one, or "trial": tiny sizes on a
+                     CPU, to try the measuring itself
     made_by, commit, driver, torch, date   what made the figures; of the measured profile where derived
     compute      a list of tables, one per expert shape:
                  hidden, expert_width    D and F of the expert
@@ -27,6 +28,7 @@ Knows the file. Does not know models, clusters or plans.
 Invariants (asserted by the tests):
 1. Every section names its source; a file without one is refused.
 2. Tables are used only after being made monotone: more rows or more slots never take less time.
+3. A trial prices nothing: it is read only by those who ask for one.
 """
 
 import functools
@@ -44,6 +46,7 @@ from equipoise.core import TopologyError
 from equipoise.core.value import Value
 
 FORMAT = "equipoise-profile-2"
+KINDS = ("measured", "derived", "trial")
 SECTIONS = ("rows", "attention", "pull", "beside", "add", "exchange", "all_to_all")
 
 
@@ -98,15 +101,21 @@ class Profile(Value):
     """Fixed cost of one all-to-all."""
 
     @classmethod
-    def read(cls, name_or_path: str | Path) -> "Profile":
-        """Read a profile by preset name or from a file."""
+    def read(cls, name_or_path: str | Path, *, allow_trial: bool = False) -> "Profile":
+        """Read a profile by preset name or from a file; a trial, whose figures mean nothing, only where allowed."""
         path = Path(name_or_path)
         known = profile_names()
         if str(name_or_path) in known:
             return _read_preset(str(name_or_path))
         if not path.exists():
             raise TopologyError(f"no hardware profile {str(name_or_path)!r}; known: {', '.join(known)}, or give a file")
-        return cls.from_json(path.read_text(encoding="utf-8"), name=str(path))
+        profile = cls.from_json(path.read_text(encoding="utf-8"), name=str(path))
+        if profile.kind == "trial" and not allow_trial:
+            raise TopologyError(
+                f"profile {path} is a trial of the measuring itself, and its figures mean nothing; measure a GPU with "
+                f"equipoise calibrate, without --trial, or use one of {', '.join(known)}"
+            )
+        return profile
 
     @classmethod
     def from_json(cls, text: str, *, name: str) -> "Profile":
@@ -129,6 +138,8 @@ class Profile(Value):
         for section in (*data["compute"], *(data[key] for key in SECTIONS)):
             if not section.get("source"):
                 raise TopologyError(f"profile {name}: a section has no source; every figure needs one")
+        if data["kind"] not in KINDS:
+            raise TopologyError(f"profile {name}: kind is {data['kind']!r}; it must be one of {', '.join(KINDS)}")
         attention, pull, exchange = data["attention"], data["pull"], data["all_to_all"]
         rows, beside, edge = data["rows"], data["beside"], data["exchange"]
         return cls(

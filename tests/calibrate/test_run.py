@@ -23,7 +23,7 @@ def measured():
 def test_what_is_measured_is_a_profile_with_a_source_for_every_section(measured):
     content, _ = measured
     profile = Profile.from_json(json.dumps(content), name="small")
-    assert profile.kind == "measured"
+    assert profile.kind == "trial", "a CPU in small is nobody's price"
     assert profile.received_update_bytes_per_s > 0
     assert all(len(content[section]["source"]) > 20 for section in SECTIONS)
 
@@ -62,3 +62,10 @@ def test_without_a_gpu_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TopologyError, match=r"sees no CUDA device.*use a profile that comes with the package \(a100"):
         calibrate(Grid.smoke(), nvlink_bytes_per_s=1)
+
+
+def test_a_profile_of_a_gpu_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(run, "_output", lambda *_: "550.1")
+    found = run.provenance("cuda", "c" * 40)
+    assert (found["kind"], found["device"], found["driver"]) == ("measured", "NVIDIA H200", "550.1")

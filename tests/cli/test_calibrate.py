@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import resources
 
 import pytest
 import torch
@@ -23,7 +24,23 @@ def small(tmp_path_factory):
 
 
 def test_the_written_file_is_a_profile(small):
-    assert Profile.read(small).kind == "measured"
+    assert Profile.read(small, allow_trial=True).kind == "trial"
+
+
+@pytest.mark.parametrize("verb", ["analyze", "simulate"])
+def test_nothing_is_priced_with_a_trial(equipoise, small, verb):
+    outcome = equipoise(verb, "--demo", "--profile", small, "--cluster", "h200")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"profile {small} is a trial of the measuring itself" in outcome.err
+    assert "without --trial, or use one of a100" in outcome.err
+
+
+def test_a_trial_is_checked_by_a_trial_and_a_profile_by_a_gpu(equipoise, small, tmp_path):
+    assert f"{small} is trial; add --trial to check it" in equipoise("calibrate", "--check", small).err
+    filed = tmp_path / "filed.json"
+    filed.write_text((resources.files("equipoise.cost") / "profiles" / "h200.json").read_text())
+    outcome = equipoise("calibrate", "--trial", "--check", filed)
+    assert (outcome.code, "is measured; leave --trial out" in outcome.err) == (2, True)
 
 
 def test_json_is_the_profile_itself(equipoise, tmp_path):

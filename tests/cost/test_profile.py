@@ -56,6 +56,21 @@ def test_monotone_is_the_smallest_table_above_that_never_falls(ns_SX):
             assert made[s, x] == ns_SX[: s + 1, : x + 1].max()
 
 
+def test_a_trial_is_read_only_where_allowed(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({**content("h200"), "kind": "trial"}))
+    with pytest.raises(
+        TopologyError, match=r"small.json is a trial .* measure a GPU with equipoise calibrate, without"
+    ):
+        Profile.read(path)
+    assert Profile.read(path, allow_trial=True).kind == "trial"
+
+
+def test_a_kind_nobody_knows_is_refused():
+    with pytest.raises(TopologyError, match="profile x: kind is 'guessed'; it must be one of measured, derived, trial"):
+        Profile.from_json(json.dumps({**content("h200"), "kind": "guessed"}), name="x")
+
+
 @pytest.mark.parametrize("section", [*SECTIONS, "compute"])
 def test_a_section_without_a_source_is_refused(section):
     data = content("h200")
