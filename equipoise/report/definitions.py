@@ -28,7 +28,7 @@ DEFINITIONS = {
     "lost": "Now minus balanced: what even ranks would give back. Nothing where balanced takes longer than now.",
     "saved": "Now minus planned, every cost of the plan charged.",
     "compute": "Expert layers: of the busiest rank, summed over layers and micro-steps, where seconds are of a step; "
-    "of each rank where ranks are shown. A timeline draws attention in this lane, too.",
+    "of each rank where ranks are shown. A timeline draws attention in the same lane, in its own colour.",
     "all-to-all": "Sending rows to their experts and back, by the busiest link.",
     "all-to-all inside": "Exchanges whose busiest link is inside a node.",
     "all-to-all across": "Exchanges whose busiest link crosses nodes.",

@@ -72,8 +72,10 @@ class Chart:
         return tuple((name, *ink) for name, ink in found.items()) if len(found) > 1 else ()
 
     def __post_init__(self) -> None:
-        assert self.traces and all(_points(trace) for trace in self.traces), f"chart {self.name} has no data"
-        assert self.caption and self.data.rows, f"chart {self.name} has no caption or no table"
+        # Points and rows come from the result, which may be damaged; the words are ours.
+        if not self.traces or not all(_points(trace) for trace in self.traces) or not self.data.rows:
+            raise ValueError(f"chart {self.name} has no data")
+        assert self.caption, f"chart {self.name} has no caption"
         unknown = set(self.terms) - set(DEFINITIONS)
         assert not unknown, f"chart {self.name} uses words without definition: {sorted(unknown)}"
         for view in self.views:
@@ -93,7 +95,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A part this result cannot have, and the command that would give it."""
+    """A part this result cannot have, and the command that would give it; an empty one where none would."""
 
     title: str
     words: str

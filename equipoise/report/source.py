@@ -4,7 +4,8 @@
     a document, or a file with one      by its field `format`
     a folder                            of a training run, by its metrics.jsonl
 
-Knows which maker makes which page. A result that cannot be understood is refused before anything is written.
+Knows which maker makes which page. A result that cannot be understood is refused before anything is written; an
+assertion of ours that fails is a defect of ours, and is not said to be one of the result.
 """
 
 import json
@@ -73,8 +74,7 @@ def build_page(result: Result, *, title: str | None = None, beside: Beside = NOT
         raise EquipoiseError(
             f"{name} says it is {form} but has no field {error}; write it again with this version"
         ) from error
-    # A page asserts that it is whole: one that is not comes of a damaged result.
-    except (ArithmeticError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise EquipoiseError(
             f"{name} says it is {form} but a field of it is not what it should be ({error}); write it again with this "
             "version"
@@ -105,6 +105,11 @@ def read_document(result: Result) -> tuple[Document, str]:
     if isinstance(result, str | Path):
         path = Path(result)
         return run.read_run(path) if path.is_dir() else _read_file(path), path.resolve().name
+    if not callable(getattr(result, "to_dict", None)):
+        raise EquipoiseError(
+            f"a page cannot be made of {result!r:.80}; give an Analysis or a Simulation, its JSON document, the path "
+            "of a file with one, or a training run's folder"
+        )
     return result.to_dict(), "this result"
 
 

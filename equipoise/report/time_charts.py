@@ -30,6 +30,8 @@ PART_COLOURS = {
 }
 """A part has one colour in every chart; what balance does not touch is grey."""
 LANES = ("compute", "all-to-all", "pull", "return", "edges")
+KINDS = ("compute", "attention", *LANES[1:])
+"""Kinds of a timeline's bars, each with its colour; attention stands in the lane of compute."""
 MAX_EVENTS = 4000
 """Bars of one timeline that a browser draws without delay."""
 OUTLINE = 0.5
@@ -109,16 +111,17 @@ def rank_seconds(views: Mapping[str, Parts], *, caption: str) -> Chart:
 
 
 def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
-    """Bars of one micro-step: a row per rank with a lane for each kind, one policy at a time.
+    """Bars of one micro-step: a row per rank with its lanes, a colour for each kind, one policy at a time.
 
     Args:
         events: of every policy that has a timeline
         caption: what is seen
     """
     drawn = {policy: sorted(found, key=lambda e: e["start_s"])[:MAX_EVENTS] for policy, found in events.items()}
-    bars = {(p, lane): [e for e in found if e["lane"] == lane] for p, found in drawn.items() for lane in LANES}
-    lanes = {key: found for key, found in bars.items() if found}
-    used = [lane for lane in LANES if lane in {name for _, name in lanes}]
+    bars = {(p, kind): [e for e in found if _kind(e) == kind] for p, found in drawn.items() for kind in KINDS}
+    shown = {key: found for key, found in bars.items() if found}
+    kinds = [kind for kind in KINDS if kind in {name for _, name in shown}]
+    used = [lane for lane in LANES if any(e["lane"] == lane for found in drawn.values() for e in found)]
     ranks = 1 + max(e["rank"] for found in events.values() for e in found)
     end_s = max(e["end_s"] for found in drawn.values() for e in found)
     columns = ("rank", "lane", "name", "start_s", "end_s")
@@ -127,11 +130,11 @@ def timeline(events: Mapping[str, Sequence[Event]], *, caption: str) -> Chart:
         name="timeline",
         title="Timeline within one micro-step",
         caption=caption,
-        traces=tuple(_lane(lane, used, found) for (_, lane), found in lanes.items()),
+        traces=tuple(_bars_of_kind(kind, used, found) for (_, kind), found in shown.items()),
         layout=_timeline_frame(ranks, end_s),
         data=Table(columns=("policy", *columns), rows=rows),
-        terms=("micro-step", *used, *(("publish", "collect") if "edges" in used else ()), "hidden"),
-        views=switch([policy for policy, _ in lanes]),
+        terms=("micro-step", *kinds, *(("publish", "collect") if "edges" in used else ()), "hidden"),
+        views=switch([policy for policy, _ in shown]),
         note=_cut_note(events, drawn),
     )
 
@@ -176,21 +179,27 @@ def _columns(kind: str, ranks: Parts) -> dict[str, Any]:
     return {
         "type": "bar",
         "name": kind,
-        "x": list(ranks),
+        "x": [f"{int(rank):,}" for rank in ranks],
         "y": [round(p.get(kind, 0.0), 9) for p in ranks.values()],
         "marker": {"color": PART_COLOURS[kind]},
         "hovertemplate": "%{y:.4g} s",
     }
 
 
-def _lane(lane: str, used: Sequence[str], events: Sequence[Event]) -> dict[str, Any]:
-    """One lane of all ranks: bars from start to end; the lanes in use share four fifths of a rank's row."""
+def _kind(event: Event) -> str:
+    """A bar's lane, or attention, which the name alone tells from experts: 'attention 3', 'attention backward 3'."""
+    is_attention = event["lane"] == "compute" and event["name"].startswith("attention ")
+    return "attention" if is_attention else str(event["lane"])
+
+
+def _bars_of_kind(kind: str, used: Sequence[str], events: Sequence[Event]) -> dict[str, Any]:
+    """One kind on all ranks: bars from start to end; the lanes in use share four fifths of a rank's row."""
     height = 0.8 / len(used)
-    offset = (used.index(lane) - (len(used) - 1) / 2) * height
+    offset = (used.index(events[0]["lane"]) - (len(used) - 1) / 2) * height
     return {
         "type": "bar",
         "orientation": "h",
-        "name": lane,
+        "name": kind,
         "base": [round(e["start_s"] * 1e3, 5) for e in events],
         "x": [round((e["end_s"] - e["start_s"]) * 1e3, 5) for e in events],
         "y": [round(e["rank"] + offset, 3) for e in events],
@@ -199,8 +208,8 @@ def _lane(lane: str, used: Sequence[str], events: Sequence[Event]) -> dict[str, 
         "textposition": "none",
         "customdata": [e["rank"] for e in events],
         # The theme gives the outline the ground's colour, so that bars that touch are seen apart.
-        "marker": {"color": PART_COLOURS[lane], "line": {"width": OUTLINE}},
-        "hovertemplate": f"rank %{{customdata}}, {lane}: %{{text}}<br>%{{x:.3f}} ms from %{{base:.3f}}<extra></extra>",
+        "marker": {"color": PART_COLOURS[kind], "line": {"width": OUTLINE}},
+        "hovertemplate": f"rank %{{customdata}}, {kind}: %{{text}}<br>%{{x:.3f}} ms from %{{base:.3f}}<extra></extra>",
     }
 
 

@@ -42,16 +42,17 @@ def balance(rng, *, micro_steps, layers, ranks, spread):
 
 
 def timeline(*, ranks, layers, waits):
-    """One micro-step: exchange, compute, exchange in every layer, with pulls beside."""
+    """One micro-step: attention, exchange, experts in every layer, with pulls beside; names as the simulator's are."""
     events = []
     for rank in range(ranks):
         for layer in range(layers):
             start, busy = layer * 1e-3, 4e-4 * (1 + waits * rank / ranks)
-            events.append(Event(rank, "all-to-all", f"layer {layer} dispatch", start, start + 2e-4))
-            events.append(Event(rank, "compute", f"layer {layer}", start + 2e-4, start + 2e-4 + busy))
-            events.append(Event(rank, "pull", f"layer {layer} expert 3", start, start + 3e-4))
+            events.append(Event(rank, "compute", f"attention {layer}", start, start + 1e-4))
+            events.append(Event(rank, "all-to-all", f"dispatch {layer}", start + 1e-4, start + 2e-4))
+            events.append(Event(rank, "compute", f"experts {layer}", start + 2e-4, start + 2e-4 + busy))
+            events.append(Event(rank, "pull", f"pull from peer {layer}", start, start + 3e-4))
             if rank % 2:
-                events.append(Event(rank, "return", f"layer {layer} expert 3", start + 7e-4, start + 8e-4))
+                events.append(Event(rank, "return", f"return {layer}", start + 7e-4, start + 8e-4))
     return tuple(events)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import equipoise as eq
 from equipoise.core import EquipoiseError
-from equipoise.report import Beside, build_page
+from equipoise.report import Beside, build_page, source
 from tests.report.documents import simulation
 
 DIAGNOSIS = {
@@ -90,9 +90,13 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, content, words):
         ),
         (lambda document: document["windows"][1].update(load_LE=[]), "not what it should be"),
         (lambda document: document["windows"].clear(), "not what it should be"),
+        (
+            lambda document: document["sweep"]["break_even"]["curves"].clear(),
+            r"not what it should be \(chart break-even has no data\)",
+        ),
         (lambda document: document["policies"][0].update(expert_s=math.nan), "is not JSON .*NaN"),
     ],
-    ids=["no policies", "unknown lane", "no experts", "no windows", "not a number"],
+    ids=["no policies", "unknown lane", "no experts", "no windows", "no curves", "not a number"],
 )
 def test_a_damaged_result_is_refused_with_its_file_the_thing_and_the_fix(tmp_path, damage, words):
     document = json.loads(json.dumps(simulation().to_dict()))
@@ -102,6 +106,25 @@ def test_a_damaged_result_is_refused_with_its_file_the_thing_and_the_fix(tmp_pat
         build_page(tmp_path / "odd.json")
     assert "odd.json" in str(caught.value)
     assert re.search("write it again|give what", str(caught.value))
+
+
+@pytest.mark.parametrize("thing", [None, 7, ["a.json"], object], ids=repr)
+def test_a_thing_of_another_kind_is_refused_with_what_can_be_given(tmp_path, thing):
+    words = (
+        "give an Analysis or a Simulation, its JSON document, the path of a file with one, or a training run's folder"
+    )
+    with pytest.raises(EquipoiseError, match=re.escape(f"a page cannot be made of {thing!r}; {words}")):
+        eq.write_report(thing, tmp_path / "report.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_defect_of_ours_is_not_said_to_be_one_of_the_result(monkeypatch):
+    def broken(document, *, title):
+        raise AssertionError("two sections of one name")
+
+    monkeypatch.setitem(source.MAKERS, "equipoise-simulation-1", broken)
+    with pytest.raises(AssertionError, match="two sections of one name"):
+        build_page(simulation())
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
