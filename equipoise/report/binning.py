@@ -47,9 +47,9 @@ def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Bi
 
 
 def bin_labels(labels: Sequence[int], size: int) -> list[str]:
-    """'12' for a label of its own, '12-15' for a block of four."""
+    """'12' for a label of its own, '1,012-1,015' for a block of four."""
     blocks = [labels[i : i + size] for i in range(0, len(labels), size)]
-    return [str(block[0]) if len(block) == 1 else f"{block[0]}-{block[-1]}" for block in blocks]
+    return [f"{block[0]:,}" if len(block) == 1 else f"{block[0]:,}-{block[-1]:,}" for block in blocks]
 
 
 def binning_note(binned: Binned, rows: str, columns: str) -> str:

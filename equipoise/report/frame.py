@@ -21,6 +21,8 @@ STYLES = {
 """Colour and dash of the lines that mean the same in every chart."""
 HALF_HEIGHT = 420
 """Of heat maps that stand side by side, pixels."""
+MAX_TICKS = 10
+"""Of an axis that counts: as many stand side by side in a narrow window."""
 MAX_SHOWN_WINDOWS = 8
 """More windows than these are not named in a chart: the names would lie on each other."""
 
@@ -35,6 +37,12 @@ def frame(*, height: int, x: str, y: str, hover: Literal["closest", "x unified"]
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": y}},
     }
+
+
+def whole_ticks(count: int) -> dict[str, Any]:
+    """Ticks of an axis over `count` things that cannot be halved, such as micro-steps: steps of 1, 2, 5, 10, 20, ..."""
+    steps = (digit * 10**power for power in range(len(str(count)) + 1) for digit in (1, 2, 5))
+    return {"tick0": 0, "dtick": next(step for step in steps if step * MAX_TICKS >= count), "tickformat": ",d"}
 
 
 def line(name: str, x: Sequence[Cell], y: Sequence[float], *, style: tuple[str, str]) -> dict[str, Any]:

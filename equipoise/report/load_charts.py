@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from equipoise.report.frame import HALF_HEIGHT, STYLES, Grid, frame, heat_map, line, window_marks, with_unit
+from equipoise.report.frame import (
+    HALF_HEIGHT,
+    STYLES,
+    Grid,
+    frame,
+    heat_map,
+    line,
+    whole_ticks,
+    window_marks,
+    with_unit,
+)
 from equipoise.report.page import Chart, Table
 from equipoise.report.theme import GREEN, GREY, VERMILION
 
@@ -35,6 +45,7 @@ def skew_over_micro_steps(series: Series, *, windows: Windows, caption: str) -> 
         for name, values in series.items()
     )
     layout = frame(height=320, x="micro-step of the step", y="busiest rank / mean rank", hover="x unified")
+    layout["xaxis"] |= whole_ticks(len(places))
     return Chart(
         name="skew-over-micro-steps",
         title="Load of the busiest rank over micro-steps",
@@ -52,12 +63,14 @@ def skew_over_micro_steps(series: Series, *, windows: Windows, caption: str) -> 
 def skew_by_layer(series: Series, *, layers: Sequence[int], caption: str) -> Chart:
     """Skew of each layer over its micro-steps."""
     styles = {"mean": (VERMILION, "solid"), "max": (VERMILION, "dot")}
+    layout = frame(height=280, x="layer", y="busiest rank / mean rank", hover="x unified")
+    layout["xaxis"] |= whole_ticks(1 + max(layers) - min(layers))
     return Chart(
         name="skew-by-layer",
         title="Skew by layer",
         caption=caption,
         traces=tuple(line(name, layers, values, style=styles[name]) for name, values in series.items()),
-        layout=frame(height=280, x="layer", y="busiest rank / mean rank", hover="x unified"),
+        layout=layout,
         data=Table(
             columns=("layer", *with_unit(series, "skew")),
             rows=tuple((layer, *(values[i] for values in series.values())) for i, layer in enumerate(layers)),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import EquipoiseError
-from equipoise.report.frame import STYLES, frame, line, with_unit
+from equipoise.report.frame import STYLES, frame, line, whole_ticks, with_unit
 from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table
 from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
 from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
@@ -268,8 +268,7 @@ def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, 
 
 def _step_frame(count: int, *, y: str) -> dict[str, Any]:
     layout = frame(height=280, x="step", y=y, hover="x unified")
-    # Few steps would get ticks at halves of a step.
-    layout["xaxis"]["dtick"] = max(1, count // 10)
+    layout["xaxis"] |= whole_ticks(count)
     return layout
 
 

@@ -18,6 +18,8 @@ AXES = {
     "tokens": "tokens per rank and micro-step",
 }
 _DASHES = ("solid", "dash", "dot")
+_SYMBOLS = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "cross-open", "star-open", "hexagon-open")
+"""Open, so that one line's points are seen through those of another that lies on it."""
 
 Point = Mapping[str, Any]
 """ep, slots, micro, tokens, skew, seconds, saved_share, of_balanced, as in the result."""
@@ -35,7 +37,7 @@ def sweep(points: Sequence[Point], *, axes: Mapping[str, Sequence[int]], caption
     others = [name for name in axes if name != across]
     lines: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda p: p[across]):
-        lines.setdefault(", ".join(f"{name} {point[name]}" for name in others) or "equipoise", []).append(point)
+        lines.setdefault(", ".join(f"{name} {point[name]:,}" for name in others) or "equipoise", []).append(point)
     layout = frame(height=320, x=AXES[across], y="saved of static's expert seconds, %", hover="x unified")
     layout["xaxis"]["type"] = "category"
     columns = ("ep", "slots", "micro", "tokens", "skew", "saved_share", "of_balanced")
@@ -44,7 +46,7 @@ def sweep(points: Sequence[Point], *, axes: Mapping[str, Sequence[int]], caption
         title=f"What a plan saves by {AXES[across]}",
         caption=caption,
         traces=tuple(
-            _shares(name, [str(p[across]) for p in found], [p["saved_share"] for p in found], place)
+            _shares(name, [f"{p[across]:,}" for p in found], [p["saved_share"] for p in found], place)
             for place, (name, found) in enumerate(lines.items())
         ),
         layout=layout,
@@ -88,6 +90,8 @@ def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: st
 
 
 def _shares(name: str, x: Sequence[Any], shares: Sequence[float], place: int) -> dict[str, Any]:
-    style = (SERIES[place % len(SERIES)], _DASHES[place // len(SERIES) % len(_DASHES)])
+    """One line; lines that lie on each other are told apart by dash and by the shape of their points."""
+    style = (SERIES[place % len(SERIES)], _DASHES[place % len(_DASHES)])
     trace = line(name, x, [100 * share for share in shares], style=style)
-    return {**trace, "mode": "lines+markers", "hovertemplate": "%{y:.1f} %"}
+    marker = {**trace["marker"], "symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 9, "line": {"width": 1.5}}
+    return {**trace, "mode": "lines+markers", "marker": marker, "hovertemplate": "%{y:.1f} %"}

@@ -36,6 +36,7 @@ def _template(scheme: str) -> dict[str, Any]:
         "zerolinecolor": GRID[scheme],
         "tickcolor": GRID[scheme],
         "automargin": True,
+        "separatethousands": True,
         "ticks": "outside",
         "ticklen": 4,
         "title": {"standoff": 8, "font": {"size": 12, "color": QUIET[scheme]}},

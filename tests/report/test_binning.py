@@ -37,3 +37,4 @@ def test_words_name_how_many_make_one_cell():
 def test_labels_name_the_whole_block():
     assert bin_labels([3, 4, 5, 6, 7], 2) == ["3-4", "5-6", "7"]
     assert bin_labels([3, 4], 1) == ["3", "4"]
+    assert bin_labels([999, 1000, 1001], 2) == ["999-1,000", "1,001"]

@@ -232,6 +232,19 @@ def test_no_tick_of_the_break_even_is_dropped_in_a_narrow_window(open_page, tmp_
     assert ticks == [f"{size:,}" for size in sizes]
 
 
+@pytest.mark.parametrize("width", [420, 1400])
+def test_micro_steps_have_whole_ticks_and_neighbours_write_sizes_alike(open_page, tmp_path, width):
+    document = simulation(steps={"recompute": 2, "update": 3}).to_dict()
+    for place, point in enumerate(document["sweep"]["points"]):
+        point["tokens"] = 512 * 2 ** (place % 3)
+    document["sweep"]["axes"] = {"tokens": [512, 1024, 2048]}
+    write_page(build_page(document, title="x"), tmp_path / "ticks.html")
+    page = open_page(tmp_path / "ticks.html", width=width).page
+    assert page.evaluate(READ_TICKS, "skew-over-micro-steps") == ["0", "1", "2", "3", "4"]
+    assert page.evaluate(READ_TICKS, "sweep") == ["512", "1,024", "2,048"]
+    assert page.evaluate(READ_TICKS, "break-even") == ["256", "1,024", "4,096"]
+
+
 READ_OUTLINE = """() => {
     const style = getComputedStyle(document.querySelector("#timeline .barlayer .point path"));
     return [style.stroke, style.strokeWidth];

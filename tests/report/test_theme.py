@@ -48,3 +48,8 @@ def test_a_level_cell_has_almost_the_colour_of_the_ground(scheme):
 def test_bars_are_outlined_in_the_colour_of_the_ground(scheme):
     (bar,) = theme.themes()[scheme]["template"]["data"]["bar"]
     assert bar["marker"]["line"] == {"color": theme.GROUND[scheme]}
+
+
+@pytest.mark.parametrize("axis", ["xaxis", "yaxis"])
+def test_thousands_are_written_alike_on_every_axis(axis):
+    assert all(found["template"]["layout"][axis]["separatethousands"] for found in theme.themes().values())
