@@ -81,16 +81,24 @@ def _figures(document: Document) -> tuple[Figure, ...]:
     now = seconds(whole["now"]["total"])
     found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), words=f"{_lost(whole)} of {now} per step")]
     if plan is not None:
-        saved = f"{seconds(whole['saved']['seconds'])}, every cost charged"
         stage = _longest_stage(document)
         skew = plan["skew"][stage]
         levelled = f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
         found += [
-            Figure(label="Recovered by a plan", value=percent(whole["saved"]["share"]), words=saved),
+            _saved_figure(whole["saved"]),
             Figure(label="Mean skew", value=levelled, words=f"busiest rank / mean rank, {stage}"),
         ]
     peak = f"received rows, rank {held['place']['rank']}, layer {held['place']['layer']}"
     return (*found, Figure(label="Peak memory", value=num_bytes(held["peak_bytes"]), words=peak))
+
+
+def _saved_figure(saved: Document) -> Figure:
+    """What a plan gives back, or takes beyond what is taken now."""
+    if saved["share"] < 0:
+        words = f"{seconds(-saved['seconds'])} more with a plan, every cost charged"
+        return Figure(label="Slower by", value=percent(-saved["share"]), words=words)
+    words = f"{seconds(saved['seconds'])}, every cost charged"
+    return Figure(label="Recovered by a plan", value=percent(saved["share"]), words=words)
 
 
 def _lost(whole: Document) -> str:

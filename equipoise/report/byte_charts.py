@@ -1,4 +1,4 @@
-"""Charts of bytes: who sends how much to whom, and what each rank's memory holds against its limit.
+"""Charts of bytes: who sends how much to whom, and what each rank's memory holds against a limit that is in sight.
 
 Takes bytes of a result and draws them; computes none.
 """
@@ -13,6 +13,8 @@ from equipoise.report.page import Chart, Table
 from equipoise.report.theme import BLUE, GREY, ORANGE
 
 MIB, GIB = 2**20, 2**30
+LIMIT_IN_SIGHT = 4
+"""A limit over so many times the tallest bar is said and not drawn: bars under it would be a flat line."""
 _MEMORY_COLOURS = {"expert weights": GREY, "replica slots": ORANGE, "received rows": BLUE}
 
 RankBytes = Mapping[str, Sequence[int]]
@@ -49,12 +51,12 @@ def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
 
 
 def memory(views: Mapping[str, RankBytes], *, limit_bytes: int | None, caption: str) -> Chart:
-    """What every rank's memory holds at worst, stacked, against the limit.
+    """What every rank's memory holds at worst, stacked, against the limit where that is in sight.
 
     Args:
         views: by before and after; one view where there is no plan
         limit_bytes: what a rank has; None where it is not known
-        caption: what is seen
+        caption: what is seen, the limit included
     """
     traces = [_column(held, values) for held_by in views.values() for held, values in held_by.items()]
     rows = tuple(
@@ -87,16 +89,18 @@ def _memory_layout(views: Mapping[str, RankBytes], limit_bytes: int | None) -> d
     layout = frame(height=320, x="rank", y="GiB", hover="x unified") | {"barmode": "stack", "bargap": 0.15}
     layout["xaxis"] |= {"type": "category", "nticks": 32}
     peak = max(sum(column) for held_by in views.values() for column in zip(*held_by.values(), strict=True))
-    top = max(peak, limit_bytes or 0) / GIB
-    layout["yaxis"]["range"] = [0, 1.12 * top]
-    return layout | ({} if limit_bytes is None else limit_line(limit_bytes / GIB, f"limit {limit_bytes / GIB:.3g} GiB"))
+    if limit_bytes is None or limit_bytes > LIMIT_IN_SIGHT * peak > 0:
+        layout["yaxis"]["range"] = [0, 1.12 * peak / GIB]
+        return layout
+    layout["yaxis"]["range"] = [0, 1.12 * max(peak, limit_bytes) / GIB]
+    return layout | limit_line(limit_bytes / GIB, f"limit {limit_bytes / GIB:.3g} GiB")
 
 
 def _column(held: str, values: Sequence[int]) -> dict[str, Any]:
     return {
         "type": "bar",
         "name": held,
-        "x": [str(rank) for rank in range(len(values))],
+        "x": [f"{rank:,}" for rank in range(len(values))],
         "y": [round(value / GIB, 5) for value in values],
         "marker": {"color": _MEMORY_COLOURS[held]},
         "hovertemplate": "%{y:.3f} GiB",

@@ -9,8 +9,12 @@ Invariants (asserted by the tests):
    longer than static, nothing is lost, and the page says that balanced ranks would not be faster.
 2. Why after takes less time than balanced is said by the parts, compute and all-to-all, that take it less.
 3. A policy that was not simulated is never spoken of, and a part it would give is named as missing.
-4. The machine is all of it: every pipeline stage and EP group has its own ranks.
-5. A document without policies, or with bars of an unknown lane, is refused in words that name them.
+4. The machine is all of it: every pipeline stage and EP group has its own ranks; its links are named where the document
+   has both.
+5. A plan that takes longer than static is said to, and no figure of it reads as a gain; planning is charged apart from
+   moving.
+6. A part that was asked for and left out is missing for the reason that the document's notes give.
+7. A document without policies, or with bars of an unknown lane, is refused in words that name them.
 """
 
 from dataclasses import dataclass
@@ -25,6 +29,10 @@ from equipoise.report.words import beyond_balanced, gained, lost, num_bytes, per
 from equipoise.sim.trial import WORTH
 
 FORMAT = "equipoise-simulation-1"
+MOVING = ("pull", "return", "publish", "collect")
+"""Parts of the seconds that are transfers of experts."""
+COMMAND = "equipoise simulate ROUTES_OR_LOADS"
+"""What makes a result again, with an option more."""
 Document = dict[str, Any]
 
 
@@ -84,7 +92,16 @@ def _machine(document: Document) -> str:
     parts = [f"{plural(nodes, 'node')} of {per_node} {cluster['name'].upper()}", f"EP {cluster['ep']}"]
     parts += [f"{groups} EP groups"] if groups > 1 else []
     parts += [f"{stages} pipeline stages"] if stages > 1 else []
-    return ", ".join(parts if stages * groups == 1 else [*parts, f"{ranks} ranks"])
+    parts += [f"{ranks} ranks"] if stages * groups > 1 else []
+    return ", ".join([*parts, *_links(cluster)])
+
+
+def _links(cluster: Document) -> tuple[str, ...]:
+    """Rates of a rank's links, one direction; none where the document does not have both."""
+    network, nvlink = cluster.get("network_bytes_per_s"), cluster.get("nvlink_bytes_per_s")
+    if network is None or nvlink is None:
+        return ()
+    return (f"{network * 8 / 1e9:,.4g} Gb/s network and {nvlink / 1e9:,.4g} GB/s NVLink per rank",)
 
 
 def _answer(compared: Compared) -> str:
@@ -99,7 +116,8 @@ def _answer(compared: Compared) -> str:
     if after is None:
         return f"{now}; no plan was simulated."
     saved = compared.share(after)
-    gain = f"recover {percent(saved)}" if balanced is None else gained(saved, lost=compared.share(balanced))
+    # Without balanced nothing is known to be lost but what the plan gives back.
+    gain = gained(saved, lost=saved if balanced is None else compared.share(balanced))
     words = f"{now}; {_plan(after)} would {gain}"
     return f"{words}." if saved >= WORTH else f"{words}, which is not worth it here."
 
@@ -118,11 +136,11 @@ def _conditions(document: Document) -> tuple[str, ...]:
     tokens = np.mean([window["tokens_per_rank"] for window in windows])
     groups = windows[0]["groups"]
     return (
-        f"Predicted, not measured on a cluster: {plural(len(windows), 'window')} with {plural(steps, 'micro-step')} of "
-        f"{tokens:,.0f} tokens per rank, {plural(model['layers'], 'layer')} of {model['experts']} experts, "
-        f"top-{model['top_k']}, {plural(groups, 'EP group')}{_stages(document)}.",
+        f"Predicted, not measured on a cluster: {plural(len(windows), 'window')}, {plural(steps, 'micro-step')} in "
+        f"all, with {tokens:,.0f} tokens per rank in each, {plural(model['layers'], 'layer')} of {model['experts']} "
+        f"experts, top-{model['top_k']}, {plural(groups, 'EP group')}{_stages(document)}.",
         f"Expert compute: {profile['device']}, {profile['kind']}. Shares are of the time in expert layers: compute, "
-        "all-to-all and what moving experts costs.",
+        "all-to-all, and what moving experts and planning cost.",
     )
 
 
@@ -149,16 +167,41 @@ def _figures(document: Document, compared: Compared) -> tuple[Figure, ...]:
     if static is not None and balanced is not None:
         found.append(_lost_figure(compared.share(balanced), static=static["expert_s"], balanced=balanced["expert_s"]))
     if static is not None and after is not None:
-        words = "of the time in expert layers" if balanced is None else f"{percent(after['of_balanced'])} of balanced"
-        found.append(("Recovered", percent(compared.share(after)), words))
+        found.append(_saved_figure(compared.share(after), of_balanced=after["of_balanced"]))
     if after is not None:
         levelled = _mean_skew(document["windows"], "before"), _mean_skew(after["windows"], "after")
         found.append(("Mean skew", " to ".join(map(ratio, levelled)), "busiest rank / mean rank"))
-        found.append(("Cost of moving", percent(after["exposed_share"]), "exposed, of expert time"))
+        found.append(_cost_figure(after))
     if static is not None and after is not None:
-        words = f"training stages; experts are {percent(static['expert_share'])} of them"
-        found.append(("Whole step", f"{after['step_speedup']:.2f} x", words))
+        found.append(_step_figure(static, after))
     return tuple(Figure(label=label, value=value, words=words) for label, value, words in found)
+
+
+def _saved_figure(share: float, *, of_balanced: float | None) -> tuple[str, str, str]:
+    """What the plan gives back of static's seconds, or takes beyond them."""
+    if share < 0:
+        return "Slower by", percent(-share), "more time in expert layers with the plan"
+    words = "of the time in expert layers" if of_balanced is None else f"{percent(of_balanced)} of balanced"
+    return "Recovered", percent(share), words
+
+
+def _cost_figure(after: Document) -> tuple[str, str, str]:
+    """What moving experts costs, with planning named apart where training waits for it."""
+    spent, whole = after["seconds"], after["expert_s"]
+    if not spent["planning"]:
+        return "Cost of moving", percent(after["exposed_share"]), "exposed, of expert time"
+    moving = sum(spent[name] for name in MOVING)
+    words = f"planning {percent(spent['planning'] / whole)}, moving {percent(moving / whole)}"
+    return "Planning and moving", percent(after["exposed_share"]), words
+
+
+def _step_figure(static: Document, after: Document) -> tuple[str, str, str]:
+    """How much faster the whole step is, or how much longer it takes."""
+    words = f"experts are {percent(static['expert_share'])} of training"
+    longer = after["step_s"] / static["step_s"] - 1
+    if longer > 0:
+        return "Whole step longer by", percent(longer), words
+    return "Whole step", f"{static['step_s'] / after['step_s']:.2f} x", f"as fast; {words}"
 
 
 def _lost_figure(share: float, *, static: float, balanced: float) -> tuple[str, str, str]:
@@ -174,16 +217,25 @@ def _mean_skew(windows: list[Document], which: str) -> float:
 
 
 def _missing(document: Document, compared: Compared) -> tuple[Missing, ...]:
-    command = "equipoise simulate ROUTES_OR_LOADS"
     found = []
     if compared.static is None or compared.after is None or compared.balanced is None:
         words = "The comparison needs doing nothing, a plan, and even ranks:"
-        found.append(("Policies", words, f"{command} --policies static,equipoise,balanced"))
+        found.append(("Policies", words, f"{COMMAND} --policies static,equipoise,balanced"))
     sweep = document["sweep"] or {"points": [], "break_even": None}
     if not sweep["points"]:
-        found.append(("Sweep", "Not asked for:", f"{command} --sweep ep=8,16 slots=0,1,2"))
+        found.append(_left_out(document, "Sweep", "--sweep ep=8,16 slots=0,1,2"))
     if sweep["break_even"] is None:
-        found.append(("Break-even", "Not asked for:", f"{command} --break-even"))
+        found.append(_left_out(document, "Break-even", "--break-even"))
     if not any(policy["timeline"] for policy in document["policies"]):
-        found.append(("Timeline", "This result was written without one:", f"{command} -o result.json"))
+        found.append(("Timeline", "This result was written without one:", f"{COMMAND} -o result.json"))
     return tuple(Missing(title=title, words=words, command=line) for title, words, line in found)
+
+
+def _left_out(document: Document, part: str, option: str) -> tuple[str, str, str]:
+    """Title, words and command of a part that is not there: as the notes say why, or else because nobody asked."""
+    for note in document["notes"]:
+        if note.startswith(f"{part} left out:"):
+            return part, note, ""
+        if note.startswith("Interrupted:"):
+            return part, f"{note} To have it:", f"{COMMAND} {option}"
+    return part, "Not asked for:", f"{COMMAND} {option}"

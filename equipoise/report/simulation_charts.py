@@ -88,22 +88,41 @@ def _skew(document: Document, after: Policy | None) -> Chart:
 def _policies(document: Document) -> Chart:
     parts = EXPERT_PARTS | OTHER_PARTS
     bars = {_bar(p): {parts[k]: p["seconds"][k] for k in parts} for p in document["policies"]}
-    rivals = [p for p in document["policies"] if p["policy"] != "balanced"]
-    fastest = min(rivals, key=lambda p: p["expert_s"], default=None)
-    caption = "Seconds of one step by part; transfers only as far as nothing hides them."
-    if fastest is not None:
-        caption = f"{fastest['policy']} is the fastest with {seconds(fastest['expert_s'])} in expert layers"
-        speeds = [] if fastest["speedup"] is None else [f"{fastest['speedup']:.2f} times static's speed"]
-        speeds += [] if fastest["of_balanced"] is None else [f"{percent(fastest['of_balanced'])} of balanced's speed"]
-        caption += f", {' and '.join(speeds)}" if speeds else ""
-        caption += "; transfers count only as far as nothing hides them."
     return cost_parts(
         bars,
         title="Policies by cost part",
-        caption=caption,
+        caption=f"{_fastest(document['policies'])} Transfers count only as far as nothing hides them.",
         terms=("exposed", *_defined(document)),
         focus=tuple(EXPERT_PARTS.values()),
     )
+
+
+def _fastest(policies: list[Policy]) -> str:
+    """Which plan takes least time, beside doing nothing and beside even ranks, neither of which is a plan."""
+    named = {p["policy"]: p for p in policies}
+    static, balanced = named.pop("static", None), named.pop("balanced", None)
+    plan = min(named.values(), key=lambda p: p["expert_s"], default=None)
+    words = []
+    if plan is not None:
+        words.append(_against(plan, static))
+    elif static is not None:
+        words.append(f"Expert layers take {seconds(static['expert_s'])} with static")
+    if balanced is not None:
+        words.append(f"balanced, which is even ranks and no plan, would take {seconds(balanced['expert_s'])}")
+    text = "; ".join(words)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _against(plan: Policy, static: Policy | None) -> str:
+    """The fastest plan's seconds, against doing nothing and balanced as far as they were simulated."""
+    is_no_faster = static is not None and plan["expert_s"] >= static["expert_s"]
+    words = f"The fastest plan is {plan['policy']} with {seconds(plan['expert_s'])} in expert layers"
+    if static is not None and is_no_faster:
+        now = f"No plan is faster than static, which takes {seconds(static['expert_s'])} in expert layers"
+        words = f"{now}: the fastest one, {plan['policy']}, takes {seconds(plan['expert_s'])}"
+    speeds = [] if static is None or is_no_faster else [f"{plan['speedup']:.2f} times static's speed"]
+    speeds += [] if plan["of_balanced"] is None else [f"{percent(plan['of_balanced'])} of balanced's speed"]
+    return f"{words}, {' and '.join(speeds)}" if speeds else words
 
 
 def _defined(document: Document) -> tuple[str, ...]:
@@ -153,14 +172,15 @@ def _experts(document: Document) -> Chart:
 def _rank_seconds(document: Document, views: dict[str, Policy]) -> Chart:
     group = document["shown"]["group"]
     drawn = {view: _by_rank(policy, group) for view, policy in views.items()}
-    waits = []
+    waits, has_planning = [], any(policy["seconds"]["planning"] for policy in views.values())
     for view, ranks in drawn.items():
         waiting = sum(parts["waiting"] for parts in ranks.values())
         waits.append(f"{percent(waiting / max(sum(sum(p.values()) for p in ranks.values()), 1e-12))} {view}")
     return rank_seconds(
         drawn,
         caption=f"Ranks wait {' and '.join(waits)}, of the time of group {group}'s ranks together: for the busiest "
-        f"one, and for transfers that nothing hides.{_stages_counted(document)}",
+        f"one, and for transfers{' and planning' if has_planning else ''} that nothing hides."
+        f"{_stages_counted(document)}",
     )
 
 
@@ -223,6 +243,7 @@ def _memory(document: Document, views: dict[str, Policy]) -> Chart:
     limit = max(memory_["limit_bytes"] for memory_ in held.values())
     peaks = {view: m["experts_bytes"] + m["replicas_bytes"] + max(m["received_bytes_X"]) for view, m in held.items()}
     words = ", ".join(f"{num_bytes(peak)} {view}" for view, peak in peaks.items())
+    words += f", of {num_bytes(limit)} that it has" if limit else ""
     return memory(
         {
             view: {
@@ -242,11 +263,7 @@ def _memory(document: Document, views: dict[str, Policy]) -> Chart:
 def _sweep(found: Document) -> Iterator[Chart]:
     points = found["points"]
     if points:
-        best = max(points, key=lambda p: p["saved_share"])
-        caption = (
-            f"At most {percent(best['saved_share'])}, at EP {best['ep']} with {plural(best['slots'], 'slot')} and "
-        )
-        yield sweep(points, axes=found["axes"], caption=f"{caption}{best['tokens']:,} tokens per rank.")
+        yield sweep(points, axes=found["axes"], caption=_best(points))
     if found["break_even"] is not None:
         curves = found["break_even"]["curves"]
         starts = ["never with those tried" if c["tokens"] is None else f"from {c['tokens']:,} on" for c in curves]
@@ -254,6 +271,15 @@ def _sweep(found: Document) -> Iterator[Chart]:
         worth = found["break_even"]["worth"]
         caption = f"Tokens per rank and micro-step from which on a plan saves at least {percent(worth)}. "
         yield break_even(curves, worth=worth, caption=f"{caption}{'; '.join(words).capitalize()}.")
+
+
+def _best(points: list[Document]) -> str:
+    """Where a plan saves most, or that it saves nowhere."""
+    best = max(points, key=lambda p: p["saved_share"])
+    place = f"at EP {best['ep']} with {plural(best['slots'], 'slot')} and {best['tokens']:,} tokens per rank"
+    if best["saved_share"] < 0:
+        return f"A plan takes more time everywhere, {percent(-best['saved_share'])} at least, {place}."
+    return f"At most {percent(best['saved_share'])}, {place}."
 
 
 def _paths(document: Document, after: Policy) -> Listing:

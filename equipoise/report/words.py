@@ -30,7 +30,12 @@ def lost(share: float) -> str:
 
 
 def gained(saved: float, *, lost: float) -> str:
-    """What a plan does about what is lost: gives it back, or more, or saves where nothing is lost to uneven ranks."""
+    """What a plan does about what is lost: gives it back, or more, or saves where nothing is lost to uneven ranks.
+
+    A plan that takes longer than now gives nothing back, and is never said to.
+    """
+    if saved < 0:
+        return f"take {percent(-saved)} more time"
     if lost <= 0:
         return f"save {percent(saved)}"
     is_more = saved > lost and percent(saved) != percent(lost)

@@ -118,6 +118,23 @@ def test_a_plan_that_is_not_worth_it_is_called_so(document):
     assert build_page(poor, title="x").answer.endswith("which is not worth it here.")
 
 
+def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
+    slow = json.loads(json.dumps(document))
+    slow["seconds"]["saved"], slow["plan"]["worth_it"] = {"seconds": -0.5, "share": -0.271}, False
+    page = build_page(slow, title="x")
+    assert page.answer.endswith("would take 27.1 % more time, which is not worth it here.")
+    figures = {figure.label: figure for figure in page.figures}
+    assert (figures["Slower by"].value, figures["Slower by"].words) == (
+        "27.1 %",
+        "500 ms more with a plan, every cost charged",
+    )
+    assert "Recovered by a plan" not in figures
+
+
+def test_layers_have_whole_ticks(document):
+    assert chart(build_page(document, title="x"), "skew-by-layer").layout["xaxis"]["dtick"] == 1
+
+
 def test_placement_alone_takes_no_memory_and_an_unpriced_part_is_left_out(document):
     placed = {**document, "plan": {**document["plan"], "slots": 0}}
     assert "placement alone, which takes no memory" in build_page(placed, title="x").answer

@@ -1,13 +1,17 @@
 """Every chart is one that plotly accepts, property by property, and awkward inputs are drawn too."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from equipoise.report import build_page
 from equipoise.report.byte_charts import memory, traffic
+from equipoise.report.frame import MAX_TICKS, whole_ticks
 from equipoise.report.load_charts import expert_heat_map, over_mean, rank_heat_map, skew_over_micro_steps
+from equipoise.report.sweep_charts import sweep
 from equipoise.report.theme import themes
-from equipoise.report.time_charts import MAX_EVENTS, cost_parts, timeline
+from equipoise.report.time_charts import MAX_EVENTS, cost_parts, rank_seconds, timeline
 from tests.report.documents import simulation
 
 
@@ -71,6 +75,59 @@ def test_memory_without_a_limit_draws_no_line():
     chart = memory({"before": {"received rows": [2**30, 2**31]}}, limit_bytes=None, caption="x")
     assert "shapes" not in chart.layout
     assert chart.layout["yaxis"]["range"][1] == pytest.approx(2.24)
+
+
+@pytest.mark.parametrize(("times", "is_drawn"), [(0.5, True), (4, True), (4.01, False), (187, False)])
+def test_a_limit_out_of_sight_leaves_the_axis_to_the_bars(times, is_drawn):
+    peak = 7 * 2**30
+    chart = memory({"before": {"received rows": [peak, peak // 2]}}, limit_bytes=int(times * peak), caption="x")
+    assert ("shapes" in chart.layout) is is_drawn
+    assert chart.layout["yaxis"]["range"] == pytest.approx([0, 1.12 * 7 * (max(1, times) if is_drawn else 1)])
+
+
+@pytest.mark.parametrize(
+    ("count", "step"), [(1, 1), (4, 1), (10, 1), (11, 2), (32, 5), (100, 10), (101, 20), (1024, 200)]
+)
+def test_things_that_cannot_be_halved_have_whole_ticks(count, step):
+    assert whole_ticks(count) == {"tick0": 0, "dtick": step, "tickformat": ",d"}
+    assert count / step <= MAX_TICKS
+
+
+def test_lines_of_a_sweep_that_lie_on_each_other_are_told_apart():
+    facts = {"tokens": 8192, "skew": 1.5, "saved_share": 0.1, "of_balanced": 0.9, "micro": None}
+    points = [{"ep": ep, "slots": slots, **facts} for ep in (8, 1024) for slots in range(9)]
+    traces = sweep(points, axes={"ep": (8, 1024, 2048), "slots": range(2)}, caption="x").traces
+    assert all(trace["y"] == traces[0]["y"] for trace in traces)
+    inks = {(t["line"]["color"], t["line"]["dash"], t["marker"]["symbol"]) for t in traces}
+    assert len(inks) == len(traces) == 9
+    assert all(one["line"]["dash"] != other["line"]["dash"] for one, other in pairwise(traces))
+    assert all(trace["marker"]["symbol"].endswith("-open") for trace in traces), "a full one hides what is under it"
+
+
+def test_thousands_of_tokens_and_ranks_are_written_alike():
+    facts = {"slots": 1, "skew": 1.5, "saved_share": 0.1, "of_balanced": 0.9, "micro": None}
+    points = [{"ep": ep, "tokens": tokens, **facts} for ep in (8, 16, 32) for tokens in (512, 1024)]
+    assert [t["name"] for t in sweep(points, axes={"ep": (8, 16, 32), "tokens": (512, 1024)}, caption="x").traces] == [
+        "tokens 512",
+        "tokens 1,024",
+    ]
+    across = sweep(points, axes={"ep": (8,), "tokens": (512, 1024)}, caption="x").traces[0]
+    assert across["x"] == ["512", "1,024"]
+    held = memory({"before": {"received rows": [2**30] * 1025}}, limit_bytes=None, caption="x")
+    spent = rank_seconds({"before": {str(rank): {"compute": 1.0} for rank in range(1025)}}, caption="x")
+    assert held.traces[0]["x"][-1] == spent.traces[0]["x"][-1] == "1,024"
+
+
+def test_attention_has_a_colour_of_its_own_in_the_lane_of_compute():
+    event = {"rank": 2, "lane": "compute", "name": "experts backward 0", "start_s": 0.0, "end_s": 1e-3}
+    attention = [{**event, "name": name} for name in ("attention 0", "attention backward 0")]
+    odd = {**event, "lane": "pull", "name": "attention of another kind"}
+    chart = timeline({"static": [event, *attention, odd]}, caption="x")
+    compute, other, pull = chart.traces
+    assert [t["name"] for t in chart.traces] == ["compute", "attention", "pull"]
+    assert other["text"] == ["attention 0", "attention backward 0"] and pull["text"] == [odd["name"]]
+    assert len({t["marker"]["color"] for t in chart.traces}) == 3
+    assert set(other["y"]) == set(compute["y"]) != set(pull["y"])
 
 
 def test_lanes_that_are_not_used_take_no_room():

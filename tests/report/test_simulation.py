@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from equipoise.cli.simulation import NO_CURVES, STOPPED
 from equipoise.report import build_page
 from equipoise.report.words import num_bytes, percent, ratio
 from tests.report.documents import POLICIES, STEPS, simulation
@@ -46,7 +47,8 @@ def test_the_answer_has_the_documents_shares_and_the_memory_it_takes(document, p
 
 def test_conditions_say_that_it_is_predicted_and_for_what(page):
     words = " ".join(page.conditions)
-    for part in ("Predicted, not measured", "10 micro-steps", "8,192 tokens per rank", "top-4", "derived"):
+    sizes = "2 windows, 10 micro-steps in all, with 8,192 tokens per rank in each"
+    for part in ("Predicted, not measured", sizes, "top-4", "derived"):
         assert part in words
     assert page.notes == ("Compute and all-to-all do not overlap.", "Links are priced by their published rate.")
 
@@ -77,6 +79,7 @@ def test_skew_over_micro_steps_is_the_documents_window_after_window(document, pa
         [s for w in of(document, "equipoise")["windows"] for s in w["after"]["skew_M"]], abs=1e-5
     )
     marks = chart(page, "skew-over-micro-steps").layout
+    assert marks["xaxis"]["dtick"] == 1, "no halves of a micro-step"
     assert [a["text"] for a in marks["annotations"]] == list(STEPS)
     assert [s["x0"] for s in marks["shapes"]] == [STEPS["recompute"] - 0.5]
 
@@ -116,7 +119,8 @@ def test_traffic_memory_and_ranks_are_those_of_the_shown_window_and_group(docume
     memory = of(document, "equipoise")["memory"]
     assert held["received rows"] == memory["received_bytes_X"][3]
     assert held["replica slots"] == memory["replicas_bytes"]
-    assert "limit 80 GiB" in str(chart(page, "memory").layout["annotations"])
+    assert "shapes" not in chart(page, "memory").layout, "80 GiB over bars of 11 GiB are out of sight"
+    assert "GiB after, of 80.0 GiB that it has." in chart(page, "memory").caption
     waits = next(t for t in chart(page, "rank-seconds").traces if t["name"] == "waiting")
     assert waits["y"][2] == pytest.approx(sum(w["ranks"]["wait"][0][2] for w in of(document, "static")["windows"]))
 
@@ -172,6 +176,8 @@ def test_charts_of_pipeline_stages_say_what_a_rank_is():
 )
 def test_the_machine_has_the_ranks_of_all_pipeline_stages_and_groups(stages, groups, machine):
     document = simulation(stages=stages, layers=4).to_dict()
+    links = ("network_bytes_per_s", "nvlink_bytes_per_s")
+    document["cluster"] = {name: value for name, value in document["cluster"].items() if name not in links}
     for window in document["windows"]:
         window["groups"] = groups
     page = build_page(document, title="x")
@@ -179,6 +185,30 @@ def test_the_machine_has_the_ranks_of_all_pipeline_stages_and_groups(stages, gro
     assert ("in 2 pipeline stages of 8 ranks each" in page.conditions[0]) is (stages == 2)
     document["cluster"]["nodes"] = 20
     assert "on 20 nodes of 8 H100" in build_page(document, title="x").kind, "a cluster that is larger is named whole"
+
+
+@pytest.mark.parametrize(
+    ("links", "words"),
+    [
+        (
+            {"network_bytes_per_s": 50 * 10**9, "nvlink_bytes_per_s": 450 * 10**9},
+            "400 Gb/s network and 450 GB/s NVLink",
+        ),
+        (
+            {"network_bytes_per_s": 3125 * 10**6, "nvlink_bytes_per_s": 18 * 10**11},
+            "25 Gb/s network and 1,800 GB/s NVLink",
+        ),
+        ({"network_bytes_per_s": 50 * 10**9}, None),
+        ({"nvlink_bytes_per_s": 450 * 10**9}, None),
+        ({}, None),
+    ],
+    ids=["both", "other rates", "network alone", "nvlink alone", "neither"],
+)
+def test_links_of_a_rank_are_named_where_both_are_known(document, links, words):
+    both = ("network_bytes_per_s", "nvlink_bytes_per_s")
+    cluster = {name: value for name, value in document["cluster"].items() if name not in both}
+    kind = build_page({**document, "cluster": cluster | links}, title="x").kind
+    assert kind.endswith(", EP 8" if words is None else f", EP 8, {words} per rank")
 
 
 def test_the_memory_caption_names_the_setting_of_activations(document):
@@ -241,6 +271,103 @@ def test_one_of_a_thing_is_not_said_as_many():
 def test_a_plan_that_saves_next_to_nothing_is_not_worth_it():
     policies = [("static", 0, 1.5), ("equipoise", 1, 1.49), ("balanced", 0, 1.4)]
     assert build_page(simulation(policies=policies), title="x").answer.endswith("which is not worth it here.")
+
+
+def slowed(document, name="equipoise", *, planning):
+    """The document with one policy that takes so many seconds of planning more."""
+    changed = json.loads(json.dumps(document))
+    static, policy = of(changed, "static"), of(changed, name)
+    policy["seconds"]["planning"] = planning
+    exposed_s = policy["exposed_share"] * policy["expert_s"] + planning
+    for field in ("expert_s", "step_s", "training_s"):
+        policy[field] += planning
+    policy["exposed_share"] = exposed_s / policy["expert_s"]
+    policy["speedup"] = static["expert_s"] / policy["expert_s"]
+    return changed
+
+
+def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
+    slow = slowed(document, planning=1.0)
+    static, ours = of(slow, "static"), of(slow, "equipoise")
+    more, longer = (percent(ours[name] / static[name] - 1) for name in ("expert_s", "step_s"))
+    page = build_page(slow, title="x")
+    assert page.answer.endswith(f"would take {more} more time, which is not worth it here.")
+    figures = {figure.label: figure for figure in page.figures}
+    assert figures["Slower by"].value == more
+    assert figures["Whole step longer by"].value == longer
+    assert not {"Recovered", "Whole step"} & set(figures)
+    assert not [text for f in page.figures for text in (f.value, f.words) if "-" in text or "as fast" in text]
+
+
+def test_without_balanced_a_plan_that_takes_longer_is_called_so_too(document):
+    slow = slowed(document, planning=1.0)
+    slow["policies"] = [p for p in slow["policies"] if p["policy"] in ("static", "equipoise")]
+    for policy in slow["policies"]:
+        policy["of_balanced"] = None
+    assert re.search(
+        r"would take [\d.]+ % more time, which is not worth it here\.$", build_page(slow, title="x").answer
+    )
+
+
+def test_planning_is_charged_apart_from_moving(document, page):
+    moving = sum(of(document, "equipoise")["seconds"][name] for name in ("pull", "return", "publish", "collect"))
+    whole = of(document, "equipoise")["expert_s"]
+    figures = {figure.label: figure for figure in page.figures}
+    assert figures["Cost of moving"].value == percent(moving / whole)
+    slow = build_page(slowed(document, planning=1.0), title="x")
+    figures = {figure.label: figure for figure in slow.figures}
+    assert figures["Planning and moving"].value == percent((1 + moving) / (1 + whole))
+    assert figures["Planning and moving"].words == (
+        f"planning {percent(1 / (1 + whole))}, moving {percent(moving / (1 + whole))}"
+    )
+    assert "Cost of moving" not in figures
+    assert "transfers and planning that nothing hides" in chart(slow, "rank-seconds").caption
+    assert "planning" not in chart(page, "rank-seconds").caption
+
+
+def test_the_fastest_plan_is_named_beside_balanced_which_is_none(page):
+    assert chart(page, "cost-parts").caption.startswith(
+        "The fastest plan is equipoise with 1.43 s in expert layers, 1.26 times static's speed and 97.6 % of "
+        "balanced's speed; balanced, which is even ranks and no plan, would take 1.40 s. "
+    )
+
+
+def test_where_every_plan_is_slower_than_static_none_is_called_the_fastest(document):
+    slow = slowed(slowed(document, planning=1.0), "eplb-oracle", planning=3.0)
+    caption = chart(build_page(slow, title="x"), "cost-parts").caption
+    assert caption.startswith(
+        "No plan is faster than static, which takes 1.80 s in expert layers: the fastest one, equipoise, takes 2.43 s"
+    )
+    assert "times static's speed" not in caption
+
+
+def test_a_sweep_that_saves_nowhere_says_so(document):
+    slow = json.loads(json.dumps(document))
+    for place, point in enumerate(slow["sweep"]["points"]):
+        point["saved_share"] = -0.03 * (1 + place)
+    caption = chart(build_page(slow, title="x"), "sweep").caption
+    assert (
+        caption == "A plan takes more time everywhere, 3.0 % at least, at EP 8 with 0 slots and 8,192 tokens per rank."
+    )
+
+
+@pytest.mark.parametrize(
+    ("note", "sweep", "break_even"),
+    [
+        (None, "Not asked for:", "Not asked for:"),
+        (NO_CURVES, "Not asked for:", NO_CURVES),
+        (STOPPED, f"{STOPPED} To have it:", f"{STOPPED} To have it:"),
+    ],
+    ids=["not asked for", "no rows", "interrupted"],
+)
+def test_what_was_left_out_is_missing_for_the_reason_in_the_notes(document, note, sweep, break_even):
+    notes = [*document["notes"], *([] if note is None else [note])]
+    missing = {m.title: m for m in build_page({**document, "sweep": None, "notes": notes}, title="x").missing}
+    assert (missing["Sweep"].words, missing["Break-even"].words) == (sweep, break_even)
+    assert missing["Sweep"].command.endswith("--sweep ep=8,16 slots=0,1,2")
+    # Asked for again, it would be left out again.
+    assert missing["Break-even"].command.endswith("" if note == NO_CURVES else "--break-even")
+    assert bool(missing["Break-even"].command) is (note != NO_CURVES)
 
 
 def with_parts(document, **seconds):

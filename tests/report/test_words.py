@@ -38,9 +38,12 @@ def test_nothing_is_lost_where_balanced_takes_as_long_or_longer():
         (0.136, 0.09, "recover that and more, 13.6 %"),
         (0.02, 0.0, "save 2.0 %"),
         (0.0, -0.208, "save 0 %"),
+        (-0.271, 0.09, "take 27.1 % more time"),
+        (-0.271, -0.208, "take 27.1 % more time"),
+        (-1e-5, 0.09, "take under 0.1 % more time"),
     ],
 )
-def test_what_a_plan_gains_may_be_more_than_is_lost(saved, lost, text):
+def test_what_a_plan_gains_may_be_more_than_is_lost_or_less_than_nothing(saved, lost, text):
     assert words.gained(saved, lost=lost) == text
 
 
