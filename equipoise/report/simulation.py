@@ -197,7 +197,7 @@ def _cost_figure(after: Document) -> tuple[str, str, str]:
 
 def _step_figure(static: Document, after: Document) -> tuple[str, str, str]:
     """How much faster the whole step is, or how much longer it takes."""
-    words = f"experts are {percent(static['expert_share'])} of training"
+    words = f"{percent(static['expert_share'])} of training is experts"
     longer = after["step_s"] / static["step_s"] - 1
     if longer > 0:
         return "Whole step longer by", percent(longer), words

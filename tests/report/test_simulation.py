@@ -295,6 +295,7 @@ def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
     figures = {figure.label: figure for figure in page.figures}
     assert figures["Slower by"].value == more
     assert figures["Whole step longer by"].value == longer
+    assert figures["Whole step longer by"].words == f"{percent(static['expert_share'])} of training is experts"
     assert not {"Recovered", "Whole step"} & set(figures)
     assert not [text for f in page.figures for text in (f.value, f.words) if "-" in text or "as fast" in text]
 
