@@ -59,7 +59,9 @@ def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) ->
     windows = step.source.windows(step.cluster.ep, None)
     check(step, windows, axes)
     given: dict[str, Any] = {name: getattr(step, name) for name in ("cluster", "setting", "options", "slots")}
-    given |= {"model": step.source.model, "pair_LEE": step.source.pair_LEE}
+    # Pairs say how often one sending of a token serves several experts.
+    pairs = step.source.pair_LEE if step.setting.sends == "tokens" else None
+    given |= {"model": step.source.model, "pair_LEE": pairs}
     with progress("simulating (the first run compiles for a while)") as show:
         found = simulate(windows, policies, history=step.history, progress=show, **given)
     points: tuple[SweepPoint, ...] = ()
