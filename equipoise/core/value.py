@@ -6,6 +6,7 @@ Invariants (asserted by the tests):
 1. Two values are equal exactly when their types and all their fields are, arrays element by element.
 2. An array kept by a value type cannot be written through it.
 3. A float, a bool, a NaN or a number outside int64 never becomes an integer silently.
+4. What is of another kind than a function takes is refused by name, not by an attribute that it lacks.
 """
 
 import dataclasses
@@ -97,3 +98,10 @@ def require_int(name: str, value: Any, *, low: int, high: int | None = None, err
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise error(f"{name} is {number}; it must be {limit}")
     return number
+
+
+def require_kind(name: str, value: Any, *kinds: type, error: type[EquipoiseError]) -> None:
+    """Raise `error`, naming what was given and what is taken, where a value is of none of the kinds."""
+    if not isinstance(value, kinds):
+        wanted = " or a ".join(kind.__name__ for kind in kinds)
+        raise error(f"{name} is a {type(value).__name__}; it must be a {wanted}")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.core import ModelShape, RouteCounts, Routes, RoutesError, SampleRoutes, ScheduleError
-from equipoise.core.value import Value, frozen_array, require_int
+from equipoise.core.value import Value, frozen_array, require_int, require_kind
 
 Progress = Callable[[int, int], None]
 """Called with (samples done, samples in all, or 0 where that is not known) after each sample."""
@@ -141,6 +141,9 @@ class _Tally:
 def _shape_of(
     routes: Routes | Iterable[SampleRoutes], model: ModelShape | None, layer_numbers: Sequence[int] | None
 ) -> tuple[ModelShape, tuple[int, ...]]:
+    require_kind("routes", routes, Routes, Iterable, error=RoutesError)
+    if model is not None:
+        require_kind("model", model, ModelShape, error=RoutesError)
     if isinstance(routes, Routes):
         if model is not None and (model.experts, model.top_k) != (routes.model.experts, routes.model.top_k):
             raise RoutesError(
@@ -154,6 +157,7 @@ def _shape_of(
 
 
 def _check_shape(sample: SampleRoutes, *, model: ModelShape, num_layers: int) -> None:
+    require_kind("a sample of routes", sample, SampleRoutes, error=RoutesError)
     _, layers, top_k = sample.ids_TLK.shape
     if layers != num_layers or top_k != model.top_k:
         raise RoutesError(

@@ -21,7 +21,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from equipoise.core import LoadMatrix, ModelShape, Piece, RouteCounts, Routes, SampleRoutes, Schedule, ScheduleError
+from equipoise.core import (
+    LoadMatrix,
+    ModelShape,
+    Piece,
+    RouteCounts,
+    Routes,
+    RoutesError,
+    SampleRoutes,
+    Schedule,
+    ScheduleError,
+)
+from equipoise.core.value import require_int, require_kind
 from equipoise.loads.count import RangeCount, count_range
 from equipoise.loads.filling import arange_rows, first_rows, spread_rows
 
@@ -51,6 +62,7 @@ def count_step(
     progress: Progress | None = None,
 ) -> tuple[LoadMatrix, ...]:
     """Count the loads of every window of a step in one pass over the routes; arguments as in `count_loads`."""
+    _check_kinds(routes, schedules, ep)
     windows = [_Window(routes, schedule) for schedule in schedules]
     pieces_B = _pieces_by_sample(schedules, len(routes))
     for b, pieces in pieces_B.items():
@@ -66,6 +78,14 @@ def count_step(
         if progress is not None:
             progress(b + 1, len(routes))
     return tuple(window.finish(ep) for window in windows)
+
+
+def _check_kinds(routes: object, schedules: Sequence[object], ep: object) -> None:
+    require_kind("routes", routes, Routes, RouteCounts, error=RoutesError)
+    for schedule in schedules:
+        require_kind("schedule", schedule, Schedule, error=ScheduleError)
+    if ep is not None:
+        require_int("ep", ep, low=1, error=ScheduleError)
 
 
 class _Counted:

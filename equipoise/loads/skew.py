@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import LoadMatrix, LoadsError, Stage
-from equipoise.core.value import Value, int64_array, require_int
+from equipoise.core.value import Value, int64_array, require_int, require_kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,10 @@ def skew(
             raise LoadsError("rank_load_MLR already says who receives; leave ep and home_LE out")
         ratios = Distribution(skew_ML(loads))
         return SkewSummary(ranks=loads.shape[2], stage=None, dispatched=ratios, without_padding=ratios)
+    require_kind("loads", loads, LoadMatrix, Sequence, np.ndarray, error=LoadsError)
     windows = [loads] if isinstance(loads, LoadMatrix) else list(loads)
+    for window in windows:
+        require_kind("a window of loads", window, LoadMatrix, error=LoadsError)
     stage = _one_stage(windows)
     with_padding = [rank_loads(w, ep=ep, home_LE=home_LE) for w in windows]
     without = [rank_loads(w.without_padding(), ep=ep, home_LE=home_LE) for w in windows]

@@ -22,6 +22,7 @@ from typing import Any
 
 from equipoise.core import ModelShape, Routes, RoutesError
 from equipoise.core.model import preset_names
+from equipoise.core.value import require_kind
 from equipoise.core.whole_file import whole_file
 from equipoise.routes import megatron, nemo_rl, prime_rl, sglang, slime, store, verl, vllm
 from equipoise.routes.format import Format
@@ -130,6 +131,8 @@ def write_routes(routes: Routes, path: str | Path, *, format: str) -> None:
         path: a file whose suffix the form has
         format: the name of the form
     """
+    require_kind("routes", routes, Routes, error=RoutesError)
+    require_kind("path", path, str, Path, error=RoutesError)
     form, target = find_format(format), Path(path)
     if target.suffix.lower() not in form.suffixes:
         raise RoutesError(f"{target}: form {form.name!r} is written to {' or '.join(form.suffixes)} files; rename it")

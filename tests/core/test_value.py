@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core.errors import LoadsError, TopologyError
-from equipoise.core.value import Value, frozen_array, int64_array, require_int
+from equipoise.core.value import Value, frozen_array, int64_array, require_int, require_kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,3 +143,9 @@ def test_require_int_takes_numpy_integers_as_plain_ones():
 def test_require_int_names_both_limits(value):
     with pytest.raises(TopologyError, match=f"x is {value}; it must be from 0 to 3"):
         require_int("x", value, low=0, high=3, error=TopologyError)
+
+
+def test_require_kind_names_what_was_given_and_what_is_taken():
+    require_kind("x", (), list, tuple, error=TopologyError)
+    with pytest.raises(TopologyError, match=r"^x is a float; it must be a list or a tuple$"):
+        require_kind("x", 3.0, list, tuple, error=TopologyError)

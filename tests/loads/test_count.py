@@ -277,3 +277,17 @@ print(count_sample(sample, 4).count_LE.tolist())
 """
     lines = run_python(code, NUMBA_CACHE_DIR=str(blocker)).splitlines()
     assert lines == ["cannot cache function", "[[0, 2, 1, 0]]"]
+
+
+@pytest.mark.parametrize(
+    ("routes", "model", "words"),
+    [
+        ("rollouts.jsonl", ModelShape.preset("olmoe"), "a sample of routes is a str; it must be a SampleRoutes"),
+        (None, ModelShape.preset("olmoe"), "routes is a NoneType; it must be a Routes or a Iterable"),
+        ([], "olmoe", "model is a str; it must be a ModelShape"),
+    ],
+    ids=["path", "nothing", "model"],
+)
+def test_what_is_of_another_kind_is_refused_by_name(routes, model, words):
+    with pytest.raises(RoutesError, match=words):
+        count_routes(routes, model=model)

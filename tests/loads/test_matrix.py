@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core import ModelShape, Routes, SampleRoutes, Schedule, ScheduleError
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Schedule, ScheduleError
 from equipoise.loads.count import count_routes
 from equipoise.loads.filling import spread_rows
 from equipoise.loads.matrix import count_loads, count_step
@@ -217,3 +217,26 @@ def test_a_schedule_that_names_nothing_is_refused(piece, message, counted):
     routes = make_routes([5, 4])
     with pytest.raises(ScheduleError, match=message):
         count_loads(count_routes(routes) if counted else routes, Schedule.of([piece], ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (
+            ("x", Schedule.of([(0, 0, 2, 0, 0)], ranks=1)),
+            RoutesError,
+            "routes is a str; it must be a Routes or a Route",
+        ),
+        ((make_routes([5]), "y"), ScheduleError, "schedule is a str; it must be a Schedule"),
+        ((make_routes([5]), ()), ScheduleError, "schedule is a tuple; it must be a Schedule"),
+    ],
+    ids=["routes", "schedule", "step"],
+)
+def test_what_is_of_another_kind_is_refused_by_name(given, error, words):
+    with pytest.raises(error, match=words):
+        count_loads(*given)
+
+
+def test_an_ep_that_is_no_number_is_refused():
+    with pytest.raises(ScheduleError, match="ep must be a whole number, got 'a' of type str"):
+        count_loads(make_routes([5]), Schedule.of([(0, 0, 2, 0, 0)], ranks=1), ep="a")

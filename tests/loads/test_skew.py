@@ -136,6 +136,20 @@ def traces() -> list:
     ]
 
 
+@pytest.mark.parametrize(
+    ("loads", "words"),
+    [
+        ([1, 2], "a window of loads is a int; it must be a LoadMatrix"),
+        ("loads.npz", "a window of loads is a str; it must be a LoadMatrix"),
+        (None, "loads is a NoneType; it must be a LoadMatrix or a Sequence or a ndarray"),
+    ],
+    ids=["numbers", "path", "nothing"],
+)
+def test_what_is_of_another_kind_is_refused_by_name(loads, words):
+    with pytest.raises(LoadsError, match=words):
+        skew(loads)
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(("file", "array", "preset", "published"), traces())
 def test_real_traces_give_the_skew_of_an_independent_computation(file, array, preset, published):

@@ -293,3 +293,10 @@ def test_a_batch_without_mask_and_lengths_can_be_two_forms():
         read_routes(batch, model=MODEL, format="verl")
     with pytest.raises(RoutesError, match="no input_lengths"):
         read_routes(batch, model=MODEL, format="nemo-rl-batch")
+
+
+def test_what_is_of_another_kind_is_not_written(tmp_path):
+    with pytest.raises(RoutesError, match="routes is a list; it must be a Routes"):
+        write_routes([], tmp_path / "x.eqr", format="equipoise")
+    with pytest.raises(RoutesError, match="path is a int; it must be a str or a Path"):
+        write_routes(good_routes(), 5, format="equipoise")

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from equipoise.core import ModelShape, RoutesError
+from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.core.value import require_kind
 from equipoise.routes.doctor.agreement import MIN_AGREEMENT, Agreement
 from equipoise.routes.doctor.checks import (
     DenseLayers,
@@ -99,6 +100,10 @@ def diagnose(
         second: another recording of the same tokens, in the same order, to compare with
         min_agreement: share of equal routes under which a layer is a finding
     """
+    require_kind("model", model, ModelShape, error=RoutesError)
+    _check_stream("recordings", recordings)
+    if second is not None:
+        _check_stream("second", second)
     decode, checks, agreement = _Decode(), [check(model) for check in CHECKS], Agreement(min_agreement)
     partners = None if second is None else read_samples(decode.guard(second, of="the second recording"), model=model)
     num_samples = num_rows = 0
@@ -112,6 +117,15 @@ def diagnose(
         agreement.add_unpaired(extra)
     findings = [decode.finding(), *(f for check in checks for f in check.findings()), *agreement.findings()]
     return Diagnosis(findings=tuple(findings), num_samples=num_samples, num_rows=num_rows)
+
+
+def _check_stream(name: str, value: object) -> None:
+    """Raise where a dump or its routes are given: mapped routes hide what is wrong with a recording."""
+    if not isinstance(value, Iterable) or isinstance(value, str | Routes):
+        raise RoutesError(
+            f"{name} is a {type(value).__name__}; it must be what equipoise.routes.stream_recordings(dump, model=) "
+            "yields"
+        )
 
 
 def _show(turns: list[Reading], checks: list[Check]) -> None:

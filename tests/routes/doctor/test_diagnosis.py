@@ -175,3 +175,16 @@ def test_real_traces_are_good(file, ids, offsets, preset):
     ]
     diagnosis = diagnose(recordings, model=ModelShape.preset(preset))
     assert diagnosis.fired == (), [f for f in diagnosis.findings if f.verdict == "finding"]
+
+
+@pytest.mark.parametrize("given", ["rollouts.jsonl", Path("rollouts.jsonl"), None, 5], ids=repr)
+def test_a_dump_in_place_of_its_recordings_is_refused(given):
+    with pytest.raises(
+        RoutesError, match=rf"recordings is a {type(given).__name__}; .*stream_recordings\(dump, model=\)"
+    ):
+        diagnose(given, model=MODEL)
+
+
+def test_a_model_of_another_kind_is_refused():
+    with pytest.raises(RoutesError, match="model is a str; it must be a ModelShape"):
+        diagnose(good(), model="olmoe")
