@@ -5,12 +5,15 @@ equipoise count rollouts.jsonl --model qwen3-30b-a3b --pairs -o counts.npz
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from equipoise.cli.options import DumpArgument, ForceFlag, JsonFlag, Reading, count_dump, refuse_existing
 from equipoise.cli.output import print_json, screen
+
+if TYPE_CHECKING:
+    from equipoise.core import RouteCounts
 
 
 def count(
@@ -40,7 +43,19 @@ def count(
     }
     screen(as_json=as_json).print(
         "{samples:,} samples, {tokens:,} tokens, {rows:,} rows in all layers, {padding_rows:,} of padding; "
-        "{unknown:,} routes unknown (each sample's last token has none)".format(**figures)
+        "{unknown:,} routes unknown".format(**figures)
+        + _last_tokens(counts)
     )
     if as_json:
         print_json({"out": str(out), "model": counts.model.name, **figures})
+
+
+def _last_tokens(counts: "RouteCounts") -> str:
+    """Which samples lack the route of a token in every layer: their last one, which most engines do not record."""
+    from equipoise.report.words import plural
+
+    lacking = 0 if counts.unknown_BL is None else int((counts.unknown_BL.min(axis=1) > 0).sum())
+    if not lacking:
+        return ""
+    whose = "each sample's last token" if lacking == len(counts) else f"the last token of {plural(lacking, 'sample')}"
+    return f" ({whose} has none)"

@@ -27,9 +27,14 @@ def generate(
 ) -> None:
     """Generate a workload like real rollouts."""
     from equipoise.cli.storing import write_store
+    from equipoise.core import RoutesError
+    from equipoise.core.value import require_int
     from equipoise.loads import generate_samples
+    from equipoise.loads.generator import LIMITS
 
     refuse_existing(out, force=force)
+    least, most = LIMITS["mean_tokens"]
+    require_int("--tokens", tokens, low=least, high=most, error=RoutesError)
     shape = find_model(model)
     stream = generate_samples(
         shape, samples=samples, mean_tokens=tokens, length_sigma=length_sigma, domains=domains, seed=seed, step=step

@@ -40,14 +40,21 @@ def loads(
     for path, window in zip(paths, windows, strict=True):
         window.save(path)
         written.append({"out": str(path), "stage": window.stage, **_figures(window)})
-        words = "{out}: {stage}, {micro_steps:,} micro-steps, {layers} layers, {ranks} ranks, {rows:,} rows"
-        screen(as_json=as_json).print(words.format(**written[-1]), soft_wrap=True)
+        screen(as_json=as_json).print(f"{path}: {_words(window)}", soft_wrap=True)
     if as_json:
         print_json({"model": shape.name, "windows": written})
 
 
 def _window_path(out: Path, place: int, window: "LoadMatrix") -> Path:
     return out.with_name(f"{out.stem}-{place}-{window.stage}{out.suffix}")
+
+
+def _words(window: "LoadMatrix") -> str:
+    from equipoise.report.words import plural
+
+    figures = _figures(window)
+    counts = (plural(figures[name], name[:-1].replace("_", "-")) for name in ("micro_steps", "layers", "ranks", "rows"))
+    return ", ".join((window.stage, *counts))
 
 
 def _figures(window: "LoadMatrix") -> dict[str, int]:

@@ -44,8 +44,10 @@ class Machine:
 
     def describe(self, *, ep: int, nodes: int | None = None) -> "Cluster":
         """Build the cluster of an EP group, or raise with what is wrong about the options."""
-        from equipoise.core import Cluster
+        from equipoise.core import Cluster, TopologyError
+        from equipoise.core.value import require_int
 
+        require_int("--ranks-per-node", self.ranks_per_node, low=1, error=TopologyError)
         figures: dict[str, Any] = {}
         for option, figure, unit in (
             ("network_gbit", "network_bytes_per_s", 10**9 / 8),

@@ -109,9 +109,10 @@ class Packing:
     ] = False
 
     def __post_init__(self) -> None:
-        from equipoise.core import TopologyError
+        from equipoise.core import ScheduleError, TopologyError
         from equipoise.core.value import require_int
 
+        require_int("--mini-batches", self.mini_batches, low=1, error=ScheduleError)
         for name in ("ep", "cp", "sp"):
             require_int(f"--{name}", getattr(self, name), low=1, high=MAX_RANKS, error=TopologyError)
 

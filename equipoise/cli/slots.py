@@ -20,13 +20,12 @@ GB = 1e9
 def check_slots(slots: int | Iterable[int], *, cluster: Cluster, model: ModelShape) -> None:
     """Raise if one of the numbers of replica slots is more than a rank of the group can hold, or less than none."""
     most, binds = most_slots(cluster, model)
+    usual = "One slot is the usual choice" if most else "Give --slots 0, for placement alone"
     for number in (slots,) if isinstance(slots, int) else slots:
         if number < 0:
             raise InfeasiblePlanError(f"--slots is {number}; it must be 0 (placement alone) or more")
         if number > most:
-            raise InfeasiblePlanError(
-                f"--slots is {number}; a rank can hold at most {most}: {binds}. One slot is the usual choice"
-            )
+            raise InfeasiblePlanError(f"--slots is {number}; a rank can hold at most {most}: {binds}. {usual}")
 
 
 def most_slots(cluster: Cluster, model: ModelShape) -> tuple[int, str]:

@@ -28,6 +28,7 @@ from equipoise.core import (
     ScheduleError,
     TopologyError,
 )
+from equipoise.core.value import require_int
 from equipoise.loads import (
     TokenPolicy,
     count_step,
@@ -54,6 +55,8 @@ def schedule_step(packing: Packing, tokens_B: np.ndarray, *, policy: TokenPolicy
 def _packed(packing: Packing, tokens_B: np.ndarray, policy: TokenPolicy) -> tuple[Schedule, ...]:
     if packing.is_file:
         return _read_schedule(packing)
+    # A mini-batch has at least one sample.
+    require_int("--mini-batches", packing.mini_batches, low=1, high=max(1, len(tokens_B)), error=ScheduleError)
     step = step_schedules(
         tokens_B,
         ranks=packing.ep // (packing.cp * packing.sp),
@@ -81,9 +84,10 @@ def _way_of(packing: Packing) -> dict[str, int]:
     """`samples:N` or `tokens:N` in the packer's words."""
     way, _, number = packing.schedule.partition(":")
     words = {"samples": "samples_per_micro_step", "tokens": "token_budget"}
-    if way not in words or not (number.isascii() and number.isdigit()):
+    if way not in words or not (number.isascii() and number.isdigit()) or not int(number):
         raise ScheduleError(
-            f"--schedule is {packing.schedule!r}; write samples:N, tokens:N or the path of a schedule file (.json)"
+            f"--schedule is {packing.schedule!r}; write samples:N, tokens:N, N at least 1, or the path of a schedule "
+            "file (.json)"
         )
     return {words[way]: int(number)}
 

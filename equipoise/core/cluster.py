@@ -125,7 +125,10 @@ class Cluster(Value):
         size = ep if ep is not None else (len(node_R) if node_R is not None else count * per_node)
         size = require_int("ep", size, low=1, high=MOST_RANKS, error=TopologyError)
         if node_R is None and size > count * per_node:
-            raise TopologyError(f"ep is {size}; {count} nodes of {per_node} ranks have only {count * per_node}")
+            raise TopologyError(
+                f"ep is {size}, more than the {count * per_node} ranks of {count} node{'s' if count > 1 else ''}; "
+                f"give {-(-size // per_node)} nodes, or leave nodes out"
+            )
         return cls(
             name=name.lower(),
             nodes=count,

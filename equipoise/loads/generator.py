@@ -35,7 +35,7 @@ from equipoise.core.value import Value, require_int
 ORDERS, LEVELS = 8, 32
 """Random orders of the experts, and draws through each: 256 candidate routes per sample and layer, one byte to pick."""
 
-_LIMITS = {
+LIMITS = {
     "samples": (1, 2**24),
     "domains": (1, 4096),
     "mean_tokens": (2, 2**20),
@@ -66,7 +66,7 @@ class Workload(Value):
     """Radians per step by which popularity turns."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _LIMITS.items():
+        for name, (least, most) in LIMITS.items():
             require_int(name, getattr(self, name), low=least, high=most, error=RoutesError)
         for name, high in (("length_sigma", 3.0), ("shared", 1.0), ("sample_sigma", 3.0), ("drift", 1.0)):
             if not 0 <= getattr(self, name) <= high:

@@ -203,7 +203,11 @@ def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tm
         pytest.param(["--memory-gib", "-1"], "memory limit is -1", id="memory"),
         pytest.param(["--slots", "-1"], "--slots is -1; it must be 0", id="slots"),
         pytest.param(["--slots", "0", "--no-plan"], "--no-plan makes --slots 0 void", id="slots of no plan"),
-        pytest.param(["--mini-batches", "99"], "mini_batches is 99", id="mini-batches"),
+        pytest.param(["--mini-batches", "99"], "--mini-batches is 99; it must be from 1 to", id="mini-batches"),
+        pytest.param(["--mini-batches", "0"], "--mini-batches is 0; it must be at least 1", id="no mini-batch"),
+        pytest.param(["--schedule", "tokens:0"], "--schedule is 'tokens:0'; write samples:N", id="no tokens"),
+        pytest.param(["--schedule", "samples:0"], "--schedule is 'samples:0'; write samples:N", id="no samples"),
+        pytest.param(["--ranks-per-node", "0"], "--ranks-per-node is 0; it must be at least 1", id="empty nodes"),
         pytest.param(["--model", "mixtral-8x7b"], "holds routes of 'olmoe'", id="another model"),
     ],
 )

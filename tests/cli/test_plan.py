@@ -135,7 +135,10 @@ def test_baselines_can_be_planned(equipoise, loads_file, policy):
         (["--explain", "3"], "--explain is '3'; write the micro-step and the layer index"),
         (["--explain", "9,0"], "micro-steps 0..2"),
         (["--policy", "juggle"], "no policy 'juggle'; known: equipoise, static"),
-        (["--nodes", "1", "--ranks-per-node", "4"], "ep is 8; 1 nodes of 4 ranks have only 4"),
+        (
+            ["--nodes", "1", "--ranks-per-node", "4"],
+            "ep is 8, more than the 4 ranks of 1 node; give 2 nodes, or leave nodes out",
+        ),
         (["--slots", "-1"], "slots is -1"),
         (["--policy", "eplb-history"], "add --history"),
         (["--history", "absent.npz"], "--history absent.npz is for the policy eplb-history"),
@@ -261,6 +264,8 @@ def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):
     outcome = equipoise("loads", dump, "--ep", "4", "--no-recompute", "-o", tmp_path / "loads.npz")
     assert outcome.code == 0
     assert "update, 2 micro-steps, 2 layers, 4 ranks" in outcome.out
+    short = equipoise("loads", dump, "--ep", "4", "--schedule", "samples:2", "--no-recompute", "-o", tmp_path / "1.npz")
+    assert "update, 1 micro-step, 2 layers, 4 ranks" in short.out
     assert eq.LoadMatrix.load(tmp_path / "loads.npz").num_ranks == 4
 
 

@@ -16,7 +16,10 @@ CASES = [(QWEN, "h100", 8, 128 - 16), (QWEN, "h200", 128, 127), (DEEPSEEK, "a100
 def test_the_most_passes_and_one_more_is_refused_with_what_binds(model, name, ep, most):
     cluster = Cluster.preset(name, ep=ep)
     check_slots([0, most], cluster=cluster, model=model)
-    with pytest.raises(InfeasiblePlanError, match=f"--slots is {most + 1}; a rank can hold at most {most}: .*One slot"):
+    fix = "One slot is the usual choice" if most else "Give --slots 0"
+    with pytest.raises(
+        InfeasiblePlanError, match=rf"--slots is {most + 1}; a rank can hold at most {most}: .*\. {fix}"
+    ):
         check_slots([0, most + 1], cluster=cluster, model=model)
 
 

@@ -182,7 +182,21 @@ def test_count_says_what_is_unknown(equipoise, tmp_path):
     sample = SampleRoutes(name="holes", ids_TLK=ids, num_tokens=6, known_TL=known)
     write_routes(Routes.of([sample], model=MODEL), tmp_path / "holes.eqr", format="equipoise")
     outcome = equipoise("count", tmp_path / "holes.eqr", "-o", tmp_path / "counts.npz")
-    assert f"{2 * MODEL.layers} routes unknown" in outcome.out
+    assert f"{2 * MODEL.layers} routes unknown (each sample's last token has none)" in " ".join(outcome.out.split())
+
+
+def test_count_says_of_last_tokens_only_what_is_so(equipoise, tmp_path):
+    ids = np.arange(8).reshape(1, 1, 8).repeat(5, axis=0).repeat(MODEL.layers, axis=1)
+    whole, cut = (SampleRoutes(name=str(tokens), ids_TLK=ids, num_tokens=tokens) for tokens in (5, 6))
+    for samples, words in (([whole], "; 0 routes unknown"), ([whole, cut], " (the last token of 1 sample has none)")):
+        write_routes(Routes.of(samples, model=MODEL), tmp_path / f"{len(samples)}.eqr", format="equipoise")
+        outcome = equipoise("count", tmp_path / f"{len(samples)}.eqr", "-o", tmp_path / f"{len(samples)}.npz")
+        assert " ".join(outcome.out.split()).endswith(words)
+
+
+def test_a_flag_is_called_what_the_user_wrote(equipoise, tmp_path):
+    outcome = equipoise("generate", "--model", "olmoe", "--tokens", 1, "-o", tmp_path / "x.eqr")
+    assert outcome.err == "equipoise: --tokens is 1; it must be from 2 to 1048576\n"
 
 
 def write_rows(path, rows: int, *, tokens: int) -> None:

@@ -142,7 +142,12 @@ def test_a_cluster_that_makes_no_sense_cannot_be_built(changes, words):
         pytest.param("h200", {"speed": 1}, "no figure 'speed'; known: memory_bytes, flops", id="unknown-figure"),
         pytest.param("h200", {"nodes": 0}, "nodes is 0; it must be at least 1", id="no-nodes"),
         pytest.param("h200", {"ranks_per_node": 0}, "ranks_per_node is 0", id="no-ranks"),
-        pytest.param("h200", {"nodes": 2, "ep": 17}, "ep is 17; 2 nodes of 8 ranks have only 16", id="ep-too-large"),
+        pytest.param(
+            "h200",
+            {"nodes": 2, "ep": 17},
+            "ep is 17, more than the 16 ranks of 2 nodes; give 3 nodes",
+            id="ep-too-large",
+        ),
         pytest.param("h200", {"ep": -1}, "nodes is 0|ep is -1", id="negative-ep"),
         pytest.param("h200", {"node_R": ()}, "node_R is empty", id="empty-node-map"),
         pytest.param("h200", {"ep": 10**11}, "ep is 100000000000; it must be from 1 to 65536", id="absurd-ep"),
