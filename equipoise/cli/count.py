@@ -23,7 +23,10 @@ def count(
     reading: Reading,
     pairs: Annotated[
         bool,
-        typer.Option("--pairs", help="Also count which experts are chosen together: for `equipoise plan --pairs`."),
+        typer.Option(
+            "--pairs",
+            help="Also count which experts are chosen together, for `plan --pairs` and `simulate` with --sends tokens.",
+        ),
     ] = False,
     force: ForceFlag = False,
     as_json: JsonFlag = False,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from equipoise.routes.interpret import SampleStream
 
 MAX_RANKS = 65536
-"""Most ranks of an EP group: far beyond any, and few enough to be counted."""
+"""Most ranks of a step: far beyond any, and few enough to be counted."""
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
 ModelOption = Annotated[
     str | None,
@@ -89,10 +89,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How the samples of a step become micro-steps of one EP group."""
+    """How the samples of a step become micro-steps of one EP group, or of several."""
 
     SECTION: ClassVar[str] = "The schedule"
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8
+    groups: Annotated[int, typer.Option(help="EP groups side by side, each with its own share of the samples.")] = 1
     schedule: Annotated[
         str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
     ] = "samples:1"
@@ -113,8 +114,14 @@ class Packing:
         from equipoise.core.value import require_int
 
         require_int("--mini-batches", self.mini_batches, low=1, error=ScheduleError)
-        for name in ("ep", "cp", "sp"):
+        for name in ("ep", "groups", "cp", "sp"):
             require_int(f"--{name}", getattr(self, name), low=1, high=MAX_RANKS, error=TopologyError)
+        require_int("--ep x --groups", self.ranks, low=1, high=MAX_RANKS, error=TopologyError)
+
+    @property
+    def ranks(self) -> int:
+        """Source ranks: those of all EP groups."""
+        return self.ep * self.groups
 
     @property
     def whole_samples(self) -> bool:

@@ -59,7 +59,7 @@ def _packed(packing: Packing, tokens_B: np.ndarray, policy: TokenPolicy) -> tupl
     require_int("--mini-batches", packing.mini_batches, low=1, high=max(1, len(tokens_B)), error=ScheduleError)
     step = step_schedules(
         tokens_B,
-        ranks=packing.ep // (packing.cp * packing.sp),
+        ranks=packing.ranks // (packing.cp * packing.sp),
         mini_batches=packing.mini_batches,
         recompute=packing.recompute,
         policy=policy,
@@ -93,16 +93,18 @@ def _way_of(packing: Packing) -> dict[str, int]:
 
 
 def _read_schedule(packing: Packing) -> tuple[Schedule, ...]:
-    if packing != Packing(ep=packing.ep, schedule=packing.schedule, longest_first=packing.longest_first):
+    kept = {name: getattr(packing, name) for name in ("ep", "groups", "schedule", "longest_first")}
+    if packing != Packing(**kept):
         raise ScheduleError(
             f"{packing.schedule} says which windows there are and how they are cut; "
             "leave --mini-batches, --cp, --sp and --no-recompute out"
         )
     step = read_schedules(packing.schedule)
-    wrong = [s.ranks for s in step if s.ranks != packing.ep]
+    wrong = [s.ranks for s in step if s.ranks != packing.ranks]
     if wrong:
         raise ScheduleError(
-            f"{packing.schedule} schedules {wrong[0]} ranks, --ep is {packing.ep}; give the schedule of one EP group"
+            f"{packing.schedule} schedules {wrong[0]} ranks, --ep {packing.ep} x --groups {packing.groups} are "
+            f"{packing.ranks}; give the ranks that it schedules"
         )
     return step
 

@@ -117,7 +117,7 @@ def test_a_trainers_own_schedule_is_used(equipoise, routes, store, tmp_path):
     assert outcome.document["rows"] == 27 * MODEL.top_k * MODEL.layers
     assert outcome.document["micro_steps"] == 2
     for options, words in (
-        (["--ep", "4"], "schedules 8 ranks, --ep is 4"),
+        (["--ep", "4"], "schedules 8 ranks, --ep 4 x --groups 1 are 4; give the ranks"),
         (["--cp", "2"], "leave --mini-batches, --cp"),
     ):
         refused = equipoise("analyze", store, "--schedule", tmp_path / "step.json", *options)

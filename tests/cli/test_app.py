@@ -13,7 +13,17 @@ from equipoise.loads.forecast import forecast_memory
 from equipoise.sim import StepSetting, analyze_loads
 
 READING = {"--model", "--format", "--last-row", "--allow-short"}
-PACKING = {"--ep", "--schedule", "--mini-batches", "--cp", "--sp", "--recompute", "--no-recompute", "--longest-first"}
+PACKING = {
+    "--ep",
+    "--groups",
+    "--schedule",
+    "--mini-batches",
+    "--cp",
+    "--sp",
+    "--recompute",
+    "--no-recompute",
+    "--longest-first",
+}
 MACHINE = {"--cluster", "--profile", "--ranks-per-node", "--network-gbit", "--nvlink-gbyte"}
 FILE = {"-o", "--out", "--force", "--json"}
 RESULTS = {*FILE, "--report"}

@@ -1,5 +1,7 @@
 """`loads` and `plan`: from a dump to loads, from loads to a plan that can be read back and explained."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from equipoise.loads import (
     save_counts,
     slice_context,
     step_schedules,
+    write_schedules,
 )
 from equipoise.routes import write_routes
 
@@ -277,3 +280,39 @@ def test_loads_of_shared_samples_are_counted_from_the_routes(equipoise, tmp_path
     tokens_B = np.array([sample.num_tokens for sample in routes])
     (window,) = step_schedules(tokens_B, ranks=2, samples_per_micro_step=1, recompute=False)
     assert eq.LoadMatrix.load(tmp_path / "loads.npz") == count_loads(routes, slice_context(window, 2))
+
+
+def test_groups_side_by_side_share_the_samples_of_a_step(equipoise, tmp_path):
+    model = MODEL.replace(experts=4, top_k=2)
+    routes = generate_routes(model, samples=16, mean_tokens=40, seed=1)
+    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+    given = ("--no-recompute", "-o", tmp_path / "loads.npz")
+    assert "4 experts of 'olmoe' do not divide by 8 ranks" in equipoise("loads", tmp_path / "routes.eqr", *given).err
+    groups = ("--ep", 4, "--groups", 2)
+    assert equipoise("loads", tmp_path / "routes.eqr", *groups, *given).code == 0
+    tokens_B = np.array([sample.num_tokens for sample in routes])
+    (window,) = step_schedules(tokens_B, ranks=8, samples_per_micro_step=1, recompute=False)
+    loads = count_loads(routes, window, ep=4)
+    assert eq.LoadMatrix.load(tmp_path / "loads.npz") == loads
+    options = ("--no-recompute", "--policies", "static", "--no-break-even", "--json")
+    found = equipoise("simulate", tmp_path / "routes.eqr", *groups, *options).document
+    wanted = eq.simulate([loads], "static", cluster=eq.Cluster.preset("h100", ep=4), model=model)
+    assert found["windows"][0]["groups"] == 2
+    assert found["policies"] == json.loads(json.dumps(wanted.to_dict()))["policies"]
+
+
+def test_a_trainers_schedule_is_of_the_ranks_of_all_groups(equipoise, tmp_path):
+    routes = generate_routes(MODEL, samples=8, mean_tokens=40, seed=1)
+    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+    tokens_B = np.array([sample.num_tokens for sample in routes])
+    step = step_schedules(tokens_B, ranks=8, samples_per_micro_step=1, recompute=False)
+    write_schedules(step, tmp_path / "step.json")
+    given = ("loads", tmp_path / "routes.eqr", "--schedule", tmp_path / "step.json", "-o", tmp_path / "loads.npz")
+    assert "schedules 8 ranks, --ep 4 x --groups 1 are 4" in equipoise(*given, "--ep", 4).err
+    assert equipoise(*given, "--ep", 4, "--groups", 2).code == 0
+    assert eq.LoadMatrix.load(tmp_path / "loads.npz") == count_loads(routes, step[0], ep=4)
+
+
+def test_more_ranks_than_can_be_counted_are_refused(equipoise):
+    outcome = equipoise("analyze", "--demo", "--ep", 128, "--groups", 1024)
+    assert (outcome.code, outcome.err) == (2, "equipoise: --ep x --groups is 131072; it must be from 1 to 65536\n")
