@@ -120,7 +120,8 @@ def _layers_table(stage: StageAnalysis, numbers: Sequence[int], *, columns: int)
 def _memory_words(memory: MemoryForecast, group: int) -> Text:
     place, rows = memory.place, memory.rows_R
     text = Text()
-    text.append(f"  peak     {memory.peak_rows:,} rows, {memory.peak_bytes / GIB:.2f} GiB\n")
+    text.append(f"  peak     {memory.peak_rows:,} rows, {memory.peak_bytes / GIB:.2f} GiB, ")
+    text.append(f"activations {memory.activations}\n")
     text.append(f"  where    {place.stage} window {place.window}, micro-step {place.micro_step}, ")
     text.append(f"layer {place.layer}, rank {place.rank}{f', EP group {group}' if group else ''}\n")
     text.append(f"  by rank  {min(rows):,} to {max(rows):,} rows at worst  {sparkline(rows, low=0, high=max(rows))}\n")
@@ -134,7 +135,7 @@ def _memory_words(memory: MemoryForecast, group: int) -> Text:
         for fix in memory.fixes:
             text.append(f"\n  fix      {fix.peak_bytes / GIB:.2f} GiB  {fix.words}")
         if not memory.fixes:
-            text.append("\n  fix      none of balance, smaller micro-steps or a larger EP is enough alone")
+            text.append("\n  fix      none of balance, smaller micro-steps, recomputing or a larger EP is enough alone")
     return text
 
 

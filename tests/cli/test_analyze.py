@@ -173,6 +173,7 @@ def test_recomputed_activations_take_less_memory(equipoise, store):
     recomputed = equipoise("analyze", store, "--no-plan", "--activations", "recomputed", "--json").document["memory"]
     assert (kept["activations"], recomputed["activations"]) == ("kept", "recomputed")
     assert kept["peak_bytes"] > recomputed["peak_bytes"]
+    assert "GiB, activations kept" in equipoise("analyze", store, "--no-plan").out
 
 
 def test_the_document_is_written_even_if_the_verdict_is_bad(equipoise, store, tmp_path):
