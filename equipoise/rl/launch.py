@@ -21,14 +21,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import EquipoiseError, TransferError
+from equipoise.core.interrupt import deaf_children
 from equipoise.rl.config import TrainConfig
 from equipoise.rl.environment import Torchrun, find_torchrun
 from equipoise.rl.events import Event, Show, ignore
@@ -61,7 +61,7 @@ def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show =
                 ours, theirs = context.Pipe()
                 meeting = (rank, str(Path(folder) / "store"))
                 process = context.Process(target=_serve, args=(theirs, meeting, function, config, args))
-                with _deaf():
+                with deaf_children():
                     process.start()
                 theirs.close()
                 processes.append(process)
@@ -69,16 +69,6 @@ def launch(function: RankFunction, config: TrainConfig, *args: Any, show: Show =
             return _follow(pipes, processes, show)
         finally:
             _end(processes, is_patient=not sys.exc_info()[0])
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Start a process in a `with` block that does not hear Ctrl-C, not even while it imports: the starter decides."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _end(processes: list[Any], *, is_patient: bool) -> None:

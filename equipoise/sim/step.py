@@ -28,7 +28,7 @@ import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.plan import Plan
-from equipoise.core.value import require_int
+from equipoise.core.value import require_int, require_kind
 from equipoise.cost import Profile
 from equipoise.cost.model import replica_bytes
 from equipoise.loads.forecast import received_bytes_MLR
@@ -82,11 +82,8 @@ def simulate(
         pair_LEE: [L, E, E] tokens that chose both experts, with which the planner thins rows that cross nodes
         progress: called with (group windows replayed, group windows in all)
     """
-    for name, value, kind in (("cluster", cluster, Cluster), ("model", model, ModelShape)):
-        if not isinstance(value, kind):
-            raise InfeasiblePlanError(
-                f"{name} is {value!r}; give a {kind.__name__}, such as {kind.__name__}.preset(...)"
-            )
+    require_kind("cluster", cluster, Cluster, error=InfeasiblePlanError)
+    require_kind("model", model, ModelShape, error=InfeasiblePlanError)
     windows = windows_of(loads, cluster=cluster, model=model, stages=stages)
     setting, options = _resolved(setting or StepSetting(), windows), options or PlanOptions()
     step = _Step(windows, cluster, model, setting, options, pair_LEE)
