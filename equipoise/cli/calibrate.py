@@ -8,6 +8,7 @@ commit, its spread, and a source for each figure. `--check` measures a sample an
 further off than the limit. What is measured and how: docs/calibrate.md.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,14 +49,17 @@ def calibrate(
     # What was filed is read before a GPU is asked for: a wrong name is the user's, a missing GPU the machine's.
     filed = None if check is None else _read(check, is_trial=trial)
     require_torch("calibrate")
-    measured = _measure(filed, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
+
+    def measure() -> dict[str, Any]:
+        return _measure(filed, cluster=cluster, runs=runs, commit=commit, is_trial=trial)
+
     console = screen(as_json=as_json)
     if filed is None:
         assert out is not None, "one of the two was given"
-        _write(measured, out, console)
-        document, is_good = measured, True
+        document, is_good = measure(), True
+        _write(document, out, console)
     else:
-        document = check_document(filed, measured, limit=limit / 100)
+        document = check_document(filed, measure, limit=limit / 100)
         show_check(document, console)
         is_good = document["is_good"]
     if as_json:
@@ -139,11 +143,14 @@ def _write(measured: dict[str, Any], output: Path, console: "Console") -> None:
     console.print(f"written: {output}", soft_wrap=True)
 
 
-def check_document(filed: dict[str, Any], fresh: dict[str, Any], *, limit: float) -> dict[str, Any]:
-    """The comparison as one JSON document; `limit` as a share."""
-    from equipoise.calibrate.check import compare
+def check_document(filed: dict[str, Any], measure: Callable[[], dict[str, Any]], *, limit: float) -> dict[str, Any]:
+    """The comparison as one JSON document; `limit` as a share. What is off is measured once more."""
+    from equipoise.calibrate.check import compare, nearer
 
+    fresh = measure()
     deviations = compare(filed, fresh)
+    if not all(one.holds(limit) for one in deviations):
+        deviations = nearer(deviations, compare(filed, measure()))
     return {
         "device": fresh["device"],
         "filed_device": filed["device"],
@@ -169,6 +176,8 @@ def show_check(document: dict[str, Any], console: "Console") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from equipoise.report.words import plural
+
     table = Table(title=f"profile of {document['filed_device']} on {document['device']}", box=SIMPLE_HEAD, padding=0)
     for column in ("figure", "filed", "now", "deviation %", "verdict"):
         table.add_column(column, justify="left" if column in ("figure", "verdict") else "right")
@@ -177,6 +186,6 @@ def show_check(document: dict[str, Any], console: "Console") -> None:
         figures = (f"{one['filed']:.4g}", f"{one['measured']:.4g}", f"{one['deviation_pct']:+.1f}")
         table.add_row(one["name"], *figures, verdict)
     console.print(table)
-    beyond = sum(not one["is_good"] for one in document["figures"])
-    words = "the profile holds" if document["is_good"] else f"{beyond} figures are off: measure the device again"
+    beyond = plural(sum(not one["is_good"] for one in document["figures"]), "figure")
+    words = "the profile holds" if document["is_good"] else f"{beyond} off, twice: measure the device again"
     console.print(f"{words}; limit {document['limit_pct']:g} %", soft_wrap=True)

@@ -51,8 +51,9 @@ def test_json_is_the_profile_itself(equipoise, tmp_path):
     assert outcome.document["commit"] == "abc"
 
 
-def faked(monkeypatch, filed, factor):
-    """The check measures what is filed, with the first update cell of the sample times `factor`."""
+def faked(monkeypatch, filed, *factors):
+    """The check measures what is filed, with the first update cell of the sample times a factor, one after another."""
+    left = list(factors)
 
     def measure(grid, **_):
         fresh = json.loads(json.dumps(filed))
@@ -61,7 +62,7 @@ def faked(monkeypatch, filed, factor):
             for key in ("forward_ns", "update_ns"):
                 table[key] = [[table[key][s][at] for at in x]]
             table["slots"], table["rows"] = list(grid.slots), list(grid.rows)
-        fresh["compute"][0]["update_ns"][0][0] *= factor
+        fresh["compute"][0]["update_ns"][0][0] *= left.pop(0) if len(left) > 1 else left[0]
         return fresh
 
     monkeypatch.setattr("equipoise.calibrate.calibrate", measure)
@@ -78,11 +79,19 @@ def test_the_check_is_exit_code_1_beyond_the_limit(equipoise, monkeypatch, small
     assert [one["deviation_pct"] for one in off] == [pytest.approx(100 * (factor - 1), abs=0.1)]
 
 
+@pytest.mark.parametrize(("factors", "code", "deviation"), [((1.2, 1.02), 0, 2), ((1.2, 0.7), 1, 20)])
+def test_a_figure_that_is_off_is_measured_once_more(equipoise, monkeypatch, small, factors, code, deviation):
+    faked(monkeypatch, json.loads(small.read_text()), *factors)
+    outcome = equipoise("calibrate", "--trial", "--check", small, "--json")
+    assert outcome.code == code, outcome.err
+    assert max(one["deviation_pct"] for one in outcome.document["figures"]) == pytest.approx(deviation, abs=0.1)
+
+
 def test_the_check_is_shown_as_a_table(equipoise, monkeypatch, small):
     faked(monkeypatch, json.loads(small.read_text()), 1.5)
     outcome = equipoise("calibrate", "--trial", "--check", small)
     assert outcome.code == 1
-    for words in ("FINDING", "+50.0", "pull.host_bytes_per_s", "1 figures are off", "limit 10 %"):
+    for words in ("FINDING", "+50.0", "pull.host_bytes_per_s", "1 figure off, twice", "limit 10 %"):
         assert words in outcome.out
 
 
