@@ -35,9 +35,14 @@ def loads(
     refuse_loads(dump)
     shape, windows = load_step(dump, reading, packing)
     paths = [_window_path(out, i, window) if len(windows) > 1 else out for i, window in enumerate(windows)]
-    refuse_existing(*paths, force=force)
-    written = []
+    made = {}
     for path, window in zip(paths, windows, strict=True):
+        # A file is one EP group's: it does not say how wide that is, and a plan takes all its ranks for one.
+        for g, group in enumerate(window.split_groups(packing.ep)):
+            made[path.with_stem(f"{path.stem}-group{g}") if packing.groups > 1 else path] = group
+    refuse_existing(*made, force=force)
+    written = []
+    for path, window in made.items():
         window.save(path)
         written.append({"out": str(path), "stage": window.stage, **_figures(window)})
         screen(as_json=as_json).print(f"{path}: {_words(window)}", soft_wrap=True)

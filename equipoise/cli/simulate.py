@@ -236,7 +236,8 @@ def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: 
             return _scheduled(dump, *load_step(dump, reading, packing))
         # Read once, for all widths of a sweep.
         samples = read_samples(dump, reading, packing)
-    model, read = samples.model, samples
+    # A dump may hold some of the model's layers.
+    model, read = samples.model.replace(layers=len(samples.layer_numbers)), samples
     return Source(
         model=model,
         windows=lambda ep, micro: count_samples(read, at(ep, micro)),

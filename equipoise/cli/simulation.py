@@ -20,7 +20,7 @@ from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.sweep import break_even_curves, check_rows, sweep_points
 
 Axes = Mapping[str, tuple[int, ...]]
-STOPPED = "Interrupted: what had not ended beside the step, its sweep or its break-even, is left out."
+STOPPED = "{} left out: interrupted."
 NO_PLANNING = "Break-even leaves the time of planning out, which its windows of other sizes would not take."
 NO_CURVES = "Break-even left out: the layers and micro-steps of the last window that it looks at have no row."
 
@@ -77,7 +77,8 @@ def run(step: Step, policies: Sequence[str], *, axes: Axes, break_even: bool) ->
             with progress("break-even") as show:
                 curves = break_even_curves(window, progress=show, **given)
     except KeyboardInterrupt:
-        notes, is_whole = (*notes, STOPPED), False
+        cut = [name for name, is_cut in (("Sweep", axes and not points), ("Break-even", break_even)) if is_cut]
+        notes, is_whole = (*notes, *map(STOPPED.format, cut)), False
     if curves == ():
         notes = (*notes, NO_CURVES)
     if curves and step.setting.planning_s:

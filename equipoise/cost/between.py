@@ -7,7 +7,7 @@ Integers only. Knows rows, ranks and nodes. Does not know seconds.
 
 Invariants (asserted by the tests):
 1. Equal to the sum over experts of the split that `core.split` makes.
-2. Tokens between nodes are those of `links.busiest`.
+2. Tokens between nodes are those of `links.busiest` where no pairs were counted.
 """
 
 import numpy as np

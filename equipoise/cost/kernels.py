@@ -22,11 +22,9 @@ from equipoise.cost.links import (
     even_out,
     finish_near,
     home_nodes,
-    kept_permille,
     nodes_of,
     reroute,
     reroute_near,
-    tokens_to,
     traffic,
 )
 from equipoise.cost.model import Tables
@@ -71,23 +69,6 @@ def compute_ns(tables: Tables, rows: int, slots: int) -> int:
 
 
 @compiled
-def kept_rows(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int, forwards: bool) -> np.ndarray:
-    """[N] thousandths of the rows into a node that really cross, or of the tokens that by chance would (`forwards`).
-
-    All without pairs; with them, a node is reached less often by tokens that choose several of its experts at once.
-    """
-    kept_N = kept_permille(node_E, nodes, pair_EE, top_k)
-    if not forwards or len(pair_EE) == 0:
-        return kept_N
-    rows_E = np.diag(pair_EE)
-    for node in range(nodes):
-        rows = rows_E[node_E == node].sum()
-        if rows > 0:
-            kept_N[node] = max(1, kept_N[node] * rows // tokens_to(rows, rows_E.sum(), top_k))
-    return kept_N
-
-
-@compiled
 def price(
     load_RE: np.ndarray,
     home_E: np.ndarray,
@@ -103,7 +84,7 @@ def price(
 
     Args:
         load_RE: [R, E] rows by source
-        keep_permille_N: [N] what really crosses into a node, in thousandths; see `kept_rows`
+        keep_permille_N: [N] thousandths of the rows into a node that cross at most; see `links.kept_permille`
         persistent: replicas stay for the whole window, so nothing is pulled or returned here
     """
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), tables.forwards == 1)

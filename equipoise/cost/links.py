@@ -173,7 +173,7 @@ def busiest(
         to_RN: [R, N] rows of each source for each node, if tokens are handed on inside; else empty
         row_R: [R] rows at each source
         nodes: which rank is where
-        keep_permille_N: [N] thousandths of the rows into a node that really cross; by relay, of the tokens by chance
+        keep_permille_N: [N] thousandths of the rows into a node that cross at most, by pairs; all without them
         top_k: experts a token chooses
     """
     if len(to_RN) > 0:
@@ -195,36 +195,40 @@ def _busiest_by_relay(
 ) -> Busiest:
     """Tokens cross to the rank that has their source's place in each node; it hands them on, once to each rank."""
     _, by_node_R, start_N = nodes
-    # Tokens sent and received across, and rows to be handed on.
-    relay_R3 = np.zeros((len(link_R4), 3), dtype=np.int64)
+    # Tokens sent and received across, rows to be handed on, and those of them that stay.
+    relay_R4 = np.zeros((len(link_R4), 4), dtype=np.int64)
     for home in range(len(start_N) - 1):
         for place in range(start_N[home + 1] - start_N[home]):
             source = by_node_R[start_N[home] + place]
             for node in range(len(start_N) - 1):
                 if node != home:
                     rows = to_RN[source, node]
-                    tokens = min(rows, tokens_to(rows, row_R[source], top_k) * keep_permille_N[node] // 1000)
+                    tokens = min(tokens_to(rows, row_R[source], top_k), (rows * keep_permille_N[node] + 999) // 1000)
                     relay = by_node_R[start_N[node] + place % (start_N[node + 1] - start_N[node])]
-                    relay_R3[source, 0] += tokens
-                    relay_R3[relay, 1] += tokens
-                    relay_R3[relay, 2] += rows
+                    relay_R4[source, 0] += tokens
+                    relay_R4[relay, 1] += tokens
+                    relay_R4[relay, 2] += rows
     inside, all_inside = np.int64(0), np.int64(0)
     for node in range(len(start_N) - 1):
         here = by_node_R[start_N[node] : start_N[node + 1]]
-        rows, tokens = np.int64(0), np.int64(0)
+        far, rows, tokens = np.int64(0), np.int64(0), np.int64(0)
         for r in here:
-            arrived = link_R4[r, RECEIVED_INSIDE] + link_R4[r, RECEIVED_ACROSS]
-            came = tokens_to(arrived, row_R.sum(), top_k)
+            far += link_R4[r, RECEIVED_ACROSS]
+        for r in here:
+            # What a relay computes itself stays there: its share, in 2^-20, of what all hand on.
+            relay_R4[r, 3] = relay_R4[r, 2] * ((link_R4[r, RECEIVED_ACROSS] << 20) // max(np.int64(1), far)) >> 20
+            arrived = link_R4[r, RECEIVED_INSIDE] + link_R4[r, RECEIVED_ACROSS] - relay_R4[r, 3]
+            came = tokens_to(arrived, row_R.sum() - row_R[r], top_k)
             inside = max(inside, came)
             rows += arrived
             tokens += came
         # As many rows leave the ranks of the node as arrive at them, and make as many tokens; in 2^-20.
         share = (tokens << 20) // max(np.int64(1), rows)
         for r in here:
-            inside = max(inside, (link_R4[r, SENT_INSIDE] + relay_R3[r, 2]) * share >> 20)
+            inside = max(inside, (link_R4[r, SENT_INSIDE] + relay_R4[r, 2] - relay_R4[r, 3]) * share >> 20)
         all_inside += tokens
-    across = max(relay_R3[:, 0].max(), relay_R3[:, 1].max())
-    return Busiest(int(inside), across, int(all_inside), int(relay_R3[:, 0].sum()))
+    across = max(relay_R4[:, 0].max(), relay_R4[:, 1].max())
+    return Busiest(int(inside), across, int(all_inside), int(relay_R4[:, 0].sum()))
 
 
 @compiled

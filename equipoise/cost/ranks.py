@@ -46,7 +46,7 @@ def rank_rows(
 ) -> RankRows:
     """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front.
 
-    `forwards`: a token crosses to each node once and is handed on over the links inside, row by row.
+    `forwards`: a token crosses to each node once and is handed on over the links inside, once to each rank.
     """
     micro_steps, ranks = load_MRE.shape[:2]
     rows_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
@@ -65,15 +65,18 @@ def rank_rows(
     return RankRows(rows_MR, busy_MR, inside_M, across_M)
 
 
-def level_rows(load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards: bool) -> RankRows:
+def level_rows(
+    load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards: bool, keep_permille: int = 1000
+) -> RankRows:
     """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`.
 
-    Experts that have rows are spread evenly, too; the others' weights need not be read.
+    Experts that have rows are spread evenly, too; the others' weights need not be read. Of the rows into a node at most
+    `keep_permille` thousandths cross.
     """
     ranks = load_MRE.shape[1]
     row_MR, busy_M1 = load_MRE.sum(axis=2), level_slots(load_MRE.sum(axis=1), ranks)[:, None]
     mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
-    links_M = level_links(row_MR, node_R, top_k, forwards)
+    links_M = level_links(row_MR, node_R, top_k, forwards, keep_permille=keep_permille)
     return RankRows(
         rows_MR=np.broadcast_to(mean_M1, row_MR.shape).copy(),
         busy_MR=np.broadcast_to(busy_M1, row_MR.shape).copy(),
@@ -82,10 +85,12 @@ def level_rows(load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards
     )
 
 
-def level_links(row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool) -> list[Busiest]:
+def level_links(
+    row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool, *, keep_permille: int = 1000
+) -> list[Busiest]:
     """The busiest links of each micro-step if every source sends everyone the same."""
     ranks, ranks_N, nodes = len(node_R), np.bincount(node_R), nodes_of(node_R)
-    near_R, keep_N = ranks_N[node_R], np.full(len(ranks_N), 1000)
+    near_R, keep_N = ranks_N[node_R], np.full(len(ranks_N), keep_permille)
     found = []
     for row_R in row_MR:
         node_N = np.bincount(node_R, weights=row_R).astype(np.int64)

@@ -68,14 +68,19 @@ def exchange(
         row_R = split_RER.sum(axis=(1, 2))
         tokens_RR, handed_RR = by_relay(across_RR, row_R, node_R, keep_permille_N, tables.top_k)
         received_R, sent_R = tokens_RR.sum(axis=0), tokens_RR.sum(axis=1)
-        moved_RR = inside_RR + handed_RR
-        rows_R, left_R = moved_RR.sum(axis=0), moved_RR.sum(axis=1)
-        arrived_R = np.array([tokens_to(int(rows), int(row_R.sum()), tables.top_k) for rows in rows_R])
+        # What a relay computes itself stays there: its share of what all relays of the node hand on.
+        handed_R, far_R = handed_RR.sum(axis=1), across_RR.sum(axis=0)
+        far_N = np.bincount(node_R, weights=far_R).astype(np.int64)
+        stays_R = handed_R * ((far_R << 20) // np.maximum(1, far_N[node_R])) >> 20
+        rows_R = inside_RR.sum(axis=0) + far_R - stays_R
+        left_R = inside_RR.sum(axis=1) + handed_R - stays_R
+        others_R = row_R.sum() - row_R
+        pairs = zip(rows_R.tolist(), others_R.tolist(), strict=True)
+        arrived_R = np.array([tokens_to(rows, sent, tables.top_k) for rows, sent in pairs])
         for node in range(node_R.max() + 1):
             here_R = node_R == node
-            left_R[here_R] = (
-                left_R[here_R] * ((int(arrived_R[here_R].sum()) << 20) // max(1, rows_R[here_R].sum())) >> 20
-            )
+            share = (int(arrived_R[here_R].sum()) << 20) // max(1, int(rows_R[here_R].sum()))
+            left_R[here_R] = left_R[here_R] * share >> 20
     else:
         # A rank receives what its node keeps, and what it sends is thinned by the mean of all nodes.
         sent_R = across_RR.sum(axis=1) * (keep_permille_N.sum() // len(keep_permille_N)) // 1000
@@ -98,8 +103,8 @@ def by_relay(
         for node, there in enumerate(members):
             if node != node_R[source]:
                 relay, rows = there[place % len(there)], int(across_RR[source, there].sum())
-                tokens = tokens_to(rows, int(row_R[source]), top_k) * int(keep_permille_N[node]) // 1000
-                tokens_RR[source, relay] += min(rows, tokens)
+                at_most = -(-rows * int(keep_permille_N[node]) // 1000)
+                tokens_RR[source, relay] += min(at_most, tokens_to(rows, int(row_R[source]), top_k))
                 handed_RR[relay, there] += across_RR[source, there]
     return tokens_RR, handed_RR
 
@@ -194,15 +199,4 @@ def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: in
         single, double = int(np.trace(here_EE)), int(np.triu(here_EE, k=1).sum())
         if single:
             kept_N[node] = max(1, 1000 - 2000 * double // (top_k * single))
-    return kept_N
-
-
-def kept_rows(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int, forwards: bool) -> np.ndarray:
-    """[N] the same, or of the tokens that would cross by chance. See `kernels.kept_rows`."""
-    kept_N = kept_permille(node_E, nodes, pair_EE, top_k)
-    if forwards and len(pair_EE):
-        for node in range(nodes):
-            rows, sent = int(np.diag(pair_EE)[node_E == node].sum()), int(np.trace(pair_EE))
-            if rows:
-                kept_N[node] = max(1, int(kept_N[node]) * rows // tokens_to(rows, sent, top_k))
     return kept_N

@@ -7,8 +7,8 @@ micro-steps are linear in M.
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.kernels import COLUMNS, PULL, RETURN, kept_rows, price_holders
-from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.kernels import COLUMNS, PULL, RETURN, price_holders
+from equipoise.cost.links import Holders, home_nodes, kept_permille, nodes_of, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
 from equipoise.planner._fill import fill
@@ -44,7 +44,7 @@ def evaluate(
     micro_steps, ranks = load_MRE.shape[:2]
     homes_RH = homes_by_rank(home_E, ranks)
     node_E, forwards = problem.node_R[home_E], tables.forwards == 1
-    keep_permille_N = kept_rows(node_E, problem.node_R.max() + 1, pair_EE, tables.top_k, forwards)
+    keep_permille_N = kept_permille(node_E, problem.node_R.max() + 1, pair_EE, tables.top_k)
     expert_MRS = np.full((micro_steps, ranks, problem.slots), -1)
     rows_MRS = np.zeros((micro_steps, ranks, problem.slots), dtype=np.int64)
     line_MC = np.zeros((micro_steps, COLUMNS), dtype=np.int64)

@@ -20,7 +20,8 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
 from equipoise.cost.edges import Edges
-from equipoise.cost.kernels import kept_rows, price
+from equipoise.cost.kernels import price
+from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import visit_ns
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
@@ -234,7 +235,7 @@ def _check_first_visit(
     if first.rep_expert_MRS[0].max(initial=-1) < 0:
         return first
     node_R, line_MC = problem.node_R, first.line_MC.copy()
-    keep_N = kept_rows(node_R[first.home_E], int(node_R.max()) + 1, pair_EE, tables.top_k, tables.forwards == 1)
+    keep_N = kept_permille(node_R[first.home_E], int(node_R.max()) + 1, pair_EE, tables.top_k)
     replicas = np.array(first.rep_expert_MRS[0]), np.array(first.rep_rows_MRS[0])
     alone = tables._replace(depth=0)
     total = price(load_MRE[0], first.home_E, node_R, *replicas, keep_N, alone, False, line_MC[0])

@@ -22,7 +22,8 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.core.plan import Bytes, Seconds
 from equipoise.cost.edges import Edges
-from equipoise.cost.kernels import COLUMNS, kept_rows, price
+from equipoise.cost.kernels import COLUMNS, price
+from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.planner.assemble import Draft, Links, Task, edge_links, price_edges
 
@@ -69,7 +70,7 @@ def _price_layer(
 ) -> np.ndarray:
     line_MC = np.zeros((len(load_MRE), COLUMNS), dtype=np.int64)
     none_EE = np.zeros((0, 0), dtype=np.int64)
-    keep_permille_N = kept_rows(node_R[home_E], node_R.max() + 1, none_EE, tables.top_k, tables.forwards == 1)
+    keep_permille_N = kept_permille(node_R[home_E], node_R.max() + 1, none_EE, tables.top_k)
     for m in range(len(load_MRE)):
         rep_expert_RS, rep_rows_RS = rep_expert_MRS[m], rep_rows_MRS[m]
         price(load_MRE[m], home_E, node_R, rep_expert_RS, rep_rows_RS, keep_permille_N, tables, True, line_MC[m])

@@ -32,7 +32,7 @@ import numpy as np
 
 from equipoise.cost.kernels import COLUMNS, PULL, RETURN
 from equipoise.cost.model import Tables
-from equipoise.cost.reference import kept_rows, price
+from equipoise.cost.reference import kept_permille, price
 from equipoise.planner import layer
 from equipoise.planner._near import MOST_STEPS, in_turn
 from equipoise.planner.fill_reference import fill
@@ -262,7 +262,7 @@ def evaluate(
     """Replicas and prices of every micro-step for given homes; the gate decides entry by entry."""
     micro_steps, ranks = load_MRE.shape[:2]
     node_R, nodes = problem.node_R, int(problem.node_R.max()) + 1
-    keep_N = kept_rows(node_R[home_E], nodes, pair_EE, tables.top_k, tables.forwards == 1)
+    keep_N = kept_permille(node_R[home_E], nodes, pair_EE, tables.top_k)
     expert_MRS = np.full((micro_steps, ranks, problem.slots), -1)
     rows_MRS = np.zeros((micro_steps, ranks, problem.slots), dtype=np.int64)
     line_MC, closed_MC = np.zeros((2, micro_steps, COLUMNS), dtype=np.int64)

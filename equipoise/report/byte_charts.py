@@ -78,8 +78,13 @@ def memory(views: Mapping[str, RankBytes], *, limit_bytes: int | None, caption: 
     )
 
 
-def activations_words(activations: str) -> str:
-    """Which activations of experts the received rows count, `kept` or `recomputed`."""
+def activations_words(activations: str, *, stages: int = 1) -> str:
+    """Which activations of experts the received rows count, `kept` or `recomputed`; `stages`: of the pipeline."""
+    if activations == "kept" and stages > 1:
+        return (
+            "Activations of experts are kept for the backward pass, so in an update a stage holds those of all its "
+            f"layers for as many micro-steps as are in flight: {stages} on the first stage, 1 on the last."
+        )
     if activations == "kept":
         return "Activations of experts are kept for the backward pass, so an update holds those of all its layers."
     return "Activations of experts are recomputed in the backward pass, so a rank holds one layer's at a time."

@@ -236,6 +236,4 @@ def _left_out(document: Document, part: str, option: str) -> tuple[str, str, str
     for note in document["notes"]:
         if note.startswith(f"{part} left out:"):
             return part, note, ""
-        if note.startswith("Interrupted:"):
-            return part, f"{note} To have it:", f"{COMMAND} {option}"
     return part, "Not asked for:", f"{COMMAND} {option}"

@@ -239,7 +239,7 @@ def _stages_counted(document: Document) -> str:
 
 
 def _memory(document: Document, views: dict[str, Policy]) -> Chart:
-    held = {view: policy["memory"] for view, policy in views.items()}
+    held, setting = {view: policy["memory"] for view, policy in views.items()}, document["setting"]
     limit = max(memory_["limit_bytes"] for memory_ in held.values())
     peaks = {view: m["experts_bytes"] + m["replicas_bytes"] + max(m["received_bytes_X"]) for view, m in held.items()}
     words = ", ".join(f"{num_bytes(peak)} {view}" for view, peak in peaks.items())
@@ -255,8 +255,8 @@ def _memory(document: Document, views: dict[str, Policy]) -> Chart:
         },
         limit_bytes=limit or None,
         caption=f"What expert parallelism takes of a rank at worst: {words}. "
-        f"{activations_words(document['setting']['activations'])} Attention, optimizer and the rest are not counted."
-        f"{_stages_counted(document)}",
+        f"{activations_words(setting['activations'], stages=setting['pipeline_stages'])} Attention, optimizer and the "
+        f"rest are not counted.{_stages_counted(document)}",
     )
 
 

@@ -58,12 +58,14 @@ def _moved_between(plan: Plan, micro_step: int, layer: int, sends: Sends) -> np.
     """[R, R] rows from source to the rank that computes them; or tokens, on their way by relay."""
     load_RE, ranks, node_R = plan.loads.load_MLRE[micro_step, layer], plan.cluster.ep, plan.cluster.node_array_R
     if plan.policy == "balanced":
-        between_RR = np.repeat(load_RE.sum(axis=1, keepdims=True) / ranks, ranks, axis=1)
+        # Whole rows, of every source alike: those that are left over go to the ranks behind it, one each.
+        row_R1, ahead_RR = load_RE.sum(axis=1, keepdims=True), (np.arange(ranks) - np.arange(ranks)[:, None]) % ranks
+        between_RR = row_R1 // ranks + (ahead_RR < row_R1 % ranks)
     else:
         between_RR = rows_between(np.array(load_RE), plan.quota_ER(micro_step, layer), node_R, plan.persistent)
     if sends == "rows":
         return between_RR
-    moved_RR: np.ndarray = tokens_between(np.rint(between_RR).astype(np.int64), node_R, plan.model.top_k)
+    moved_RR: np.ndarray = tokens_between(between_RR, node_R, plan.model.top_k)
     return moved_RR
 
 

@@ -22,7 +22,7 @@ from equipoise.core import Stage
 from equipoise.core.plan import Plan, Sends
 from equipoise.core.value import Value
 from equipoise.cost import CostModel
-from equipoise.cost.kernels import kept_rows
+from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import RankRows, level_rows, rank_rows, visit_ns
 from equipoise.loads.forecast import Activations
@@ -170,11 +170,12 @@ def _settle(plan: Plan, pair_LEE: np.ndarray | None, sends: Sends) -> _Settled:
     for layer in range(plan.loads.num_layers):
         # Copies, because a read-only array would compile the kernels a second time.
         load_MRE, home_E = np.array(load_MLRE[:, layer]), np.array(plan.home_LE[layer])
-        if plan.policy == "balanced":
-            found.append(level_rows(load_MRE, node_R, top_k=top_k, forwards=forwards))
-            continue
         pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
-        keep_N = kept_rows(node_R[home_E], plan.cluster.num_ep_nodes, pair_EE, top_k, forwards)
+        keep_N = kept_permille(node_R[home_E], plan.cluster.num_ep_nodes, pair_EE, top_k)
+        if plan.policy == "balanced":
+            # Tokens choose as many experts together as they do at the owners.
+            found.append(level_rows(load_MRE, node_R, top_k=top_k, forwards=forwards, keep_permille=int(keep_N.mean())))
+            continue
         slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
         found.append(rank_rows(load_MRE, home_E, node_R, *slots, keep_N, plan.persistent, top_k, forwards))
     return _Settled(*(np.stack(arrays, axis=1) for arrays in zip(*found, strict=True)))

@@ -1,6 +1,7 @@
 """`equipoise simulate`: the figures of the room below, sweeps as words, and what users get wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from equipoise.cli import simulation, step_loads
 from equipoise.cli.simulate import split_words
-from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape, RoutesError
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape, Routes, RoutesError, SampleRoutes
 from equipoise.loads import count_step, generate_routes, step_schedules
 from equipoise.routes import write_routes
 from equipoise.sim import StepSetting, simulate
@@ -91,22 +92,28 @@ def save_loads(tmp_path):
     return save
 
 
-def test_counted_pairs_are_priced(equipoise, routes, tmp_path):
-    write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
+def test_counted_pairs_are_priced(equipoise, tmp_path):
+    """Every token has all its experts in one half of them, which is one node: it crosses half as often as by chance."""
+    rng = np.random.default_rng(0)
+    half_BTL = rng.integers(0, 2, size=(8, 200, 3, 1)) * 32
+    ids = half_BTL + np.argsort(rng.random((8, 200, 3, 32)), axis=3)[..., :8]
+    samples = [SampleRoutes(ids_TLK=one.astype(np.uint8), num_tokens=200, name=f"{b}") for b, one in enumerate(ids)]
+    write_routes(Routes.of(samples, model=MODEL, layer_numbers=(0, 1, 2)), tmp_path / "routes.eqr", format="equipoise")
     found = {}
     for name, options in (("plain", ()), ("pairs", ("--pairs",))):
         counted = equipoise("count", tmp_path / "routes.eqr", "-o", tmp_path / f"{name}.npz", *options)
         assert counted.code == 0, counted.err
-        given = ("--ep", 4, "--ranks-per-node", 2, "--policies", "static", "--sends", "tokens", "--sweep", "slots=1")
-        found[name] = equipoise("simulate", tmp_path / f"{name}.npz", *given, "--json").document
+        given = ("--ep", 4, "--ranks-per-node", 2, "--policies", "static,balanced", "--sends", "tokens")
+        found[name] = equipoise(
+            "simulate", tmp_path / f"{name}.npz", *given, "--network-gbit", 10, "--sweep", "slots=0", "--json"
+        ).document
     told = {name: any("counted pairs" in note for note in document["notes"]) for name, document in found.items()}
     assert told == {"plain": False, "pairs": True}
-    for seconds in (_step_seconds_of_links, _swept_seconds):
-        assert seconds(found["pairs"]) != seconds(found["plain"])
-
-
-def _step_seconds_of_links(document):
-    return document["policies"][0]["seconds"]["all_to_all_across"]
+    for policy in (0, 1):
+        plain, pairs = (found[name]["policies"][policy]["seconds"]["all_to_all_across"] for name in ("plain", "pairs"))
+        assert 0.4 * plain < pairs < 0.7 * plain, "of balanced, too: tokens choose alike"
+    swept = {name: document["sweep"]["points"][0]["seconds"]["static"] for name, document in found.items()}
+    assert swept["pairs"] < swept["plain"]
 
 
 def test_a_dump_is_read_once_for_all_widths_of_a_sweep(equipoise, store, monkeypatch):
@@ -130,9 +137,19 @@ def test_an_interrupt_beside_the_step_keeps_the_step(equipoise, store, tmp_path,
     assert found.code == 130
     document = json.loads(out.read_text())
     assert document["policies"][0]["seconds"]["compute"] > 0
-    assert any(note.startswith("Interrupted:") for note in document["notes"])
+    cut = ["Sweep left out: interrupted."] if part == "sweep_points" else []
+    assert [note for note in document["notes"] if "interrupted" in note] == [*cut, "Break-even left out: interrupted."]
     assert (document["sweep"] is None) == (part == "sweep_points")
-    assert "Interrupted:" in found.out
+    assert "interrupted" in found.out
+
+
+def test_a_dump_may_hold_some_of_the_models_layers(equipoise, tmp_path):
+    few = generate_routes(MODEL, samples=8, mean_tokens=200, seed=1)
+    parts = [replace(sample, ids_TLK=sample.ids_TLK[:, :2]) for sample in few]
+    write_routes(Routes.of(parts, model=MODEL, layer_numbers=(0, 1)), tmp_path / "few.eqr", format="equipoise")
+    found = equipoise("simulate", tmp_path / "few.eqr", "--ep", 4, "--policies", "static", "--no-break-even", "--json")
+    assert found.code == 0, found.err
+    assert found.document["model"]["layers"] == 2
 
 
 def test_a_sweep_has_the_slots_of_the_step_unless_it_sweeps_them(equipoise, save_loads):

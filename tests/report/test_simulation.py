@@ -357,7 +357,7 @@ def test_a_sweep_that_saves_nowhere_says_so(document):
     [
         (None, "Not asked for:", "Not asked for:"),
         (NO_CURVES, "Not asked for:", NO_CURVES),
-        (STOPPED, f"{STOPPED} To have it:", f"{STOPPED} To have it:"),
+        (STOPPED.format("Break-even"), "Not asked for:", STOPPED.format("Break-even")),
     ],
     ids=["not asked for", "no rows", "interrupted"],
 )
@@ -366,9 +366,9 @@ def test_what_was_left_out_is_missing_for_the_reason_in_the_notes(document, note
     missing = {m.title: m for m in build_page({**document, "sweep": None, "notes": notes}, title="x").missing}
     assert (missing["Sweep"].words, missing["Break-even"].words) == (sweep, break_even)
     assert missing["Sweep"].command.endswith("--sweep ep=8,16 slots=0,1,2")
-    # Asked for again, it would be left out again.
-    assert missing["Break-even"].command.endswith("" if note == NO_CURVES else "--break-even")
-    assert bool(missing["Break-even"].command) is (note != NO_CURVES)
+    # It was asked for where a note says why it is not there.
+    assert missing["Break-even"].command.endswith("" if note else "--break-even")
+    assert bool(missing["Break-even"].command) is (note is None)
 
 
 def with_parts(document, **seconds):
