@@ -293,7 +293,10 @@ def test_groups_side_by_side_share_the_samples_of_a_step(equipoise, tmp_path):
     tokens_B = np.array([sample.num_tokens for sample in routes])
     (window,) = step_schedules(tokens_B, ranks=8, samples_per_micro_step=1, recompute=False)
     loads = count_loads(routes, window, ep=4)
-    assert eq.LoadMatrix.load(tmp_path / "loads.npz") == loads
+    # A file each: a plan takes all ranks of a file for one group.
+    for g, group in enumerate(loads.split_groups(4)):
+        assert eq.LoadMatrix.load(tmp_path / f"loads-group{g}.npz") == group
+    assert "4 ranks" in equipoise("plan", tmp_path / "loads-group1.npz").out
     options = ("--no-recompute", "--policies", "static", "--no-break-even", "--json")
     found = equipoise("simulate", tmp_path / "routes.eqr", *groups, *options).document
     wanted = eq.simulate([loads], "static", cluster=eq.Cluster.preset("h100", ep=4), model=model)
@@ -310,7 +313,8 @@ def test_a_trainers_schedule_is_of_the_ranks_of_all_groups(equipoise, tmp_path):
     given = ("loads", tmp_path / "routes.eqr", "--schedule", tmp_path / "step.json", "-o", tmp_path / "loads.npz")
     assert "schedules 8 ranks, --ep 4 x --groups 1 are 4" in equipoise(*given, "--ep", 4).err
     assert equipoise(*given, "--ep", 4, "--groups", 2).code == 0
-    assert eq.LoadMatrix.load(tmp_path / "loads.npz") == count_loads(routes, step[0], ep=4)
+    found = [eq.LoadMatrix.load(tmp_path / f"loads-group{g}.npz") for g in (0, 1)]
+    assert found == list(count_loads(routes, step[0], ep=4).split_groups(4))
 
 
 def test_more_ranks_than_can_be_counted_are_refused(equipoise):
