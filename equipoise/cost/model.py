@@ -10,7 +10,7 @@ What is priced, per (micro-step, layer):
   the nearer counting more, because both limits (arithmetic, reading weights) grow with hidden x width.
 - all-to-all: 2 exchanges forward, 2 more backward; each takes the busiest link, inside nodes and across them at once.
   Every row crosses nodes on its own (`sends="rows"`), or a token once per node, as the chance that it has experts there
-  goes, to be handed on inside (`sends="tokens"`). Co-activation counts, where given, correct both.
+  goes, to be handed on inside (`sends="tokens"`). Co-activation counts, where given, can only lower either.
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
   expert compute for each visit of depth; and what it slows the experts of the ranks that pull.
 - return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
