@@ -1,6 +1,7 @@
 """`loads` and `plan`: from a dump to loads, from loads to a plan that can be read back and explained."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,7 +194,11 @@ def counted(tmp_path):
 
 
 def test_pairs_of_a_counts_file_go_to_the_planner_and_are_named(equipoise, counted):
+    """Every token has all experts in one half of them; generated ones choose independently: pairs change nothing."""
     given = ("plan", counted / "loads.npz", *ARGUMENTS, "--sends", "tokens")
+    counts, half_E = load_counts(counted / "counts.npz"), np.arange(64) // 32
+    pair_EE = np.where(np.eye(64, dtype=bool), 1000, np.where(half_E[:, None] == half_E, 225, 0))
+    save_counts(replace(counts, pair_LEE=np.tile(pair_EE, (16, 1, 1))), counted / "counts.npz")
     found = equipoise(*given, "--pairs", counted / "counts.npz", "--json").document
     wanted = eq.plan(
         eq.LoadMatrix.load(counted / "loads.npz"),
