@@ -19,7 +19,7 @@ from equipoise.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
     from equipoise.cli.simulation import Source
-    from equipoise.core import LoadMatrix, ModelShape, RouteCounts, Routes
+    from equipoise.core import LoadMatrix, ModelShape
     from equipoise.sim import StepSetting
 
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
@@ -225,6 +225,7 @@ def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: 
     from equipoise.cli.kinds import LOADS, npz_kind
     from equipoise.cli.simulation import Source
     from equipoise.cli.step_loads import check_packing, count_samples, demo_counts, load_step, read_samples
+    from equipoise.core import RouteCounts, Routes
 
     def at(ep: int, micro: int | None) -> Packing:
         return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
@@ -242,7 +243,7 @@ def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: 
         model=model,
         windows=lambda ep, micro: count_samples(read, at(ep, micro)),
         check=lambda ep, micro: check_packing(at(ep, micro), model),
-        pair_LEE=getattr(samples, "pair_LEE", None),
+        pair_LEE=read.pair_LEE if isinstance(read, RouteCounts) else None,
     )
 
 

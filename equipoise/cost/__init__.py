@@ -2,7 +2,8 @@
 
     profile.py   hardware profiles: JSON files with a source for each figure
     model.py     CostModel: compute, all-to-all, transfers, window edges, in whole nanoseconds
-    kernels.py   the same arithmetic, compiled, for the planner's inner loops; links.py counts the rows it prices
+    kernels.py   the same arithmetic, compiled, for the planner's inner loops; links.py counts the rows that it prices,
+                 exchange.py finds the links that all wait for
     edges.py     publish and collect: what of them nothing hides
     ranks.py     what every rank of an entry does, by the same kernels; between.py, the rows from rank to rank
     reference.py what the kernels compute, in plain words

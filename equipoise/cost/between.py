@@ -7,13 +7,14 @@ Integers only. Knows rows, ranks and nodes. Does not know seconds.
 
 Invariants (asserted by the tests):
 1. Equal to the sum over experts of the split that `core.split` makes.
-2. Tokens between nodes are those of `links.busiest` where no pairs were counted.
+2. Tokens between nodes are those of `exchange.busiest` where no pairs were counted.
 """
 
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.links import Nodes, fill_levels, fill_shares, nodes_of, tokens_to
+from equipoise.cost.exchange import tokens_to
+from equipoise.cost.links import Nodes, fill_levels, fill_shares, nodes_of
 
 
 @compiled

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core.compiled import compiled
+from equipoise.cost.exchange import busiest
 from equipoise.cost.links import (
     RECEIVED_ACROSS,
     SENT_ACROSS,
     Holders,
     Traffic,
-    busiest,
     even_out,
     finish_near,
     home_nodes,
@@ -84,7 +84,7 @@ def price(
 
     Args:
         load_RE: [R, E] rows by source
-        keep_permille_N: [N] thousandths of the rows into a node that cross at most; see `links.kept_permille`
+        keep_permille_N: [N] thousandths of the rows into a node that cross at most; see `exchange.kept_permille`
         persistent: replicas stay for the whole window, so nothing is pulled or returned here
     """
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), tables.forwards == 1)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core.compiled import compiled
+from equipoise.cost.exchange import Busiest, busiest
 from equipoise.cost.kernels import compute_ns, settle
-from equipoise.cost.links import Busiest, Holders, busiest, home_nodes, nodes_of, traffic
+from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
 from equipoise.cost.model import CostModel, Tables
 
 

@@ -95,7 +95,7 @@ def exchange(
 def by_relay(
     across_RR: np.ndarray, row_R: np.ndarray, node_R: np.ndarray, keep_permille_N: np.ndarray, top_k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([R source, R relay] tokens that cross, [R relay, R holder] rows handed on). See `links.busiest`."""
+    """([R source, R relay] tokens that cross, [R relay, R holder] rows handed on). See `exchange.busiest`."""
     tokens_RR, handed_RR = np.zeros_like(across_RR), np.zeros_like(across_RR)
     members = [np.flatnonzero(node_R == node).tolist() for node in range(node_R.max() + 1)]
     for source in range(len(node_R)):
@@ -110,7 +110,7 @@ def by_relay(
 
 
 def tokens_to(rows: int, sent: int, top_k: int) -> int:
-    """Tokens that have any of `rows` of a source's `sent` rows. See `links.tokens_to`."""
+    """Tokens that have any of `rows` of a source's `sent` rows. See `exchange.tokens_to`."""
     if rows == 0:
         return 0
     one, tokens = 2**20, -(-sent // top_k)
@@ -190,7 +190,7 @@ def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
 
 
 def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
-    """[N] thousandths of a node's rows that cross into it. See `links.kept_permille`."""
+    """[N] thousandths of a node's rows that cross into it. See `exchange.kept_permille`."""
     kept_N = np.full(nodes, 1000)
     if len(pair_EE) == 0 or top_k < 2:
         return kept_N

@@ -7,8 +7,9 @@ micro-steps are linear in M.
 import numpy as np
 
 from equipoise.core.compiled import compiled
+from equipoise.cost.exchange import kept_permille
 from equipoise.cost.kernels import COLUMNS, PULL, RETURN, price_holders
-from equipoise.cost.links import Holders, home_nodes, kept_permille, nodes_of, traffic
+from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
 from equipoise.planner._fill import fill

@@ -20,8 +20,8 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
 from equipoise.cost.edges import Edges
+from equipoise.cost.exchange import kept_permille
 from equipoise.cost.kernels import price
-from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import visit_ns
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of

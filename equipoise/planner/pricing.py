@@ -22,8 +22,8 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.core.plan import Bytes, Seconds
 from equipoise.cost.edges import Edges
+from equipoise.cost.exchange import kept_permille
 from equipoise.cost.kernels import COLUMNS, price
-from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.planner.assemble import Draft, Links, Task, edge_links, price_edges
 

@@ -73,11 +73,7 @@ def _windows(windows: Sequence[dict[str, Any]], group: int) -> Iterator[str]:
         skew_M = window["before"]["skew_M"]
         tokens = plural(round(window["tokens_per_rank"]), "token")
         words = f"{plural(window['micro_steps'], 'micro-step')}, {tokens} per rank and micro-step"
-        of_group = (
-            f" of EP group {group}, the fullest or the one asked for, of {window['groups']}"
-            if window["groups"] > 1
-            else ""
-        )
+        of_group = f" (EP group {group} of 0 to {window['groups'] - 1})" if window["groups"] > 1 else ""
         yield f"  {window['stage']}: {words}, mean skew {sum(skew_M) / len(skew_M):.2f}{of_group}"
 
 

@@ -22,7 +22,7 @@ from equipoise.core import Stage
 from equipoise.core.plan import Plan, Sends
 from equipoise.core.value import Value
 from equipoise.cost import CostModel
-from equipoise.cost.links import kept_permille
+from equipoise.cost.exchange import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.ranks import RankRows, level_rows, rank_rows, visit_ns
 from equipoise.loads.forecast import Activations

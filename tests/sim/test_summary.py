@@ -78,7 +78,7 @@ def test_all_ranks_of_the_step_are_counted():
     found = simulate(loads, "static", cluster=cluster_of(), model=MODEL, setting=StepSetting(pipeline_stages=2))
     text = summary(found, title="a step")
     assert "32 ranks (EP 8 x 2 pipeline stages x 2 EP groups) in nodes of 4" in text
-    assert f"of EP group {found.shown.group}, the fullest or the one asked for, of 2" in text
+    assert f"(EP group {found.shown.group} of 0 to 1)" in text
 
 
 def test_nothing_is_promised_where_nothing_was_compared():
