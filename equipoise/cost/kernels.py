@@ -103,8 +103,22 @@ def price_holders(
     line: np.ndarray,
 ) -> int:
     """`price` for traffic already added up, so that several holder tables on the same homes share that work."""
-    home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     settled = settle(load_RE, base, holders, persistent)
+    return price_settled(settled, base, holders, keep_permille_N, tables, persistent, line)
+
+
+@compiled
+def price_settled(
+    settled: Settled,
+    base: Traffic,
+    holders: Holders,
+    keep_permille_N: np.ndarray,
+    tables: Tables,
+    persistent: bool,
+    line: np.ndarray,
+) -> int:
+    """`price_holders` for whoever needs to know what is settled, too."""
+    home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     line[:] = 0
     compute_R = np.zeros(len(settled.rows_R), dtype=np.int64)
     for r in range(len(compute_R)):

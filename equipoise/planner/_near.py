@@ -14,9 +14,6 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.planner._level import common_multiple, more_away
 
-MOST_STEPS = 16
-"""Micro-steps that the search looks at, evenly spaced, where a window has more."""
-
 
 class Tally(NamedTuple):
     """Rows as they stand, ranks in the order of their nodes."""
@@ -47,19 +44,20 @@ def near(
     weights: tuple[int, int],
     budget: int,
     max_checks: int,
+    most_steps: int,
 ) -> np.ndarray:
     """Swap experts between nodes as long as fuller nodes cost less than what crosses. See `reference.near`."""
-    load_EMR, start_N = _by_expert(load_MRE, node_R)
+    load_EMR, start_N = _by_expert(load_MRE, node_R, most_steps)
     group_E, nodes, turn_E = group_E.copy(), len(start_N) - 1, in_turn(load_MRE.shape[2], load_MRE.shape[1])
     tally = _tally(load_EMR, group_E, start_N)
-    rest_M2 = np.zeros((load_EMR.shape[1], 2), dtype=np.int64)
+    rest_M2, floor_M = np.zeros((load_EMR.shape[1], 2), dtype=np.int64), np.zeros(load_EMR.shape[1] + 1, dtype=np.int64)
     room = budget - (group_E != owner_E).sum()
     checks, quiet, pairs = 0, 0, nodes * (nodes - 1) // 2
     while quiet < pairs and checks < max_checks:
         for a in range(nodes - 1):
             for b in range(a + 1, nodes):
                 improved = False
-                now = _fill_rest(tally, a, b, weights, rest_M2)
+                now = _fill_rest(tally, a, b, weights, rest_M2, floor_M)
                 for e in turn_E:
                     if group_E[e] != a:
                         continue
@@ -68,7 +66,7 @@ def near(
                             continue
                         checks += 1
                         more = tally.common * (cost_EN[e, b] - cost_EN[e, a] + cost_EN[f, a] - cost_EN[f, b])
-                        value = more + _after_swap(load_EMR, tally, e, f, a, b, weights, rest_M2)
+                        value = more + _after_swap(load_EMR, tally, e, f, a, b, weights, rest_M2, floor_M, now - more)
                         if value < now and more_away(owner_E, e, f, a, b) <= room:
                             now = value - more
                             room -= more_away(owner_E, e, f, a, b)
@@ -91,13 +89,13 @@ def in_turn(experts: int, ranks: int) -> np.ndarray:
 
 
 @compiled
-def _by_expert(load_MRE: np.ndarray, node_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[E, M, R] rows of at most `MOST_STEPS` micro-steps, ranks node by node, so that a swap reads four short runs.
+def _by_expert(load_MRE: np.ndarray, node_R: np.ndarray, most_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """[E, M, R] rows of at most `most_steps` micro-steps, ranks node by node, so that a swap reads four short runs.
 
     Also [N + 1] where each node's ranks begin.
     """
     micro_steps, ranks, experts = load_MRE.shape
-    order, stride = np.argsort(node_R, kind="mergesort"), (micro_steps + MOST_STEPS - 1) // MOST_STEPS
+    order, stride = np.argsort(node_R, kind="mergesort"), (micro_steps + most_steps - 1) // most_steps
     load_EMR = np.empty((experts, (micro_steps + stride - 1) // stride, ranks), dtype=np.int64)
     for m in range(load_EMR.shape[1]):
         for i in range(ranks):
@@ -143,8 +141,11 @@ def _tally(load_EMR: np.ndarray, group_E: np.ndarray, start_N: np.ndarray) -> Ta
 
 
 @compiled
-def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest_M2: np.ndarray) -> int:
-    """Fill `rest_M2` with the fullest node but a and b, and the busiest link but theirs; return the whole value."""
+def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest_M2: np.ndarray, floor_M: np.ndarray) -> int:
+    """Fill `rest_M2` with the fullest node but a and b, and the busiest link but theirs; return the whole value.
+
+    `floor_M` [M + 1] is filled with what these alone come to, from each micro-step on.
+    """
     start_N, weight_N, common, _, sent_MR, total_MN, far_MN = tally
     value = np.int64(0)
     for m in range(len(sent_MR)):
@@ -158,6 +159,8 @@ def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest_M2: 
             if node not in (a, b):
                 rest_M2[m, 0], rest_M2[m, 1] = max(rest_M2[m, 0], full), max(rest_M2[m, 1], busy)
         value += weights[0] * top + weights[1] * link
+    for m in range(len(sent_MR) - 1, -1, -1):
+        floor_M[m] = floor_M[m + 1] + weights[0] * rest_M2[m, 0] + weights[1] * rest_M2[m, 1]
     return int(value)
 
 
@@ -171,8 +174,10 @@ def _after_swap(
     b: int,
     weights: tuple[int, int],
     rest_M2: np.ndarray,
+    floor_M: np.ndarray,
+    limit: int,
 ) -> int:
-    """The whole value once expert e leaves node a for b and f comes back."""
+    """The whole value once expert e leaves node a for b and f comes back; no less than `limit` if it is not below."""
     start_N, weight_N, common, total_EM, sent_MR, total_MN, far_MN = tally
     value = np.int64(0)
     for m in range(len(sent_MR)):
@@ -190,6 +195,8 @@ def _after_swap(
         link = max(weight_N[a] * (far_MN[m, a] + more - more_a), weight_N[b] * (far_MN[m, b] - more - more_b))
         link = max(link, common * sent)
         value += weights[0] * max(rest_M2[m, 0], top) + weights[1] * max(rest_M2[m, 1], link)
+        if value + floor_M[m + 1] >= limit:
+            return int(value + floor_M[m + 1])
     return int(value)
 
 

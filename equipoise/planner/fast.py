@@ -1,4 +1,4 @@
-"""The compiled planner of one layer: `level` (`_level.py`), `fill` (`_fill.py`) and `evaluate`, put together.
+"""The compiled planner of one layer: `level`, `near`, `fill`, trades (`_level.py` and so on) and `evaluate`, together.
 
 Same decisions as `reference.py`, bit for bit: integers only, no clock, no randomness, ties by index. The loops over
 micro-steps are linear in M.
@@ -8,13 +8,14 @@ import numpy as np
 
 from equipoise.core.compiled import compiled
 from equipoise.cost.exchange import kept_permille
-from equipoise.cost.kernels import COLUMNS, PULL, RETURN, price_holders
-from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.kernels import COLUMNS, PULL, RETURN, price_holders, price_settled, settle
+from equipoise.cost.links import Holders, Traffic, home_nodes, nodes_of, traffic
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
 from equipoise.planner._fill import fill
 from equipoise.planner._level import level
 from equipoise.planner._near import near
+from equipoise.planner._trade import trade_across, trade_inside
 from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
 
 
@@ -59,20 +60,43 @@ def evaluate(
         base = traffic(load_RE, home_E, problem.node_R, mask_NE, forwards)
         alone = Holders(home_E, nodes, none_R0, none_R0)
         closed = price_holders(load_RE, base, alone, keep_permille_N, tables, False, closed_MC[m])
-        best, line_MC[m] = closed if problem.gated else base.total_E.sum(), closed_MC[m]
+        best, line_MC[m], link_R4 = closed if problem.gated else base.total_E.sum(), closed_MC[m], base.link_R4
         if problem.slots == 0:
             continue
+        shared = Holders(home_E, nodes, expert_RS, rows_RS)
         for widest in range(len(problem.domain_DR)):
             domain_DR = problem.domain_DR[: widest + 1]
             for slack in SLACKS:
                 top = fill(base.total_E, home_E, homes_RH, domain_DR, problem.min_rows, slack, expert_RS, rows_RS)
                 if expert_RS.max() < 0:
                     break
-                shared = Holders(home_E, nodes, expert_RS, rows_RS)
-                opened = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line)
+                settled = settle(load_RE, base, shared, False)
+                opened = price_settled(settled, base, shared, keep_permille_N, tables, False, line)
                 value = opened if problem.gated else top
                 if value < best:
-                    best, line_MC[m], expert_MRS[m], rows_MRS[m] = value, line, expert_RS, rows_RS
+                    best, line_MC[m], link_R4 = value, line, settled.link_R4
+                    expert_MRS[m], rows_MRS[m] = expert_RS, rows_RS
                 if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
                     break
+        for across in (True, False):
+            expert_RS[:], rows_RS[:] = expert_MRS[m], rows_MRS[m]
+            if _trade(base, shared, homes_RH, link_R4, problem, across):
+                settled = settle(load_RE, base, shared, False)
+                traded = price_settled(settled, base, shared, keep_permille_N, tables, False, line)
+                if traded < line_MC[m, : RETURN + 1].sum():
+                    line_MC[m], link_R4 = line, settled.link_R4
+                    expert_MRS[m], rows_MRS[m] = expert_RS, rows_RS
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
+
+
+@compiled
+def _trade(
+    base: Traffic, holders: Holders, homes_RH: np.ndarray, link_R4: np.ndarray, problem: LayerProblem, across: bool
+) -> bool:
+    """Trade between nodes or inside them, where that can pay; returns whether anything was traded."""
+    if problem.by_skew or len(base.node_NE) == 1:
+        return False
+    if across:
+        return len(problem.domain_DR) > 1 and trade_across(base, holders, homes_RH, problem.min_rows)
+    # Where tokens are handed on, the rank that computes does not receive from other nodes.
+    return len(base.to_RN) == 0 and trade_inside(base, holders, homes_RH, link_R4, problem.min_rows)

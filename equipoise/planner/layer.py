@@ -63,6 +63,8 @@ class LayerProblem(NamedTuple):
     """Swaps `polish` may look at."""
     near_checks: int
     """Swaps `near` may look at; half as many more from a good warm start, where nothing else looks for better nodes."""
+    near_steps: int
+    """Micro-steps that `near` looks at, evenly spaced, where a window has more."""
     row_weight: int
     """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
     link_weight: int
@@ -270,7 +272,8 @@ def bring_near(load_MRE: np.ndarray, start_E: np.ndarray, problem: LayerProblem,
     """[E] homes after bringing experts to the nodes whose sources choose them, as long as nodes stay level enough."""
     node_R = problem.node_R
     owner_E = owners(len(start_E), len(node_R))
-    weights, limits = (problem.row_weight, problem.link_weight), (problem.budget, problem.near_checks)
+    weights = problem.row_weight, problem.link_weight
+    limits = problem.budget, problem.near_checks, problem.near_steps
     cost_EN = node_prices(owner_E, problem)
     node_E = near(load_MRE, node_R[start_E], node_R, cost_EN, node_R[owner_E], weights, *limits)
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
@@ -387,7 +390,7 @@ def edge_price(ns: int, hides: int, layers: int) -> int:
 def crossings(rep_expert_MRS: np.ndarray, home_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     """[2, R] experts that each rank sends to the host stores of other nodes, and receives for its own, once a window.
 
-    A store takes each expert once, whichever replicas need it, through the first rank of its node.
+    A store takes each expert once, whichever replicas need it; the ranks of its node receive them in turn.
     """
     nodes, experts = int(node_R.max()) + 1, len(home_E)
     needs_NE = np.zeros((nodes, experts), dtype=np.bool_)
@@ -396,5 +399,7 @@ def crossings(rep_expert_MRS: np.ndarray, home_E: np.ndarray, node_R: np.ndarray
     needs_NE[node_R[home_E], np.arange(experts)] = False
     crossing_2R = np.zeros((2, len(node_R)), dtype=np.int64)
     np.add.at(crossing_2R[0], home_E, needs_NE.sum(axis=0))
-    crossing_2R[1, [int(np.argmax(node_R == n)) for n in range(nodes)]] = needs_NE.sum(axis=1)
+    for node, needed in enumerate(needs_NE.sum(axis=1).tolist()):
+        ranks = np.flatnonzero(node_R == node)
+        crossing_2R[1, ranks] = needed // len(ranks) + (np.arange(len(ranks)) < needed % len(ranks))
     return crossing_2R

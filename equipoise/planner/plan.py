@@ -291,6 +291,7 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
         patience=patience,
         max_checks=6_000 * task.options.effort,
         near_checks=750 * task.options.effort,
+        near_steps=16 * task.options.effort,
         row_weight=1024 * row.compute_ps // row.slope_ps,
         link_weight=1024 * row.crossing_ps // row.slope_ps,
         cost_inside=0 if by_skew else cost_2[0],

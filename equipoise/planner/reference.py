@@ -1,7 +1,8 @@
 """The specification of the planner's inner functions, short and plain, never optimised: `level`, `near`, `evaluate`.
 
-`_level.py`, `_near.py`, `_fill.py` and `fast.py` do the same in compiled loops, under the same names, bit for bit. All
-decisions are made in integers and every tie is broken by index, so that each rank and CPU finds the same plan.
+`_level.py`, `_near.py`, `_fill.py`, `_trade.py` and `fast.py` do the same in compiled loops, under the same names, bit
+for bit. All decisions are made in integers and every tie is broken by index, so that each rank and CPU finds the same
+plan.
 
 The problem. In micro-step m, source rank s has `load_MRE[m, s, e]` rows for expert e. Each expert has one *home* rank
 for the whole window; in each micro-step some experts also get *replicas*. A layer takes as long as its busiest rank.
@@ -18,7 +19,8 @@ for the whole window; in each micro-step some experts also get *replicas*. A lay
 4. `evaluate` gives each micro-step its replicas by `fill` (`fill_reference.py`), which works like an alias table: the
    emptiest rank of a node is brought up to the bound from one expert of the fullest rank, until no rank is above the
    bound. With and without them the entry is priced, and the gate keeps what is cheaper. Where bringing them costs
-   much, it is tried again with fewer, which leave some of the excess (`SLACKS`).
+   much, it is tried again with fewer, which leave some of the excess (`SLACKS`). Slots that are left then serve what
+   crosses nodes (`trade_reference.py`), again if that is cheaper.
 
 Knows rows, and prices through `cost.reference`. Does not know windows, slots in memory or itineraries.
 
@@ -26,7 +28,7 @@ Invariants (asserted by the tests):
 1. The compiled functions return exactly what these do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -34,9 +36,10 @@ from equipoise.cost.kernels import COLUMNS, PULL, RETURN
 from equipoise.cost.model import Tables
 from equipoise.cost.reference import kept_permille, price
 from equipoise.planner import layer
-from equipoise.planner._near import MOST_STEPS, in_turn
+from equipoise.planner._near import in_turn
 from equipoise.planner.fill_reference import fill
 from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
+from equipoise.planner.trade_reference import trade_across, trade_inside
 
 
 def plan_layer(
@@ -214,11 +217,12 @@ def near(
     weights: tuple[int, int],
     budget: int,
     max_checks: int,
+    most_steps: int,
 ) -> np.ndarray:
     """Take each swap of two experts between nodes that lowers `burden`, until none does or `max_checks` is spent.
 
     Args:
-        load_MRE: [M, R, E] rows; of more than `MOST_STEPS` micro-steps, evenly spaced ones count
+        load_MRE: [M, R, E] rows; of more than `most_steps` micro-steps, evenly spaced ones count
         group_E: [E] node of each expert's home at the start
         node_R: [R] node of each rank
         cost_EN: [E, N] price of an expert in each node
@@ -226,10 +230,11 @@ def near(
         weights: price of a row to compute at every rank of the fullest node, and of one on the busiest link
         budget: most experts away from their owner's node
         max_checks: swaps to look at
+        most_steps: micro-steps to look at
 
     Returns: [E] nodes
     """
-    seen_MRE, nodes = load_MRE[:: -(-len(load_MRE) // MOST_STEPS)], int(node_R.max()) + 1
+    seen_MRE, nodes = load_MRE[:: -(-len(load_MRE) // most_steps)], int(node_R.max()) + 1
 
     def value_of(trial_E: np.ndarray) -> int:
         return burden(seen_MRE, trial_E, node_R, cost_EN, weights)
@@ -284,7 +289,22 @@ def evaluate(
                     best, line_MC[m], expert_MRS[m], rows_MRS[m] = value, line, expert_RS, rows_RS
                 if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
                     break
+        for trade in _trades(problem, nodes, tables):
+            expert_RS, rows_RS, line = expert_MRS[m].copy(), rows_MRS[m].copy(), np.zeros_like(line_MC[m])
+            if trade(load_RE, home_E, node_R, problem.min_rows, expert_RS, rows_RS):
+                traded = price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
+                if traded < line_MC[m, : RETURN + 1].sum():
+                    line_MC[m], expert_MRS[m], rows_MRS[m] = line, expert_RS, rows_RS
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
+
+
+def _trades(problem: LayerProblem, nodes: int, tables: Tables) -> Iterator[Callable[..., bool]]:
+    """The trades that can pay: none for skew or in one node; where tokens are handed on, those across alone."""
+    if problem.slots > 0 and nodes > 1 and not problem.by_skew:
+        if len(problem.domain_DR) > 1:
+            yield trade_across
+        if not tables.forwards:
+            yield trade_inside
 
 
 def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:

@@ -2,17 +2,19 @@
 
 In recompute no gradient returns, so a replica may stand in another node than its expert's home (`Plan.cross_node`). It
 is pulled from the host store of its own node. Homes of that node cannot write it there, so once a layer's homes hold a
-version, each needed expert is sent once per node, from its home to the node's first rank, which writes it to the store.
+version, each needed expert is sent once per node, from its home to a rank of the node, which writes it to the store;
+the ranks take turns, so that all of the node's links bring experts.
 
 Knows plans, nodes and the store. Does not know pulls: they wait for the expert's version like any other.
 
 Invariants (asserted by the tests):
-1. Exactly the experts that a node's ranks pull from another node are brought to it, each once per version.
+1. Exactly the experts that a node's ranks pull from another node are brought to it, each once per version, and no rank
+   of the node receives more than one of a layer's above another; as many as the planner charges it for.
 2. A replica of another node is refused by name in an update window, and where it is not pulled by the host path.
 """
 
-from collections.abc import Collection, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterator, Sequence
+from itertools import cycle, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -35,21 +37,24 @@ class Crossing(NamedTuple):
     """Home rank."""
     source_slot: int
     target: int
-    """First rank of the node that needs it."""
+    """The rank of the node that needs it whose turn it is."""
 
 
 def crossings(plan: Plan) -> list[Crossing]:
     """What every node needs from others under this plan, in layer order; the same on all ranks."""
     layer_P, expert_P, far_P = _far(plan)
-    node_R, rank_P = plan.cluster.node_R, plan.replica_table.rank_P
-    needed = sorted({(int(layer_P[p]), int(expert_P[p]), node_R[rank_P[p]]) for p in np.flatnonzero(far_P)})
+    node_R, rank_P = np.array(plan.cluster.node_R), plan.replica_table.rank_P
+    needed = sorted({(int(layer_P[p]), int(expert_P[p]), int(node_R[rank_P[p]])) for p in np.flatnonzero(far_P)})
+    turns: dict[tuple[int, int], Iterator[int]] = {}
+    for layer, _, node in needed:
+        turns.setdefault((layer, node), cycle(np.flatnonzero(node_R == node).tolist()))
     return [
         Crossing(
             layer,
             expert,
             int(plan.home_LE[layer, expert]),
             int(plan.home_slot_LE[layer, expert]),
-            node_R.index(node),
+            next(turns[layer, node]),
         )
         for layer, expert, node in needed
     ]

@@ -97,6 +97,7 @@ def layers(draw):
         patience=draw(st.sampled_from([0, 5, 40, 160])),
         max_checks=draw(st.sampled_from([0, 7, 400, 6400])),
         near_checks=draw(st.sampled_from([0, 7, 400])),
+        near_steps=draw(st.sampled_from([1, 16])),
         row_weight=draw(st.sampled_from([0, 1, 300])),
         link_weight=draw(st.sampled_from([0, 1, 2000])),
         cost_inside=0 if by_skew else draw(st.sampled_from([0, 100, 50_000])),

@@ -265,11 +265,14 @@ def test_crossing_is_charged_for_what_it_brings_and_beats_copies_that_stay():
     assert across.bytes.edge_across == (2 * links.all_across + moved) * across.model.expert_bytes
 
 
-def test_a_store_takes_an_expert_once_through_the_first_rank_of_its_node():
+def test_a_store_takes_an_expert_once_and_the_ranks_of_its_node_take_turns():
     home_E, node_R = np.array([0, 1, 2, 3]), np.array([0, 0, 1, 1])
     # Expert 0 is needed by both ranks of node 1, in two micro-steps; expert 3 by node 0; expert 1 stays inside.
     rep_expert_MRS = np.array([[[1], [-1], [0], [0]], [[3], [0], [0], [-1]]])
     assert crossings(rep_expert_MRS, home_E, node_R).tolist() == [[1, 0, 0, 1], [1, 0, 1, 0]]
+    # Now node 1 needs both experts of node 0, one for each of its ranks to receive.
+    rep_expert_MRS[1, 3] = 1
+    assert crossings(rep_expert_MRS, home_E, node_R).tolist() == [[1, 1, 0, 1], [1, 0, 1, 1]]
 
 
 def test_crossing_is_left_where_bringing_experts_costs_more_than_it_saves():

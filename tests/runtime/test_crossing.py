@@ -32,11 +32,23 @@ def test_exactly_what_a_node_pulls_from_another_is_brought_to_it_once(layout):
     plan = random_plan(node_R, seed=3, micro_steps=4, **ACROSS)
     found = crossings(plan)
     assert len(set(found)) == len(found) < len(list(far_replicas(plan))), "several micro-steps need the same"
-    wanted = {(layer, expert, node_R.index(node_R[rank])) for layer, expert, rank in far_replicas(plan)}
-    assert {(way.layer, way.expert, way.target) for way in found} == wanted
+    wanted = {(layer, expert, node_R[rank]) for layer, expert, rank in far_replicas(plan)}
+    assert {(way.layer, way.expert, node_R[way.target]) for way in found} == wanted
+    assert len(found) == len(wanted)
     for layer, expert, source, slot, _ in found:
         assert (source, slot) == (plan.home_LE[layer, expert], plan.home_slot_LE[layer, expert])
     assert [way.layer for way in found] == sorted(way.layer for way in found)
+
+
+@pytest.mark.parametrize("layout", ["4 as two nodes", "8 strided"])
+def test_the_ranks_of_a_node_take_turns(layout):
+    node_R = np.array(LAYOUTS[layout])
+    plan = random_plan(LAYOUTS[layout], seed=3, micro_steps=4, **ACROSS)
+    found = crossings(plan)
+    for layer, node in {(way.layer, int(node_R[way.target])) for way in found}:
+        targets = [way.target for way in found if way.layer == layer and node_R[way.target] == node]
+        counts = np.bincount(targets, minlength=len(node_R))[node_R == node]
+        assert len(counts) > 1 and counts.max() - counts.min() <= 1
 
 
 def test_the_planner_charges_exactly_what_is_brought():

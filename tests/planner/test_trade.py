@@ -1,0 +1,173 @@
+"""Trades: every rank computes as much as before, less crosses nodes, and the compiled ones equal the plain ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core.split import split_rows
+from equipoise.cost.kernels import settle
+from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.reference import quotas
+from equipoise.planner import _trade, fast, reference, trade_reference
+from equipoise.planner._fill import fill
+from equipoise.planner.reference import homes_by_rank
+from tests.planner import problems
+
+few = settings(max_examples=100, deadline=None)
+LAYOUTS = [name for name, node_R in problems.LAYOUTS.items() if max(node_R) > 0]
+
+
+@st.composite
+def entries(draw):
+    """(load_RE, home_E, node_R, min_rows, rep_expert_RS, rep_rows_RS) of one filled (micro-step, layer)."""
+    node_R = np.array(problems.LAYOUTS[draw(st.sampled_from(LAYOUTS))])
+    experts = len(node_R) * draw(st.integers(1, 4))
+    load_RE = draw(problems.loads(1, len(node_R), experts))[0]
+    home_E = draw(problems.homes(experts, len(node_R)))
+    slots, is_filled = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    expert_RS, rows_RS = np.full((len(node_R), slots), -1), np.zeros((len(node_R), slots), dtype=np.int64)
+    if is_filled:
+        domain_DR = np.stack([node_R, np.zeros_like(node_R)][: draw(st.integers(1, 2))])
+        fill(load_RE.sum(axis=0), home_E, homes_by_rank(home_E, len(node_R)), domain_DR, 1, 0, expert_RS, rows_RS)
+    return load_RE, home_E, node_R, draw(st.sampled_from([1, 1, 40])), expert_RS, rows_RS
+
+
+def compiled_across(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
+    """`_trade.trade_across` with the arguments of the plain one."""
+    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
+    holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
+    return _trade.trade_across(base, holders, homes_by_rank(home_E, len(node_R)), min_rows)
+
+
+def compiled_inside(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
+    """`_trade.trade_inside` with the arguments of the plain one."""
+    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
+    holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
+    link_R4 = settle(load_RE, base, holders, False).link_R4
+    return _trade.trade_inside(base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
+
+
+TRADES = {
+    "across": (compiled_across, trade_reference.trade_across),
+    "inside": (compiled_inside, trade_reference.trade_inside),
+}
+
+
+def traded(trade, entry):
+    """(whether anything was traded, rep_expert_RS, rep_rows_RS) after a trade on copies."""
+    *given, expert_RS, rows_RS = entry
+    tables = expert_RS.copy(), rows_RS.copy()
+    return bool(trade(*given, *tables)), *tables
+
+
+def across_RR(load_RE, home_E, node_R, expert_RS, rows_RS):
+    """[R source, R holder] rows that cross nodes."""
+    quota_ER = quotas(load_RE.sum(axis=0), home_E, expert_RS, rows_RS)
+    return split_rows(load_RE, quota_ER, node_R=node_R).sum(axis=1) * (node_R[:, None] != node_R)
+
+
+@pytest.mark.parametrize("kind", TRADES)
+@given(entry=entries())
+@few
+def test_compiled_trades_equal_the_plain_ones(kind, entry):
+    ours, theirs = (traded(trade, entry) for trade in TRADES[kind])
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", TRADES)
+@given(entry=entries())
+@few
+def test_every_rank_computes_as_much_as_before_and_replicas_stay(kind, entry):
+    load_RE, home_E, _, min_rows, *before = entry
+    is_changed, *after = traded(TRADES[kind][0], entry)
+    was_ER, now_ER = (quotas(load_RE.sum(axis=0), home_E, *tables) for tables in (before, after))
+    assert now_ER.min() >= 0
+    assert np.array_equal(now_ER.sum(axis=0), was_ER.sum(axis=0))
+    stays_RS = before[0] >= 0
+    for old, new in zip(before, after, strict=True):
+        assert np.array_equal(new[stays_RS], old[stays_RS])
+    new_RS = (after[0] >= 0) & ~stays_RS
+    assert is_changed == new_RS.any()
+    assert (after[1][new_RS] >= min_rows).all()
+    # An expert is traded once, and nobody gets what it holds anyway.
+    assert len(set(after[0][new_RS])) == new_RS.sum() and not set(after[0][new_RS]) & set(before[0][stays_RS])
+    assert (home_E[after[0][new_RS]] != np.nonzero(new_RS)[0]).all()
+
+
+@given(entries())
+@few
+def test_what_is_traded_across_no_longer_crosses(entry):
+    load_RE, home_E, node_R, _, *before = entry
+    _, *after = traded(compiled_across, entry)
+    new_RS = (after[0] >= 0) & (before[0] < 0)
+    was, now = (int(across_RR(load_RE, home_E, node_R, *tables).sum()) for tables in (before, after))
+    assert was - now == after[1][new_RS].sum()
+
+
+@given(entries())
+@few
+def test_trades_inside_send_no_more_across_and_stay_in_the_node(entry):
+    load_RE, home_E, node_R, _, *before = entry
+    _, *after = traded(compiled_inside, entry)
+    was_RR, now_RR = (across_RR(load_RE, home_E, node_R, *tables) for tables in (before, after))
+    assert np.array_equal(now_RR.sum(axis=1), was_RR.sum(axis=1))
+    rank, slot = np.nonzero((after[0] >= 0) & (before[0] < 0))
+    assert np.array_equal(node_R[rank], node_R[home_E[after[0][rank, slot]]])
+
+
+def test_two_nodes_take_each_others_experts_that_they_choose():
+    # Both nodes choose expert 2 and expert 5 most, and these are at home in the other one.
+    node_R, home_E = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    load_RE = np.ones((4, 8), dtype=np.int64)
+    load_RE[:2, 5], load_RE[2:, 2] = 30, 20
+    expert_RS, rows_RS = np.full((4, 1), -1), np.zeros((4, 1), dtype=np.int64)
+    before = across_RR(load_RE, home_E, node_R, expert_RS, rows_RS)
+    assert compiled_across(load_RE, home_E, node_R, 5, expert_RS, rows_RS)
+    assert expert_RS.T.tolist() == [[-1, 5, 2, -1]] and rows_RS.T.tolist() == [[0, 40, 40, 0]]
+    after = across_RR(load_RE, home_E, node_R, expert_RS, rows_RS)
+    assert before.sum() - after.sum() == 80
+
+
+def test_a_rank_that_receives_most_from_afar_trades_with_one_that_receives_least():
+    # Rank 0 computes what node 1 chooses, rank 1 what node 0 chooses itself: as many rows, but rank 0's all cross.
+    node_R, home_E = np.array([0, 0, 1, 1]), np.arange(4)
+    load_RE = np.array([[0, 50, 20, 20], [0, 50, 20, 20], [50, 0, 30, 30], [50, 0, 30, 30]])
+    tables = np.full((4, 1), -1), np.zeros((4, 1), dtype=np.int64)
+    before = across_RR(load_RE, home_E, node_R, *tables)
+    assert before.sum(axis=0).tolist() == [100, 0, 40, 40] and before.sum(axis=1).max() == 50
+    assert compiled_inside(load_RE, home_E, node_R, 1, *tables)
+    assert tables[0].T.tolist() == [[1, 0, -1, -1]] and tables[1].T.tolist() == [[50, 50, 0, 0]]
+    after = across_RR(load_RE, home_E, node_R, *tables)
+    assert after.sum(axis=0).tolist() == [50, 50, 40, 40]
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_a_plan_trades_where_that_is_cheaper(crosses, monkeypatch):
+    rng, node_R = np.random.default_rng(0), np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    stage = "recompute" if crosses else "update"
+    # The sources of a node choose alike; what one node chooses most is chance for the other.
+    heat_E = rng.integers(1, 30, size=32) ** 2
+    heat_RE = np.stack([rng.permutation(heat_E), rng.permutation(heat_E)])[node_R]
+    load_MRE = rng.poisson(20 * heat_RE, size=(4, 8, 32)).astype(np.int64)
+    problem = problem_of(node_R, crosses)
+    tables, home_E, none_EE = problems.tables_of(8, 32, stage), np.arange(32) // 4, np.zeros((0, 0), dtype=np.int64)
+    now = fast.evaluate(load_MRE, home_E, none_EE, problem, tables)
+    monkeypatch.setattr(reference, "_trades", lambda *_: iter(()))
+    without = reference.evaluate(load_MRE, home_E, none_EE, problem, tables)
+    assert now.line_MC[:, :4].sum() < 0.97 * without.line_MC[:, :4].sum()
+
+
+def problem_of(node_R, crosses):
+    """Two slots, priced in seconds, everything else without meaning here."""
+    none_22, none_2 = np.zeros((2, 2), dtype=np.int64), np.zeros(2, dtype=np.int64)
+    figures = {name: 0 for name in fast.LayerProblem._fields}
+    arrays = {
+        "node_R": node_R,
+        "domain_DR": np.stack([node_R, np.zeros_like(node_R)][: 1 + crosses]),
+        "edge_ns_22": none_22,
+        "edge_slow_22": none_22,
+        "hides_2": none_2,
+    }
+    return fast.LayerProblem(**{**figures, **arrays, "slots": 2, "min_rows": 1, "gated": 1, "layers": 1})
