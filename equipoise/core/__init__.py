@@ -22,6 +22,7 @@ A *step* has *stages* (`recompute`, `update`), a stage has *windows* (runs of mi
 versions), a window has *micro-steps*. A *rank* is a process with one device, a *node* a fast-interconnect domain.
 The *owner* of an expert keeps it for good; its *home* is where it computes during a window; a *displaced* expert's
 home is not its owner. A *slot* holds one expert; a *replica* lives in a replica slot for one micro-step of one layer.
+Two ranks *trade* if each takes by a replica as many rows of the other as it gives.
 A *placement* says which expert has its home where, a *split* how many rows of an expert each holder takes, a *plan*
 both, with replicas and prices, for one window. Weights are *published* from owner to home from a window's start on
 and gradients *collected* after a layer's last turn in it; weights are *pulled* from home to replica ahead of use and

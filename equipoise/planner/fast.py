@@ -78,25 +78,34 @@ def evaluate(
                     expert_MRS[m], rows_MRS[m] = expert_RS, rows_RS
                 if not problem.gated or line[PULL] + line[RETURN] <= opened // CHEAP:
                     break
-        for across in (True, False):
+        if problem.by_skew or len(mask_NE) == 1:
+            continue
+        if problem.trades_across:
             expert_RS[:], rows_RS[:] = expert_MRS[m], rows_MRS[m]
-            if _trade(base, shared, homes_RH, link_R4, problem, across):
+            if problem.slots > 1:
+                _fill_but_one(base, shared, homes_RH, problem)
+            start_R4 = settle(load_RE, base, shared, False).link_R4
+            if trade_across(load_RE, base, shared, homes_RH, start_R4, problem.min_rows):
                 settled = settle(load_RE, base, shared, False)
                 traded = price_settled(settled, base, shared, keep_permille_N, tables, False, line)
                 if traded < line_MC[m, : RETURN + 1].sum():
                     line_MC[m], link_R4 = line, settled.link_R4
                     expert_MRS[m], rows_MRS[m] = expert_RS, rows_RS
+        # Where tokens are handed on, the rank that computes does not receive from other nodes.
+        expert_RS[:], rows_RS[:] = expert_MRS[m], rows_MRS[m]
+        if not forwards and trade_inside(base, shared, homes_RH, link_R4, problem.min_rows):
+            traded = price_holders(load_RE, base, shared, keep_permille_N, tables, False, line)
+            if traded < line_MC[m, : RETURN + 1].sum():
+                line_MC[m], expert_MRS[m], rows_MRS[m] = line, expert_RS, rows_RS
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
 
 
 @compiled
-def _trade(
-    base: Traffic, holders: Holders, homes_RH: np.ndarray, link_R4: np.ndarray, problem: LayerProblem, across: bool
-) -> bool:
-    """Trade between nodes or inside them, where that can pay; returns whether anything was traded."""
-    if problem.by_skew or len(base.node_NE) == 1:
-        return False
-    if across:
-        return len(problem.domain_DR) > 1 and trade_across(base, holders, homes_RH, problem.min_rows)
-    # Where tokens are handed on, the rank that computes does not receive from other nodes.
-    return len(base.to_RN) == 0 and trade_inside(base, holders, homes_RH, link_R4, problem.min_rows)
+def _fill_but_one(base: Traffic, holders: Holders, homes_RH: np.ndarray, problem: LayerProblem) -> None:
+    """Level the ranks of each node anew with one slot less, so that each has one left for trades."""
+    ranks, slots = holders.rep_expert_RS.shape
+    expert_RS, rows_RS = np.full((ranks, slots - 1), -1), np.zeros((ranks, slots - 1), dtype=np.int64)
+    domain_DR = problem.domain_DR[:1]
+    fill(base.total_E, holders.home_E, homes_RH, domain_DR, problem.min_rows, 0, expert_RS, rows_RS)
+    holders.rep_expert_RS[:, -1], holders.rep_rows_RS[:, -1] = -1, 0
+    holders.rep_expert_RS[:, :-1], holders.rep_rows_RS[:, :-1] = expert_RS, rows_RS

@@ -3,7 +3,7 @@
 1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
    and keeps the one with the least total, with what publish and collect add to it (`value_of`). Homes at their owners
    are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all are tried without
-   that, too.
+   that, too, and without trades (`trade_reference.py`) that cross.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
    Nodes look at experts owner by owner in turn (`in_turn`), so that what is displaced spreads over the owners' links.
@@ -21,7 +21,7 @@ Invariants (asserted by the tests):
 3. An edge that takes longer, or has less to hide behind, never costs less.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class LayerProblem(NamedTuple):
     node_R: np.ndarray
     domain_DR: np.ndarray
     """[D, R] what replicas stay in: the node of each rank; then, where they may cross nodes, 0 for all."""
+    trades_across: int
+    """1: where replicas may cross nodes, they are also traded for what then does not cross."""
     slots: int
     min_rows: int
     by_skew: int
@@ -144,13 +146,25 @@ def plan_layer(
     if problem.budget > 0 and ranks > 1:
         found += candidates(load_MRE, warm_home_E, pair_EE, problem, kernels)
     trials = [
-        kernels.evaluate(load_MRE, home_E, pair_EE, problem._replace(domain_DR=problem.domain_DR[: widest + 1]), tables)
-        for widest in range(len(problem.domain_DR))
+        kernels.evaluate(load_MRE, home_E, pair_EE, variant, tables)
+        for variant in _variants(problem)
         for home_E in found
     ]
     # Of equal ones the first.
     best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
     return best._replace(static_MC=trials[0].closed_MC)
+
+
+def _variants(problem: LayerProblem) -> Iterator[LayerProblem]:
+    """The problem inside nodes; where replicas may cross them, with as few as level ranks, then with trades across.
+
+    An entry does not know what it costs to bring an expert to another node: that is the window's, and shared by all.
+    """
+    yield problem._replace(domain_DR=problem.domain_DR[:1], trades_across=0)
+    if len(problem.domain_DR) > 1:
+        yield problem._replace(trades_across=0)
+    if problem.trades_across:
+        yield problem
 
 
 def owners(experts: int, ranks: int) -> np.ndarray:

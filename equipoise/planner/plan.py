@@ -282,6 +282,7 @@ def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerPro
     return LayerProblem(
         node_R=node_R,
         domain_DR=np.stack(domains),
+        trades_across=int(len(domains) > 1 and not by_skew),
         slots=task.slots,
         min_rows=1 if by_skew else row.min_rows,
         by_skew=int(by_skew),

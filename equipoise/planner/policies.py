@@ -105,7 +105,7 @@ def _react(task: Task, layer: int, push_ns: int) -> LayerPlan:
 
     problem = layer_problem(task, budget=0)
     # It pushes weights between ranks of one node, whatever host stores hold.
-    problem, is_gated = problem._replace(domain_DR=problem.domain_DR[:1], gated=0), bool(problem.gated)
+    problem, is_gated = problem._replace(domain_DR=problem.domain_DR[:1], trades_across=0, gated=0), bool(problem.gated)
     load_MRE = np.array(task.loads.load_MLRE[:, layer], order="C")
     tables = task.cost.tables(task.cluster.home_slots(task.model) + task.slots)
     none_EE = np.zeros((0, 0), dtype=np.int64)

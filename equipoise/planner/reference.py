@@ -291,6 +291,11 @@ def evaluate(
                     break
         for trade in _trades(problem, nodes, tables):
             expert_RS, rows_RS, line = expert_MRS[m].copy(), rows_MRS[m].copy(), np.zeros_like(line_MC[m])
+            if trade is trade_across and problem.slots > 1:
+                # Level the ranks of each node anew with one slot less, so that each has one left for trades.
+                expert_RS, rows_RS = np.copy(none_RS[0]), np.copy(none_RS[1])
+                fewer = expert_RS[:, :-1], rows_RS[:, :-1]
+                fill(load_E, home_E, homes_RH, problem.domain_DR[:1], problem.min_rows, 0, *fewer)
             if trade(load_RE, home_E, node_R, problem.min_rows, expert_RS, rows_RS):
                 traded = price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
                 if traded < line_MC[m, : RETURN + 1].sum():
@@ -301,7 +306,7 @@ def evaluate(
 def _trades(problem: LayerProblem, nodes: int, tables: Tables) -> Iterator[Callable[..., bool]]:
     """The trades that can pay: none for skew or in one node; where tokens are handed on, those across alone."""
     if problem.slots > 0 and nodes > 1 and not problem.by_skew:
-        if len(problem.domain_DR) > 1:
+        if problem.trades_across:
             yield trade_across
         if not tables.forwards:
             yield trade_inside

@@ -13,7 +13,7 @@ Invariants (asserted by the tests):
 2. A replica of another node is refused by name in an update window, and where it is not pulled by the host path.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle, groupby
 from typing import NamedTuple
 
@@ -43,11 +43,11 @@ class Crossing(NamedTuple):
 def crossings(plan: Plan) -> list[Crossing]:
     """What every node needs from others under this plan, in layer order; the same on all ranks."""
     layer_P, expert_P, far_P = _far(plan)
-    node_R, rank_P = np.array(plan.cluster.node_R), plan.replica_table.rank_P
-    needed = sorted({(int(layer_P[p]), int(expert_P[p]), int(node_R[rank_P[p]])) for p in np.flatnonzero(far_P)})
-    turns: dict[tuple[int, int], Iterator[int]] = {}
-    for layer, _, node in needed:
-        turns.setdefault((layer, node), cycle(np.flatnonzero(node_R == node).tolist()))
+    node_R = np.array(plan.cluster.node_R)
+    node_P = node_R[plan.replica_table.rank_P]
+    needed = np.unique(np.stack([layer_P, expert_P, node_P], axis=1)[far_P], axis=0).tolist()
+    ranks_N = [np.flatnonzero(node_R == node).tolist() for node in range(node_R.max() + 1)]
+    turns = {(layer, node): cycle(ranks_N[node]) for layer, _, node in needed}
     return [
         Crossing(
             layer,

@@ -88,6 +88,7 @@ def layers(draw):
     problem = LayerProblem(
         node_R=node_R,
         domain_DR=np.stack([node_R, np.zeros_like(node_R)][: 2 if crosses else 1]),
+        trades_across=int(crosses and not by_skew and draw(st.booleans())),
         slots=draw(st.sampled_from([0, 1, 2, experts + 1])),
         min_rows=draw(st.sampled_from([1, 1, 30])),
         by_skew=by_skew,

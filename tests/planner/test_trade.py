@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import equipoise as eq
 from equipoise.core.split import split_rows
 from equipoise.cost.kernels import settle
 from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
 from equipoise.cost.reference import quotas
-from equipoise.planner import _trade, fast, reference, trade_reference
+from equipoise.planner import _trade, fast, layer, reference, trade_reference
 from equipoise.planner._fill import fill
 from equipoise.planner.reference import homes_by_rank
 from tests.planner import problems
@@ -37,7 +38,8 @@ def compiled_across(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
     """`_trade.trade_across` with the arguments of the plain one."""
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
     holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
-    return _trade.trade_across(base, holders, homes_by_rank(home_E, len(node_R)), min_rows)
+    link_R4 = settle(load_RE, base, holders, False).link_R4
+    return _trade.trade_across(load_RE, base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
 
 
 def compiled_inside(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
@@ -118,7 +120,7 @@ def test_trades_inside_send_no_more_across_and_stay_in_the_node(entry):
 
 
 def test_two_nodes_take_each_others_experts_that_they_choose():
-    # Both nodes choose expert 2 and expert 5 most, and these are at home in the other one.
+    # Node 0 chooses expert 5 most and node 1 expert 2, and these are at home in the other one.
     node_R, home_E = np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1, 2, 2, 3, 3])
     load_RE = np.ones((4, 8), dtype=np.int64)
     load_RE[:2, 5], load_RE[2:, 2] = 30, 20
@@ -143,26 +145,53 @@ def test_a_rank_that_receives_most_from_afar_trades_with_one_that_receives_least
     assert after.sum(axis=0).tolist() == [50, 50, 40, 40]
 
 
+def test_a_rank_that_has_nothing_from_near_is_passed_over():
+    # Rank 0 receives most and rank 1 least, but rank 1 has no rows at all to give back; rank 2 has.
+    node_R, home_E = np.array([0, 0, 0, 1, 1, 1]), np.arange(6)
+    load_RE = np.zeros((6, 6), dtype=np.int64)
+    load_RE[3:, 0], load_RE[:3, 2], load_RE[3, 2], load_RE[3:, 3:], load_RE[:3, 3:] = 60, 50, 10, 40, 10
+    tables = np.full((6, 1), -1), np.zeros((6, 1), dtype=np.int64)
+    assert compiled_inside(load_RE, home_E, node_R, 1, *tables)
+    assert tables[0].T.tolist() == [[2, -1, 0, -1, -1, -1]]
+
+
+LAYOUT_CASES = [
+    ((0, 0, 0, 0, 1, 1, 1, 1), 2),
+    ((0, 1, 0, 1, 0, 1, 0, 1), 2),
+    ((0, 0, 1, 1, 2, 2, 3, 3), 3),
+    ((0, 0, 0, 0, 0, 1, 1, 1), 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "slots"), LAYOUT_CASES)
+@pytest.mark.parametrize("gated", [0, 1])
 @pytest.mark.parametrize("crosses", [False, True])
-def test_a_plan_trades_where_that_is_cheaper(crosses, monkeypatch):
-    rng, node_R = np.random.default_rng(0), np.array([0, 0, 0, 0, 1, 1, 1, 1])
-    stage = "recompute" if crosses else "update"
-    # The sources of a node choose alike; what one node chooses most is chance for the other.
-    heat_E = rng.integers(1, 30, size=32) ** 2
-    heat_RE = np.stack([rng.permutation(heat_E), rng.permutation(heat_E)])[node_R]
-    load_MRE = rng.poisson(20 * heat_RE, size=(4, 8, 32)).astype(np.int64)
-    problem = problem_of(node_R, crosses)
-    tables, home_E, none_EE = problems.tables_of(8, 32, stage), np.arange(32) // 4, np.zeros((0, 0), dtype=np.int64)
-    now = fast.evaluate(load_MRE, home_E, none_EE, problem, tables)
+def test_a_plan_trades_where_that_is_cheaper_compiled_and_plain(crosses, gated, layout, slots, monkeypatch):
+    node_R, load_MRE, home_E = np.array(layout), loads_by_node(layout), np.arange(32) // 4
+    problem, none_EE = problem_of(node_R, slots, gated, crosses), np.zeros((0, 0), dtype=np.int64)
+    tables = problems.tables_of(8, 32, "recompute" if crosses else "update")
+    given = load_MRE, home_E, none_EE, problem, tables
+    ours, theirs = fast.evaluate(*given), reference.evaluate(*given)
+    for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+        assert np.array_equal(a, b), name
     monkeypatch.setattr(reference, "_trades", lambda *_: iter(()))
-    without = reference.evaluate(load_MRE, home_E, none_EE, problem, tables)
-    assert now.line_MC[:, :4].sum() < 0.97 * without.line_MC[:, :4].sum()
+    without = reference.evaluate(*given)
+    assert ours.line_MC[:, :4].sum() < without.line_MC[:, :4].sum()
+    assert (ours.rep_expert_MRS >= 0).sum() > (without.rep_expert_MRS >= 0).sum()
 
 
-def problem_of(node_R, crosses):
-    """Two slots, priced in seconds, everything else without meaning here."""
+def loads_by_node(layout):
+    """[3, 8, 32] rows: the sources of a node choose alike; what one node chooses most is chance for the others."""
+    rng, node_R = np.random.default_rng(0), np.array(layout)
+    heat_E = rng.integers(1, 30, size=32) ** 2
+    heat_NE = np.stack([rng.permutation(heat_E) for _ in range(node_R.max() + 1)])
+    return rng.poisson(20 * heat_NE[node_R], size=(3, 8, 32)).astype(np.int64)
+
+
+def problem_of(node_R, slots, gated, crosses):
+    """Priced in seconds, everything else without meaning here."""
     none_22, none_2 = np.zeros((2, 2), dtype=np.int64), np.zeros(2, dtype=np.int64)
-    figures = {name: 0 for name in fast.LayerProblem._fields}
+    figures = dict.fromkeys(layer.LayerProblem._fields, 0)
     arrays = {
         "node_R": node_R,
         "domain_DR": np.stack([node_R, np.zeros_like(node_R)][: 1 + crosses]),
@@ -170,4 +199,29 @@ def problem_of(node_R, crosses):
         "edge_slow_22": none_22,
         "hides_2": none_2,
     }
-    return fast.LayerProblem(**{**figures, **arrays, "slots": 2, "min_rows": 1, "gated": 1, "layers": 1})
+    numbers = {"slots": slots, "min_rows": 1, "gated": gated, "layers": 1, "trades_across": int(crosses)}
+    return layer.LayerProblem(**{**figures, **arrays, **numbers})
+
+
+@pytest.mark.parametrize(("seed", "hot", "dropped"), [(35, 1250, 1), (13, 625, 2)], ids=["crossing alone", "trades"])
+def test_a_window_weighs_what_it_costs_to_bring_experts_to_other_nodes(seed, hot, dropped, monkeypatch):
+    # Few micro-steps share that cost. Here one hot expert crosses and trades do not pay; there trades do.
+    load_MLRE = np.random.default_rng(seed).integers(0, 5000 // 16 + 1, size=(3, 2, 8, 32))
+    load_MLRE[..., 5] = hot
+    load_MLRE[:, :, :4, 8:16] *= 3
+    best = planned_across(load_MLRE)
+    every = layer._variants
+    assert len(list(every(problem_of(np.array([0, 1]), 2, 1, True)))) == 3
+    monkeypatch.setattr(layer, "_variants", lambda problem: (v for i, v in enumerate(every(problem)) if i != dropped))
+    assert planned_across(load_MLRE).seconds.total > 1.04 * best.seconds.total
+
+
+def planned_across(load_MLRE):
+    """A recompute window of 4 nodes of 2 ranks, whose replicas may cross nodes."""
+    return eq.plan(
+        eq.LoadMatrix(load_MLRE, stage="recompute"),
+        cluster=eq.Cluster.preset("h200", nodes=4, ranks_per_node=2),
+        model=eq.ModelShape.preset("qwen3-30b-a3b", experts=32, layers=2, top_k=2),
+        slots=2,
+        options=eq.PlanOptions(cross_node=True),
+    )

@@ -40,10 +40,10 @@ def test_exactly_what_a_node_pulls_from_another_is_brought_to_it_once(layout):
     assert [way.layer for way in found] == sorted(way.layer for way in found)
 
 
-@pytest.mark.parametrize("layout", ["4 as two nodes", "8 strided"])
+@pytest.mark.parametrize("layout", [LAYOUTS["4 as two nodes"], LAYOUTS["8 strided"], (0, 0, 0, 0, 0, 1, 1, 1)])
 def test_the_ranks_of_a_node_take_turns(layout):
-    node_R = np.array(LAYOUTS[layout])
-    plan = random_plan(LAYOUTS[layout], seed=3, micro_steps=4, **ACROSS)
+    node_R = np.array(layout)
+    plan = random_plan(layout, seed=3, micro_steps=4, **ACROSS)
     found = crossings(plan)
     for layer, node in {(way.layer, int(node_R[way.target])) for way in found}:
         targets = [way.target for way in found if way.layer == layer and node_R[way.target] == node]
