@@ -36,8 +36,11 @@ from equipoise.sim.windows import joined
 Row = dict[str, Any]
 POLICIES = ("static", "eplb-oracle", "lplb", "reactive", "reactive-free", "equipoise", "balanced")
 SENDS: tuple[Sends, ...] = ("tokens", "rows")
-PLANNING_S = 0.47 / 48
-"""Seconds one core plans a layer of 32 micro-steps at EP32, about as in benchmarks/reports/planner_xeon_202611.md."""
+PLANNING_S = 1.2 / 48
+"""Seconds one core plans a layer of 32 micro-steps of recompute at EP32 where replicas may cross nodes: rounded up from
+the planner's report for a slower core."""
+SKEWED = 1.2 / 0.97
+"""A case is skewed if `balanced` gains so much over oracle EPLB: in others no plan with 97 % of it can gain 1.2."""
 NOTE = (
     "simulated: kernels and transfers measured on one H200, all-to-all modelled, no cluster was run; ratios in expert "
     "time unless they say step; 'step' leaves rollout, optimizer and head out; see the docstring of benchmarks/paper.py"
@@ -156,10 +159,11 @@ def limits_of(rows: Sequence[Row]) -> Iterator[Limit]:
                 value=min(r["of_balanced"] for r in some),
                 at_least=0.97,
             )
-            compute = min(r["compute_of_balanced"] for r in some)
-            yield Limit(name=f"share of balanced, expert compute alone, {where}", value=compute, at_least=0.97)
-            wide = [row["over_eplb-oracle"] for row in some if row["EP"] == 32]
-            yield Limit(name=f"over oracle EPLB at EP32, {where}", value=min(wide), at_least=1.2)
+            wide = [row for row in some if row["EP"] == 32]
+            skewed = [row["over_eplb-oracle"] for row in wide if row["most_over_eplb-oracle"] >= SKEWED]
+            name = f"over oracle EPLB at EP32, {source}, {sends} cross nodes, worst of {len(skewed)} skewed cases"
+            if skewed:
+                yield Limit(name=name, value=min(skewed), at_least=1.2)
             yield Limit(name=f"exposed overhead, {where}", value=max(r["exposed"] for r in some), at_most=0.01)
 
 

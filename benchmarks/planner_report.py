@@ -1,7 +1,7 @@
 """The planner's report as a page for people, from the JSON line that `benchmarks.planner` prints last.
 
-    python -m benchmarks.planner | tail -n 1 > benchmarks/reports/planner_xeon_202611.json
-    python -m benchmarks.planner_report benchmarks/reports/planner_xeon_202611.json
+    python -m benchmarks.planner | tail -n 1 > benchmarks/reports/planner_cpu_202611.json
+    python -m benchmarks.planner_report benchmarks/reports/planner_cpu_202611.json
 
 Knows rows and limits. Computes ratios, nothing else.
 

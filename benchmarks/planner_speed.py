@@ -25,10 +25,11 @@ from benchmarks.planner_rows import Row, cluster_of, generated_loads, row_of, ti
 from benchmarks.results import Limit
 from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
-from equipoise.planner import plan
+from equipoise.planner import PlanOptions, plan
 from equipoise.planner._fill import fill
 from equipoise.planner.bounds import split_optimum
 from equipoise.planner.fast import homes_by_rank
+from equipoise.sim.windows import joined
 
 MODEL = "qwen3-30b-a3b"
 TOKENS = 1024
@@ -44,7 +45,7 @@ def measure(*, quick: bool) -> tuple[list[Row], list[Limit]]:
     """All speed figures: rows of the table, and limits."""
     rows: list[Row] = []
     limits: list[Limit] = []
-    for part in (micro_plans, windows, scaling, growth, warm_start):
+    for part in (micro_plans, windows, crossing, scaling, growth, warm_start):
         for made in part(quick):
             if isinstance(made, Limit):
                 limits.append(made)
@@ -126,6 +127,15 @@ def windows(quick: bool) -> Iterator[Row | Limit]:
         name = f"window M={micro_steps}, L={layers}, E={experts}, EP{ranks}"
         yield Limit(name=f"{name}: seconds", value=row["plan_ms"] / 1e3, at_most=limit_s)
         yield Limit(name=f"{name}: peak memory in MB", value=row["peak_MB"], at_most=MEMORY_LIMIT_MB)
+
+
+def crossing(quick: bool) -> Iterator[Row | Limit]:
+    """A recompute window whose replicas may cross nodes: it is planned three times, with more to price."""
+    for micro_steps, layers, experts, ranks, _ in WINDOWS[: 1 if quick else 2]:
+        model, loads = loads_of(micro_steps, layers, experts, ranks)
+        given = {"cluster": cluster_of(ranks), "model": model, "slots": 2, "options": PlanOptions(cross_node=True)}
+        made, plan_s = fastest(joined([loads], "recompute"), runs=2, **given)
+        yield row_of("window, across nodes", "generated", made, plan_s, tokens=TOKENS * ranks)
 
 
 def _plan_file(path: Path, model: ModelShape, ranks: int) -> Row:

@@ -82,7 +82,7 @@ def predicted_table() -> str:
     """Predicted speed-up over static, one slot."""
     times = {
         (r["trace"], r["EP"], r["tokens"], r["policy"]): r["predicted_ms"]
-        for r in _read("planner_xeon")["rows"]
+        for r in _read("planner_cpu")["rows"]
         if r["table"] == "seconds" and r["slots"] == 1
     }
     policies = ("eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
@@ -120,7 +120,7 @@ def paper_table() -> str:
 def limits_table() -> str:
     """Every limit of every report, worst first in each."""
     lines = []
-    for name in ("planner_xeon", "rank_replay_h200", "validation_h200", "paper_simulated"):
+    for name in ("planner_cpu", "rank_replay_h200", "validation_h200", "paper_simulated"):
         lines += [_limit(limit, name) for limit in _read(name)["limits"] if not limit["holds"]]
     return _table(["report", "what misses its limit", "value"], lines)
 

@@ -2,8 +2,8 @@
 
 1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
    and keeps the one with the least total, with what publish and collect add to it (`value_of`). Homes at their owners
-   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all are tried without
-   that, too, and without trades (`trade_reference.py`) that cross.
+   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, the best homes are
+   tried with that, too, without and with trades (`trade_reference.py`) that cross.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
    Nodes look at experts owner by owner in turn (`in_turn`), so that what is displaced spreads over the owners' links.
@@ -21,7 +21,7 @@ Invariants (asserted by the tests):
 3. An edge that takes longer, or has less to hide behind, never costs less.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -145,14 +145,17 @@ def plan_layer(
     found = [owner_E]
     if problem.budget > 0 and ranks > 1:
         found += candidates(load_MRE, warm_home_E, pair_EE, problem, kernels)
-    trials = [
-        kernels.evaluate(load_MRE, home_E, pair_EE, variant, tables)
-        for variant in _variants(problem)
-        for home_E in found
-    ]
-    # Of equal ones the first.
-    best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
-    return best._replace(static_MC=trials[0].closed_MC)
+    inside, *crossing = _variants(problem)
+    trials = [kernels.evaluate(load_MRE, home_E, pair_EE, inside, tables) for home_E in found]
+    best = best_of(trials, load_MRE, owner_E, problem)
+    # What crosses takes longer to plan and depends less on homes: the best ones are enough.
+    trials += [kernels.evaluate(load_MRE, best.home_E, pair_EE, other, tables) for other in crossing]
+    return best_of(trials, load_MRE, owner_E, problem)._replace(static_MC=trials[0].closed_MC)
+
+
+def best_of(trials: Sequence[LayerPlan], load_MRE: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> LayerPlan:
+    """The plan with the least value, of equal ones the first."""
+    return min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
 
 
 def _variants(problem: LayerProblem) -> Iterator[LayerProblem]:
