@@ -48,7 +48,7 @@ def notes_of(
         "spreading tokens to rows.",
         "Left out unless given as seconds: optimizer, gradient reduction, embedding, head, dense layers, rollout.",
         *_of_policies([source.policy for source in sources], setting, has_history=has_history),
-        *_of_options(options),
+        *_of_options(options, could_cross=_could_cross(windows, sources, cluster)),
         *_of_order(windows, setting),
         *_of_shape(windows, setting),
     )
@@ -90,8 +90,19 @@ def _of_policies(names: Sequence[str], setting: StepSetting, *, has_history: boo
         )
 
 
-def _of_options(options: PlanOptions) -> Iterator[str]:
-    """What planning was allowed."""
+def _could_cross(windows: Sequence[Groups], sources: Sequence[PlanSource], cluster: Cluster) -> bool:
+    """Whether replicas of our plans could stand in other nodes: there are such, and a window without gradients."""
+    is_ours = any(source.policy == "equipoise" for source in sources)
+    return is_ours and cluster.num_ep_nodes > 1 and any(groups[0].stage == "recompute" for groups in windows)
+
+
+def _of_options(options: PlanOptions, *, could_cross: bool) -> Iterator[str]:
+    """What planning was allowed, and what it could be."""
+    if could_cross and not options.cross_node:
+        yield (
+            "Replicas stay in their node. With --cross-node those of recompute may stand in any, so that less crosses "
+            "nodes; every node then needs host memory for all experts."
+        )
     if options.cross_node:
         yield (
             "Replicas of recompute may stand in any node; every node then needs host memory for all experts, which the "

@@ -523,3 +523,20 @@ def test_a_later_window_starts_from_the_plan_before_as_a_run_would(loads):
     second = plan(skewed_loads(1), slots=1, warm=first, **given)
     for window, made in zip(found.windows, (first, second), strict=True):
         assert np.array_equal(window.after.rank_load_MR, made.rank_load_MLR.sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks_per_node", "cross_node", "policy", "told"),
+    [
+        ("recompute", 4, False, "equipoise", True),
+        ("recompute", 4, True, "equipoise", False),
+        ("recompute", 8, False, "equipoise", False),
+        ("update", 4, False, "equipoise", False),
+        ("recompute", 4, False, "static", False),
+    ],
+)
+def test_a_step_says_where_replicas_could_cross_nodes(loads, stage, ranks_per_node, cross_node, policy, told):
+    window = LoadMatrix(loads.load_MLRE, stage=stage)
+    cluster, options = cluster_of(ranks_per_node=ranks_per_node), PlanOptions(cross_node=cross_node)
+    notes = simulate([window], policy, cluster=cluster, model=MODEL, options=options).notes
+    assert any("With --cross-node" in note for note in notes) == told
