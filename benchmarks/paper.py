@@ -36,9 +36,9 @@ from equipoise.sim.windows import joined
 Row = dict[str, Any]
 POLICIES = ("static", "eplb-oracle", "lplb", "reactive", "reactive-free", "equipoise", "balanced")
 SENDS: tuple[Sends, ...] = ("tokens", "rows")
-PLANNING_S = 1.2 / 48
-"""Seconds one core plans a layer of 32 micro-steps of recompute at EP32 where replicas may cross nodes: rounded up from
-the planner's report for a slower core."""
+PLANNING_S = {16: 0.65 / 48, 32: 1.0 / 48}
+"""By the widest EP group it is for: seconds one core plans a layer of 32 micro-steps of recompute whose replicas may
+cross nodes, a third more than `crossing` of benchmarks/planner_speed.py took on an EPYC."""
 SKEWED = 1.2 / 0.97
 """A case is skewed if `balanced` gains so much over oracle EPLB: in others no plan with 97 % of it can gain 1.2."""
 NOTE = (
@@ -68,7 +68,9 @@ def main() -> int:
 
 def setting_of(case: Case, sends: Sends) -> StepSetting:
     """The step around the experts."""
-    planning_s = PLANNING_S * case.model.layers * case.loads.num_micro_steps / 32 / case.cluster.ep
+    ranks = case.cluster.ep
+    layer_s = next(seconds for widest, seconds in PLANNING_S.items() if ranks <= widest)
+    planning_s = layer_s * case.model.layers * case.loads.num_micro_steps / 32 / ranks
     return StepSetting(sends=sends, planning_s=planning_s, timeline_layers=0)
 
 
