@@ -118,10 +118,11 @@ def paper_table() -> str:
 
 
 def limits_table() -> str:
-    """Every limit of every report, worst first in each."""
-    lines = []
-    for name in ("planner_cpu", "rank_replay_h200", "validation_h200", "paper_simulated"):
-        lines += [_limit(limit, name) for limit in _read(name)["limits"] if not limit["holds"]]
+    """Every limit that a report misses, or how many there are if none is."""
+    limits = [(limit, name) for name in JUDGED for limit in _read(name)["limits"]]
+    lines = [_limit(limit, name) for limit, name in limits if not limit["holds"]]
+    if not lines:
+        return f"None: all {len(limits)} limits of the reports hold ({', '.join(JUDGED)})."
     return _table(["report", "what misses its limit", "value"], lines)
 
 
@@ -143,6 +144,8 @@ def transfer_table() -> str:
     return _table(["measured on one H200", "least to most", "limit", "holds in"], lines)
 
 
+JUDGED = ("planner_cpu", "rank_replay_h200", "validation_h200", "paper_simulated")
+"""Reports whose limits are listed where they are missed."""
 BOUNDS = {"at_least": "at least", "at_most": "at most"}
 TABLES: dict[str, Callable[[], str]] = {
     "replay": replay_table,

@@ -1,12 +1,14 @@
 """Numbers in the documents are those of the committed results."""
 
 import json
+import math
 import re
 
 import pytest
 
+from benchmarks import summary
 from benchmarks.results import ROOT
-from benchmarks.summary import PAGES, REPORTS, TABLES, filled
+from benchmarks.summary import JUDGED, PAGES, REPORTS, TABLES, filled
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -18,7 +20,7 @@ def test_the_page_holds_what_the_command_makes(page):
 def test_every_table_stands_in_a_page():
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     for name in TABLES:
-        assert f"<!-- {name} -->\n|" in pages, name
+        assert re.search(rf"<!-- {name} -->\n(\||None: all \d+ limits)", pages), name
 
 
 def test_a_changed_figure_is_noticed():
@@ -29,9 +31,25 @@ def test_a_changed_figure_is_noticed():
 
 def test_every_limit_that_is_missed_is_shown():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    for name in ("planner_cpu", "rank_replay_h200", "validation_h200", "paper_simulated"):
+    for name in JUDGED:
         for limit in json.loads((REPORTS / f"{name}_202611.json").read_text())["limits"]:
             assert limit["holds"] or limit["name"] in page
+
+
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_a_page_says_which_limits_are_missed_or_how_many_hold(is_missed, monkeypatch):
+    limits = [{"name": "one", "value": 1.0, "holds": True}, {"name": "two", "value": 2.0, "holds": not is_missed}]
+    monkeypatch.setattr(summary, "_read", lambda name: {"limits": limits if name == JUDGED[0] else []})
+    said = summary.limits_table()
+    assert ("two | 2" in said and "one" not in said) if is_missed else said.startswith("None: all 2 limits")
+
+
+def test_the_readme_says_what_share_of_balanced_the_papers_comparison_gives():
+    rows = json.loads((REPORTS / "paper_simulated_202611.json").read_text())["rows"]
+    shares = [100 * row["step_of_balanced"] for row in rows if row["table"] == "comparison"]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = f"{math.floor(min(shares))} to {math.floor(max(shares))} % of `balanced`'s training throughput"
+    assert f"{said} in all {len(shares)} cases" in text
 
 
 def test_figures_in_the_sentences_of_the_readme_are_those_of_the_reports():
