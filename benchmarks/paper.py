@@ -38,7 +38,7 @@ POLICIES = ("static", "eplb-oracle", "lplb", "reactive", "reactive-free", "equip
 SENDS: tuple[Sends, ...] = ("tokens", "rows")
 PLANNING_S = {16: 0.65 / 48, 32: 1.0 / 48}
 """By the widest EP group it is for: seconds one core plans a layer of 32 micro-steps of recompute whose replicas may
-cross nodes, a third more than `crossing` of benchmarks/planner_speed.py took on an EPYC."""
+cross nodes, rounded up from what `crossing` of benchmarks/planner_speed.py took on an EPYC."""
 SKEWED = 1.2 / 0.97
 """A case is skewed if `balanced` gains so much over oracle EPLB: in others no plan with 97 % of it can gain 1.2."""
 NOTE = (

@@ -2,8 +2,8 @@
 
 1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
    and keeps the one with the least total, with what publish and collect add to it (`value_of`). Homes at their owners
-   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, the best homes are
-   tried with that, too, without and with trades (`trade_reference.py`) that cross.
+   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, the best homes and
+   the owners are tried with that, too, the best ones also without trades (`trade_reference.py`) that cross.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
    Nodes look at experts owner by owner in turn (`in_turn`), so that what is displaced spreads over the owners' links.
@@ -148,8 +148,9 @@ def plan_layer(
     inside, *crossing = _variants(problem)
     trials = [kernels.evaluate(load_MRE, home_E, pair_EE, inside, tables) for home_E in found]
     best = best_of(trials, load_MRE, owner_E, problem)
-    # What crosses takes longer to plan and depends less on homes: the best ones are enough.
+    # What crosses takes longer to plan and depends less on homes: the best ones are enough, and the owners, once.
     trials += [kernels.evaluate(load_MRE, best.home_E, pair_EE, other, tables) for other in crossing]
+    trials += [kernels.evaluate(load_MRE, owner_E, pair_EE, other, tables) for other in crossing[-1:]]
     return best_of(trials, load_MRE, owner_E, problem)._replace(static_MC=trials[0].closed_MC)
 
 

@@ -203,7 +203,7 @@ def problem_of(node_R, slots, gated, crosses):
     return layer.LayerProblem(**{**figures, **arrays, **numbers})
 
 
-@pytest.mark.parametrize(("seed", "hot", "dropped"), [(26, 1875, 1), (13, 625, 2)], ids=["crossing alone", "trades"])
+@pytest.mark.parametrize(("seed", "hot", "dropped"), [(44, 1250, 1), (13, 625, 2)], ids=["crossing alone", "trades"])
 def test_a_window_weighs_what_it_costs_to_bring_experts_to_other_nodes(seed, hot, dropped, monkeypatch):
     # Few micro-steps share that cost. Here one hot expert crosses and trades do not pay; there trades do.
     load_MLRE = np.random.default_rng(seed).integers(0, 5000 // 16 + 1, size=(3, 2, 8, 32))
