@@ -78,7 +78,7 @@ def busiest(
     """Find the busiest links, sending or receiving.
 
     Args:
-        link_R4: [R, 4] rows, columns as above
+        link_R4: [R, 4] rows, columns as in `links.py`
         to_RN: [R, N] rows of each source for each node, if tokens are handed on inside; else empty
         row_R: [R] rows at each source
         nodes: which rank is where

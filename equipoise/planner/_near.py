@@ -34,6 +34,15 @@ class Tally(NamedTuple):
     """[M, N] of these, rows from other nodes."""
 
 
+class Rest(NamedTuple):
+    """What a swap between two nodes leaves as it is."""
+
+    rest_M2: np.ndarray
+    """[M, 2] the fullest of the other nodes, and the busiest of their links."""
+    floor_M: np.ndarray
+    """[M + 1] what these alone come to, from each micro-step on."""
+
+
 @compiled
 def near(
     load_MRE: np.ndarray,
@@ -50,14 +59,15 @@ def near(
     load_EMR, start_N = _by_expert(load_MRE, node_R, most_steps)
     group_E, nodes, turn_E = group_E.copy(), len(start_N) - 1, in_turn(load_MRE.shape[2], load_MRE.shape[1])
     tally = _tally(load_EMR, group_E, start_N)
-    rest_M2, floor_M = np.zeros((load_EMR.shape[1], 2), dtype=np.int64), np.zeros(load_EMR.shape[1] + 1, dtype=np.int64)
+    micro_steps = load_EMR.shape[1]
+    rest = Rest(np.zeros((micro_steps, 2), dtype=np.int64), np.zeros(micro_steps + 1, dtype=np.int64))
     room = budget - (group_E != owner_E).sum()
     checks, quiet, pairs = 0, 0, nodes * (nodes - 1) // 2
     while quiet < pairs and checks < max_checks:
         for a in range(nodes - 1):
             for b in range(a + 1, nodes):
                 improved = False
-                now = _fill_rest(tally, a, b, weights, rest_M2, floor_M)
+                now = _fill_rest(tally, a, b, weights, rest)
                 for e in turn_E:
                     if group_E[e] != a:
                         continue
@@ -66,7 +76,7 @@ def near(
                             continue
                         checks += 1
                         more = tally.common * (cost_EN[e, b] - cost_EN[e, a] + cost_EN[f, a] - cost_EN[f, b])
-                        value = more + _after_swap(load_EMR, tally, e, f, a, b, weights, rest_M2, floor_M, now - more)
+                        value = more + _after_swap(load_EMR, tally, e, f, a, b, weights, rest, now - more)
                         if value < now and more_away(owner_E, e, f, a, b) <= room:
                             now = value - more
                             room -= more_away(owner_E, e, f, a, b)
@@ -141,12 +151,10 @@ def _tally(load_EMR: np.ndarray, group_E: np.ndarray, start_N: np.ndarray) -> Ta
 
 
 @compiled
-def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest_M2: np.ndarray, floor_M: np.ndarray) -> int:
-    """Fill `rest_M2` with the fullest node but a and b, and the busiest link but theirs; return the whole value.
-
-    `floor_M` [M + 1] is filled with what these alone come to, from each micro-step on.
-    """
+def _fill_rest(tally: Tally, a: int, b: int, weights: tuple[int, int], rest: Rest) -> int:
+    """Fill `rest` with what nodes other than a and b have; return the whole value."""
     start_N, weight_N, common, _, sent_MR, total_MN, far_MN = tally
+    rest_M2, floor_M = rest
     value = np.int64(0)
     for m in range(len(sent_MR)):
         rest_M2[m] = 0
@@ -173,12 +181,12 @@ def _after_swap(
     a: int,
     b: int,
     weights: tuple[int, int],
-    rest_M2: np.ndarray,
-    floor_M: np.ndarray,
+    rest: Rest,
     limit: int,
 ) -> int:
     """The whole value once expert e leaves node a for b and f comes back; no less than `limit` if it is not below."""
     start_N, weight_N, common, total_EM, sent_MR, total_MN, far_MN = tally
+    rest_M2, floor_M = rest
     value = np.int64(0)
     for m in range(len(sent_MR)):
         sent, more_a, more_b = np.int64(0), np.int64(0), np.int64(0)
