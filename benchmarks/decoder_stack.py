@@ -14,10 +14,10 @@ from torch import Tensor
 from benchmarks.layer import build_layer, move_to_replicas, prepare_with_replicas
 from benchmarks.plain_layer import Inputs, Shape
 from equipoise.calibrate.bench import Bench
-from equipoise.core.itinerary import Visit
-from equipoise.runtime.bank import ExpertWeights, ReplicaBank
-from equipoise.runtime.experts import BalancedExperts
-from equipoise.runtime.prepared import PreparedDispatch
+from equipoise.core.plan import Visit
+from equipoise.layer.dispatch import PreparedDispatch
+from equipoise.layer.experts import BalancedExperts
+from equipoise.transfer.bank import ExpertWeights, ReplicaBank
 
 LAYERS = 4
 SEQUENCE = 4096

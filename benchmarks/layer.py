@@ -17,7 +17,7 @@ show is the network: it exchanges no rows. Every variant gets the same hidden st
     prepared                BalancedExperts without replicas, dispatch made ahead and uploaded
     1 replica, 2 replicas   prepared, as many rows in all, a share of them on replicas that are there: two grouped
                             calls per product. Rows of 16 + n slots instead of 16, so groups are smaller
-    ..., arena              the same with home and replica slots in one tensor (`runtime/arena.py`): one grouped call
+    ..., arena              the same with home and replica slots in one tensor (`transfer/node.py`): one grouped call
                             per product, two for the weight gradients
 
 What bounds the cases: the products, by the dense bf16 rate; then device memory, which every gather reads and writes
@@ -45,18 +45,15 @@ from benchmarks.plain_layer import VISIT, HeldBank, Inputs, Shape, fused_moe, pl
 from benchmarks.results import Limit, publish
 from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core import Cluster, LoadMatrix, ModelShape
-from equipoise.core.itinerary import Visit
+from equipoise.core.plan import Visit
+from equipoise.layer.dispatch import PreparedDispatch, SourceSplit, prepare_dispatch
+from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planner import plan
-from equipoise.runtime.arena import Arena
-from equipoise.runtime.assign import SourceSplit
-from equipoise.runtime.bank import ExpertWeights, ReplicaBank
-from equipoise.runtime.cuda_pages import CudaPager
-from equipoise.runtime.experts import BalancedExperts
-from equipoise.runtime.layout import Layout, TransferOptions
-from equipoise.runtime.pages import HostPager
-from equipoise.runtime.prepared import PreparedDispatch, prepare_dispatch
-from equipoise.runtime.reference import dense_experts
-from equipoise.runtime.window import Window
+from equipoise.transfer.bank import ExpertWeights, ReplicaBank
+from equipoise.transfer.cuda_pages import CudaPager
+from equipoise.transfer.node import Arena, Layout, TransferOptions
+from equipoise.transfer.pages import HostPager
+from tests.layer.reference import dense_experts
 
 MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 TOKENS = (1024, 8192, 16384)

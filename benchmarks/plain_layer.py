@@ -12,13 +12,11 @@ from torch import Tensor
 
 from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
-from equipoise.core.itinerary import Visit
-from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.combine import combine_rows
-from equipoise.runtime.dispatch import Groups
-from equipoise.runtime.expert_block import BlockOptions, expert_block
-from equipoise.runtime.reorder import reorder_rows
-from equipoise.runtime.spread import spread_rows
+from equipoise.core.plan import Visit
+from equipoise.layer.dispatch import Groups
+from equipoise.layer.expert_block import BlockOptions, expert_block
+from equipoise.layer.ops import combine_rows, reorder_rows, spread_rows
+from equipoise.transfer.bank import ExpertWeights
 
 HOMES = 16
 VISIT = Visit(0, "forward", 0)

@@ -27,7 +27,7 @@ from benchmarks.planner_rows import Row, cluster_of, generated_loads, row_of, ti
 from benchmarks.results import Limit, publish
 from benchmarks.traces import Trace, joined, read_traces, scaled, stacked
 from equipoise.core import LoadMatrix, ModelShape
-from equipoise.planner.policies import POLICIES
+from equipoise.planner.baselines import POLICIES
 
 SKEW_FACTOR = 24
 TOKEN_FACTORS = (1, 8, 64)

@@ -26,9 +26,8 @@ from benchmarks.results import Limit
 from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner._fill import fill
 from equipoise.planner.bounds import split_optimum
-from equipoise.planner.fast import homes_by_rank
+from equipoise.planner.replicas import fill, homes_by_rank
 from equipoise.sim.windows import joined
 
 MODEL = "qwen3-30b-a3b"

@@ -46,16 +46,14 @@ from benchmarks.transfer import OneRank
 from benchmarks.turns import WARM, added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import Cluster
-from equipoise.core.itinerary import Path as PathName
-from equipoise.core.itinerary import Visit
-from equipoise.planner.itinerary import build_itinerary
-from equipoise.planner.options import PlanOptions
-from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.itinerary_walk import Walk
-from equipoise.runtime.layout import TransferOptions
-from equipoise.runtime.paths import Need
-from equipoise.runtime.puller import Puller
-from equipoise.runtime.watchdog import VERSION
+from equipoise.core.options import PlanOptions
+from equipoise.core.plan import Path as PathName
+from equipoise.core.plan import Visit
+from equipoise.planner.assemble import build_itinerary
+from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import TransferOptions
+from equipoise.transfer.pulls import Need, Puller, Walk
+from equipoise.transfer.waits import VERSION
 
 TOKENS = (8192, 16384)
 LIMIT_ADDED_PCT = 2.0

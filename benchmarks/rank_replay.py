@@ -53,10 +53,8 @@ from benchmarks.replay_work import (
     save_work,
 )
 from benchmarks.results import Limit, format_table
-from equipoise.calibrate.attention import Attention
-from equipoise.calibrate.bench import Bench
-from equipoise.calibrate.grid import AttentionShape
-from equipoise.calibrate.moves import time_sent
+from equipoise.calibrate.bench import AttentionShape, Bench
+from equipoise.calibrate.measures import Attention, time_sent
 from equipoise.calibrate.run import provenance
 from equipoise.core import ModelShape
 

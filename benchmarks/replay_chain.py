@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.calibrate.attention import Attention
 from equipoise.calibrate.bench import Bench
-from equipoise.calibrate.experts import VISIT, EmptyBank, groups_of, random_experts
-from equipoise.core.itinerary import Visit
-from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.dispatch import Groups
-from equipoise.runtime.expert_block import BlockOptions, expert_block
-from equipoise.runtime.reorder import reorder_rows
+from equipoise.calibrate.measures import VISIT, Attention, EmptyBank, groups_of, random_experts
+from equipoise.core.plan import Visit
+from equipoise.layer.dispatch import Groups
+from equipoise.layer.expert_block import BlockOptions, expert_block
+from equipoise.layer.ops import reorder_rows
+from equipoise.transfer.bank import ExpertWeights
 
 HIDDEN_START_CYCLES = 6_000_000
 """About 3 ms of device-side sleep before a chain: longer than the host's lead must be."""

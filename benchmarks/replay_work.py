@@ -35,9 +35,9 @@ from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
 from equipoise.cost import CostModel
 from equipoise.cost.kernels import COLUMNS, EXCHANGE
-from equipoise.cost.reference import exchange
 from equipoise.planner import plan
-from equipoise.planner.policies import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
+from equipoise.planner.baselines import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
+from tests.cost.reference import exchange
 
 POLICIES = ("static", "eplb-oracle", "reactive", "equipoise", "balanced")
 EVEN = "balanced, even"

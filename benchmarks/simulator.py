@@ -27,8 +27,7 @@ from equipoise.loads.generator import generate_counts
 from equipoise.planner import PlanOptions, plan
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.events import play
-from equipoise.sim.replay import replay
-from equipoise.sim.work import work_of
+from equipoise.sim.replay import replay, work_of
 
 RANKS, MICRO_STEPS, GROUP_MICRO_STEPS = 64, 64, 16
 OPTIONS, SETTING = PlanOptions(workers=2), StepSetting(timeline_layers=0)

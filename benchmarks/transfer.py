@@ -40,14 +40,12 @@ from benchmarks.results import Limit, publish
 from benchmarks.turns import measure_in_turn, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
-from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.copies import CopyWay, make_copier
-from equipoise.runtime.host_store import HostStore
-from equipoise.runtime.layout import TransferOptions
-from equipoise.runtime.node import NodeMemory
-from equipoise.runtime.paths import HostPath, MappedPath, Need, Path
-from equipoise.runtime.refresher import Refresher
-from equipoise.runtime.streams import Lane, Mark
+from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.copies import CopyWay, make_copier
+from equipoise.transfer.host_store import HostStore, Refresher
+from equipoise.transfer.node import NodeMemory, TransferOptions
+from equipoise.transfer.pulls import HostPath, MappedPath, Need, Path
+from equipoise.transfer.waits import Lane, Mark
 
 LIMIT_RATE_PCT = 90.0
 LIMIT_MEMORY_PCT = 2.0

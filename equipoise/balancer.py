@@ -28,18 +28,23 @@ from functools import partial
 from typing import Any
 
 from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, Stage
-from equipoise.core.itinerary import Visit
-from equipoise.planning.layers import check_matched, check_unattached, find_layers, in_plan_order
-from equipoise.planning.options import BalancerOptions
-from equipoise.planning.parts import idle_parts, working_parts
+from equipoise.core.options import BalancerOptions
+from equipoise.core.plan import Visit
+from equipoise.layer.experts import BalancedExperts, Window
+from equipoise.planning.background import idle_parts, working_parts
 from equipoise.planning.report import Tally, WindowReport
-from equipoise.planning.rows import WindowRoutes, count_rows
+from equipoise.planning.rows import (
+    WindowRoutes,
+    check_matched,
+    check_unattached,
+    count_rows,
+    find_layers,
+    in_plan_order,
+)
 from equipoise.planning.worker import PlanWorker
-from equipoise.runtime.edges import GradientOf
-from equipoise.runtime.experts import BalancedExperts
-from equipoise.runtime.host_store import HostStore
-from equipoise.runtime.still import suspended
-from equipoise.runtime.window import Window
+from equipoise.transfer.edges import GradientOf
+from equipoise.transfer.engine import suspended
+from equipoise.transfer.host_store import HostStore
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
 

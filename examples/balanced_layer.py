@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from equipoise import Cluster, ModelShape
 from equipoise.balancer import Balancer, BalancerOptions, find_layers
-from equipoise.core.itinerary import Visit
-from equipoise.parity.ranks import run_ranks
-from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.experts import BalancedExperts
+from equipoise.core.plan import Visit
+from equipoise.launch import run_ranks
+from equipoise.layer.experts import BalancedExperts
+from equipoise.transfer.bank import ExpertWeights
 
 RANKS, EXPERTS, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 32, 16
 MICRO_STEPS, TOKENS, WINDOWS = 2, 64, 3

@@ -3,9 +3,9 @@
 `--minimum-tests` fails a run in which fewer tests passed than `tests/minimum_tests.txt` says, so that an import
 error, a lost file or a marker typo cannot turn into a green run.
 
-Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, the
-runtime's and the rest, so that there are two pools; of the others a file stays together. With `--no-loadscope-reorder`
-they begin with the longest, so that none is left for one process at the end.
+Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, those
+of layers and transfers and the rest, so that there are two pools; of the others a file stays together. With
+`--no-loadscope-reorder` they begin with the longest, so that none is left for one process at the end.
 """
 
 import sys
@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 LONGEST = (
-    "pool, runtime",
+    "pool, transfer",
     "pool",
     "tests/rl",
     "tests/planner",
-    "tests/runtime",
+    "tests/transfer",
+    "tests/layer",
     "tests/balancer",
     "tests/report/test_browser.py",
     "tests/cli",
@@ -77,7 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         together = item.nodeid.split("::")[0]
         if "pool" in getattr(item, "fixturenames", ()):
-            together = "pool, runtime" if together.startswith(("tests/runtime", "tests/balancer")) else "pool"
+            together = (
+                "pool, transfer" if together.startswith(("tests/layer", "tests/transfer", "tests/balancer")) else "pool"
+            )
         item.add_marker(pytest.mark.xdist_group(together))
         place[item] = next((n for n, name in enumerate(LONGEST) if together.startswith(name)), len(LONGEST))
     if hasattr(config, "workerinput"):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from equipoise.core import ModelShape
-from equipoise.cost.model import replica_bytes
+from equipoise.core.options import replica_bytes
 from equipoise.planner import PlanOptions
 
 ROOT = Path(__file__).parent.parent

@@ -21,13 +21,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from equipoise.adapters.replay import Recorded, ReplayCounters, RouteIds, Turn, check_ids
-from equipoise.adapters.transformers_families import FAMILIES, Family
-from equipoise.adapters.transformers_model import Found, inspect
+from equipoise.adapters.protocol import Recorded, ReplayCounters, RouteIds, Turn, check_ids
+from equipoise.adapters.transformers_model import FAMILIES, Family, Found, inspect
 from equipoise.core.errors import AdapterError
-from equipoise.core.itinerary import Visit
-from equipoise.runtime.bank import ExpertWeights
-from equipoise.runtime.experts import BalancedExperts
+from equipoise.core.plan import Visit
+from equipoise.layer.experts import BalancedExperts
+from equipoise.transfer.bank import ExpertWeights
 
 TURN = "equipoise_turn"
 """The keyword argument by which a turn travels."""

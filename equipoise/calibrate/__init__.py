@@ -11,7 +11,7 @@
 Needs torch. What a profile is and how it is used is `cost`'s business; the measured code is `runtime`'s own.
 """
 
-from equipoise.calibrate.grid import Grid
+from equipoise.calibrate.bench import Grid
 from equipoise.calibrate.run import calibrate
 
 __all__ = ["Grid", "calibrate"]

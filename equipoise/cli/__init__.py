@@ -16,7 +16,6 @@
     analyze.py    seconds lost, what a plan gives back, skew, memory (`step_loads.py` counts what it needs,
                   `analysis_view.py` and `seconds_view.py` draw it)
     report.py     a result as a page and as a summary
-    parity.py     static against balanced training on local ranks
     train.py      RL post-training, balanced by foresight (`train_view.py` shows it)
     calibrate.py  this GPU measured into a profile, or a profile checked
     formats.py    the forms that can be read

@@ -20,7 +20,7 @@ from equipoise.cli.output import print_json, progress, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from equipoise.calibrate.check import Deviation
+    from equipoise.calibrate.run import Deviation
 
 
 def calibrate(
@@ -73,8 +73,7 @@ def _measure(
     """Measure everything, or the sample of a filed profile to check."""
     from equipoise.calibrate import Grid
     from equipoise.calibrate import calibrate as measure
-    from equipoise.calibrate.check import sample_of
-    from equipoise.calibrate.run import require_gpu
+    from equipoise.calibrate.run import require_gpu, sample_of
 
     if not is_trial:
         require_gpu()
@@ -120,7 +119,7 @@ def _read(path: Path, *, is_trial: bool) -> dict[str, Any]:
 
 
 def _write(measured: dict[str, Any], output: Path, console: "Console") -> None:
-    from equipoise.core.whole_file import whole_file
+    from equipoise.core.files import whole_file
     from equipoise.cost.profile import write_profile
 
     with whole_file(output) as draft:
@@ -145,7 +144,7 @@ def _write(measured: dict[str, Any], output: Path, console: "Console") -> None:
 
 def check_document(filed: dict[str, Any], measure: Callable[[], dict[str, Any]], *, limit: float) -> dict[str, Any]:
     """The comparison as one JSON document; `limit` as a share. What is off is measured once more."""
-    from equipoise.calibrate.check import compare, nearer
+    from equipoise.calibrate.run import compare, nearer
 
     fresh = measure()
     deviations = compare(filed, fresh)
@@ -176,7 +175,7 @@ def show_check(document: dict[str, Any], console: "Console") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from equipoise.report.words import plural
+    from equipoise.report.page import plural
 
     table = Table(title=f"profile of {document['filed_device']} on {document['device']}", box=SIMPLE_HEAD, padding=0)
     for column in ("figure", "filed", "now", "deviation %", "verdict"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from equipoise.core import ModelShape
     from equipoise.routes.doctor import Diagnosis, Finding
-    from equipoise.routes.recording import Recording
+    from equipoise.routes.interpret import Recording
 
 _COLOR = {"good": "green", "finding": "bold red", "skipped": "dim"}
 _MARKED_LENGTHS = (7, 64, 33, 1, 120)
@@ -46,7 +46,7 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Check recorded routes, or how they are sliced."""
-    from equipoise.cli.kinds import refuse_counted
+    from equipoise.cli.options import refuse_counted
     from equipoise.core import RoutesError
     from equipoise.routes import diagnose, stream_recordings
 
@@ -85,7 +85,7 @@ def check_slicing(model: str) -> "Diagnosis":
         model: preset name or path of a HF config.json
     """
     from equipoise.routes.doctor import Diagnosis, plant
-    from equipoise.routes.doctor.slicing import self_check
+    from equipoise.routes.doctor.markers import self_check
     from equipoise.routes.registry import resolve_model
 
     shape = resolve_model(model)
@@ -135,7 +135,7 @@ def _check_schedules(model: "ModelShape") -> "Iterator[Finding]":
 
     from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context, slice_sequence
     from equipoise.routes.doctor import plant
-    from equipoise.routes.doctor.slicing import check_schedule
+    from equipoise.routes.doctor.markers import check_schedule
 
     markers = plant(_SCHEDULED_LENGTHS, model=model)
     whole = schedule_samples(

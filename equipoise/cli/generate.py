@@ -26,7 +26,7 @@ def generate(
     as_json: JsonFlag = False,
 ) -> None:
     """Generate a workload like real rollouts."""
-    from equipoise.cli.storing import write_store
+    from equipoise.cli.convert import write_store
     from equipoise.core import RoutesError
     from equipoise.core.value import require_int
     from equipoise.loads import generate_samples

@@ -5,18 +5,176 @@ calls the rooms that do.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import typer
 
 from equipoise.cli.output import progress
+from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError, plan_file
+from equipoise.core import loads as loads_file
+from equipoise.core.options import replica_bytes
+from equipoise.loads import count
+from equipoise.planner import PlanOptions
 
 if TYPE_CHECKING:
-    from equipoise.core import ModelShape, RouteCounts
+    from equipoise.core import Cluster, ModelShape, RouteCounts
     from equipoise.routes.interpret import SampleStream
+
+
+# What a step runs on, as options that verbs share: a device preset, its prices, its nodes and links.
+#
+# Invariants (asserted by the tests):
+# 1. What is given stands in the cluster; what is left out is the preset's.
+# 2. A profile names its device: without --cluster its preset is taken, and another one's is refused.
+
+
+DEFAULT = "h100"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The device, its nodes and its links."""
+
+    SECTION: ClassVar[str] = "The machine"
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", help=f"Device preset: h100, h200, a100 or b200; {DEFAULT}, or the profile's, if left out."
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Prices of your own GPU: the file that `equipoise calibrate -o` wrote."),
+    ] = None
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks of a node: GPUs that NVLink joins.")] = 8
+    network_gbit: Annotated[
+        float | None, typer.Option(help="Network of one GPU, one direction, in Gb/s; the preset's if left out.")
+    ] = None
+    nvlink_gbyte: Annotated[
+        float | None, typer.Option(help="NVLink of one GPU, one direction, in GB/s; the preset's if left out.")
+    ] = None
+
+    def describe(self, *, ep: int, nodes: int | None = None) -> "Cluster":
+        """Build the cluster of an EP group, or raise with what is wrong about the options."""
+        from equipoise.core import Cluster, TopologyError
+        from equipoise.core.value import require_int
+
+        require_int("--ranks-per-node", self.ranks_per_node, low=1, error=TopologyError)
+        figures: dict[str, Any] = {}
+        for option, figure, unit in (
+            ("network_gbit", "network_bytes_per_s", 10**9 / 8),
+            ("nvlink_gbyte", "nvlink_bytes_per_s", 10**9),
+        ):
+            rate = getattr(self, option)
+            if rate is not None:
+                figures[figure] = _whole_rate(f"--{option.replace('_', '-')}", rate, unit)
+        name = self.cluster or DEFAULT
+        if self.profile is not None:
+            name = _preset_of(self.profile, self.cluster)
+            figures["profile"] = str(self.profile.resolve())
+        return Cluster.preset(name, nodes=nodes, ranks_per_node=self.ranks_per_node, ep=ep, **figures)
+
+
+def _whole_rate(option: str, rate: float, unit: float) -> int:
+    """Bytes per second of a rate on the command line."""
+    from equipoise.core import TopologyError
+
+    if not 0.001 <= rate <= 10**6:
+        raise TopologyError(f"{option} is {rate:g}; it must be from 0.001 to 1000000")
+    return round(rate * unit)
+
+
+def _preset_of(profile: Path, named: str | None) -> str:
+    """The preset with the links of a profile's device: the one that is named, or that is named like the device."""
+    from equipoise.core import TopologyError
+    from equipoise.core.cluster import preset_names, presets_like
+    from equipoise.cost import Profile
+
+    device = Profile.read(profile).device
+    fitting = presets_like(device)
+    if named is None and not fitting:
+        raise TopologyError(
+            f"profile {profile} is of {device!r}, and no preset is named like it; name the one whose links and memory "
+            f"it has: --cluster {', '.join(preset_names())}"
+        )
+    if named is not None and fitting and named.lower() not in fitting:
+        raise TopologyError(
+            f"profile {profile} is of {device!r}, --cluster is {named!r}; give {fitting[-1]!r}, or leave --cluster out"
+        )
+    return named or fitting[-1]
+
+
+# Which of our files a path is: what an `.npz` archive says of itself, whatever its name.
+
+
+LOADS, COUNTS, PLAN = loads_file.FORMAT, count.FORMAT, plan_file.FORMAT
+_TAKERS = {
+    COUNTS: ("histograms", "equipoise loads, analyze and simulate take them"),
+    LOADS: ("loads", "equipoise plan, analyze and simulate take them"),
+    PLAN: ("a plan", "Plan.load reads it"),
+}
+
+
+def npz_kind(path: Path) -> str:
+    """What a file of ours says it is; empty for anything else, whose reader then says what is wrong."""
+    if not path.is_file():
+        return ""
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            return ""
+        with file:
+            return str(file["format"]) if "format" in file.files else ""
+    except (*loads_file.NPZ_ERRORS, OSError, ValueError, EOFError, KeyError, RuntimeError):
+        return ""
+
+
+def refuse_counted(path: Path) -> None:
+    """Raise where routes are wanted and the file is one that was made of them."""
+    if found := _TAKERS.get(npz_kind(path)):
+        what, who = found
+        raise RoutesError(f"{path} holds {what}, not routes; {who}")
+
+
+# How many replica slots a rank can hold: what `--slots` and `--sweep slots=` are held against before any planning.
+#
+# Two things bind: a rank has no use for more replicas than the experts that other ranks own, and their buffers must
+# fit
+# into its device. Knows sizes. Does not know loads or plans.
+#
+# Invariants (asserted by the tests):
+# 1. The most that is allowed passes, one more is refused, and the message names value, limit, what binds and the fix.
+# 2. Fewer than 0 slots are refused.
+
+
+GB = 1e9
+
+
+def check_slots(slots: int | Iterable[int], *, cluster: Cluster, model: ModelShape) -> None:
+    """Raise if one of the numbers of replica slots is more than a rank of the group can hold, or less than none."""
+    most, binds = most_slots(cluster, model)
+    usual = "One slot is the usual choice" if most else "Give --slots 0, for placement alone"
+    for number in (slots,) if isinstance(slots, int) else slots:
+        if number < 0:
+            raise InfeasiblePlanError(f"--slots is {number}; it must be 0 (placement alone) or more")
+        if number > most:
+            raise InfeasiblePlanError(f"--slots is {number}; a rank can hold at most {most}: {binds}. {usual}")
+
+
+def most_slots(cluster: Cluster, model: ModelShape) -> tuple[int, str]:
+    """The most replica slots a rank can hold, and in words what binds."""
+    owned = cluster.home_slots(model)
+    others = model.experts - owned
+    each = (PlanOptions().depth + 1) * replica_bytes(model, "update")
+    fitting = cluster.memory_bytes // each
+    if fitting >= others:
+        return others, f"the model has {model.experts} experts, of which it owns {owned} at EP {cluster.ep}"
+    return fitting, f"{cluster.name} has {cluster.memory_bytes / GB:.0f} GB, and a slot takes {each / GB:.2f} GB"
+
 
 MAX_RANKS = 65536
 """Most ranks of a step: far beyond any, and few enough to be counted."""
@@ -44,7 +202,6 @@ DumpArgument = Annotated[Path, typer.Argument(help="A rollout dump: file or fold
 
 def find_model(name: str | None, *, dump: Path | None = None, form: str | None = None) -> "ModelShape":
     """Return the model of a preset name or a HF config.json; a native store brings its own where none is named."""
-    from equipoise.cli.kinds import npz_kind
     from equipoise.core import RoutesError
     from equipoise.routes import open_store, store
     from equipoise.routes.registry import detect, find_format, resolve_model
@@ -77,7 +234,6 @@ class Reading:
 
     def stream(self, dump: Path) -> "tuple[ModelShape, SampleStream]":
         """Return the model and one sample after another."""
-        from equipoise.cli.kinds import refuse_counted
         from equipoise.routes import stream_routes
 
         refuse_counted(dump)

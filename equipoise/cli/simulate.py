@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
-from equipoise.cli.machine import Machine
-from equipoise.cli.options import ActivationsOption, Packing, Reading, Results
+from equipoise.cli.options import ActivationsOption, Machine, Packing, Reading, Results
 from equipoise.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Setting:
     def __post_init__(self) -> None:
         from equipoise.core import InfeasiblePlanError
         from equipoise.core.value import require_int
-        from equipoise.sim.setting import require_seconds
+        from equipoise.sim.windows import require_seconds
 
         require_int("--pipeline-stages", self.pipeline_stages, low=1, error=InfeasiblePlanError)
         for name in ("rollout_s", "other_s", "planning_s"):
@@ -222,7 +221,7 @@ def _axis(word: str) -> tuple[str, tuple[int, ...]]:
 
 def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: bool) -> "Source":
     """Where the step's windows come from: generated samples, loads that are scheduled already, or a dump's samples."""
-    from equipoise.cli.kinds import LOADS, npz_kind
+    from equipoise.cli.options import LOADS, npz_kind
     from equipoise.cli.simulation import Source
     from equipoise.cli.step_loads import check_packing, count_samples, demo_counts, load_step, read_samples
     from equipoise.core import RouteCounts, Routes

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.cli.options import check_slots
 from equipoise.cli.output import progress
-from equipoise.cli.slots import check_slots
 from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.value import require_int
 from equipoise.planner import PlanOptions
 from equipoise.sim import Simulation, StepSetting, simulate
-from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
+from equipoise.sim.result import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.sweep import break_even_curves, check_rows, sweep_points
 
 Axes = Mapping[str, tuple[int, ...]]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.kinds import COUNTS, LOADS, npz_kind
-from equipoise.cli.options import Packing, Reading, count_dump, find_model
+from equipoise.cli.options import COUNTS, LOADS, Packing, Reading, count_dump, find_model, npz_kind
 from equipoise.cli.output import progress, remark
 from equipoise.core import (
     Cluster,
@@ -40,7 +39,7 @@ from equipoise.loads import (
     slice_sequence,
     step_schedules,
 )
-from equipoise.report.words import plural
+from equipoise.report.page import plural
 
 DEMO_MODEL = "qwen3-30b-a3b"
 """Shape of the generated step of `--demo`."""

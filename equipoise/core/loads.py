@@ -27,8 +27,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from equipoise.core.errors import LoadsError
+from equipoise.core.files import whole_file
 from equipoise.core.value import Value, as_array, frozen_array, int64_array
-from equipoise.core.whole_file import whole_file
 
 Stage = Literal["recompute", "update"]
 FORMAT = "equipoise-loads-1"

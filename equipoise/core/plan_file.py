@@ -51,12 +51,11 @@ import numpy as np
 
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import EquipoiseError, InfeasiblePlanError
-from equipoise.core.itinerary import Itinerary
+from equipoise.core.files import whole_file
 from equipoise.core.loads import LoadMatrix, read_npz
 from equipoise.core.model import ModelShape
-from equipoise.core.plan import Bytes, Objective, Plan, ReplicaTable, Seconds
+from equipoise.core.plan import Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
 from equipoise.core.value import require_int
-from equipoise.core.whole_file import whole_file
 
 FORMAT = "equipoise-plan-2"
 OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid them; plan the window anew"}

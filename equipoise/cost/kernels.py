@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.exchange import busiest
 from equipoise.cost.links import (
     RECEIVED_ACROSS,
     SENT_ACROSS,
     Holders,
     Traffic,
+    busiest,
     even_out,
     finish_near,
     home_nodes,

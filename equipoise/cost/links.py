@@ -388,3 +388,297 @@ def fill_shares(rows: int, room_X: np.ndarray, share_X: np.ndarray, count: int) 
         more = min(left, room_X[i] - share_X[i])
         share_X[i] += more
         left -= more
+
+
+# Compiled exchanges: the links that all ranks wait for in one all-to-all, given the rows that travel (`links.py`).
+#
+# What crosses nodes is every row, straight to the rank that computes it; or, where engines send a token once per
+# node, a
+# token goes to the rank with its source's place in that node, which hands it on to every rank there that computes
+# rows of
+# it, once to each (DeepEP). How many tokens have rows in a node, or at a rank, is then taken by chance (`tokens_to`).
+#
+# Integers only. Knows rows, ranks and nodes. Does not know seconds.
+#
+# Invariants (asserted by the tests):
+# 1. Sending tokens once per node never sends more across than sending every row, and more rows never fewer tokens.
+# 2. Pairs of experts chosen together never raise what crosses.
+
+
+@compiled
+def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:
+    """[N] thousandths of a node's rows that cross into it where engines send a token once per node.
+
+    From the tokens S1 that chose each expert of the node and S2 that chose each pair, at most S1 - 2 S2 / k tokens came
+    (exact where a token chose one or all k experts there, and for top-2); without pairs, S1: every row crosses.
+    """
+    kept_N = np.full(nodes, 1000)
+    if len(pair_EE) == 0 or top_k < 2:
+        return kept_N
+    for node in range(nodes):
+        single, double = np.int64(0), np.int64(0)
+        for e in range(len(node_E)):
+            if node_E[e] != node:
+                continue
+            single += pair_EE[e, e]
+            for f in range(e + 1, len(node_E)):
+                if node_E[f] == node:
+                    double += pair_EE[e, f]
+        if single > 0:
+            kept_N[node] = max(np.int64(1), 1000 - 2000 * double // (top_k * single))
+    return kept_N
+
+
+@compiled
+def tokens_to(rows: int, sent: int, top_k: int) -> int:
+    """Tokens of a source with `sent` rows in all that have any of its `rows` rows for a node.
+
+    By chance: each of a token's `top_k` choices falls there with the same share, independently. Shares are in 2^-20.
+    """
+    if rows <= 0:
+        return 0
+    one = np.int64(2**20)
+    missed, choice = one, one - rows * one // sent
+    for _ in range(top_k):
+        missed = missed * choice // one
+    tokens = (sent + top_k - 1) // top_k
+    return min(rows, max(1, int((tokens * (one - missed) + one - 1) // one)))
+
+
+class Busiest(NamedTuple):
+    """The links that all wait for, in rows; tokens count as one."""
+
+    inside: int
+    """The busiest one inside nodes."""
+    across: int
+    """The busiest one across nodes."""
+    all_inside: int
+    """On all links inside nodes together."""
+    all_across: int
+
+
+@compiled
+def busiest(
+    link_R4: np.ndarray, to_RN: np.ndarray, row_R: np.ndarray, nodes: Nodes, keep_permille_N: np.ndarray, top_k: int
+) -> Busiest:
+    """Find the busiest links, sending or receiving.
+
+    Args:
+        link_R4: [R, 4] rows, columns as in `links.py`
+        to_RN: [R, N] rows of each source for each node, if tokens are handed on inside; else empty
+        row_R: [R] rows at each source
+        nodes: which rank is where
+        keep_permille_N: [N] thousandths of the rows into a node that cross at most, by pairs; all without them
+        top_k: experts a token chooses
+    """
+    if len(to_RN) > 0:
+        return _busiest_by_relay(link_R4, to_RN, row_R, nodes, keep_permille_N, top_k)
+    # A rank receives what its node keeps; what it sends is thinned by the mean of all nodes.
+    mean_keep = keep_permille_N.sum() // len(keep_permille_N)
+    across, all_across = np.int64(0), np.int64(0)
+    for r in range(len(link_R4)):
+        received = link_R4[r, RECEIVED_ACROSS] * keep_permille_N[nodes.node_R[r]] // 1000
+        across = max(across, max(link_R4[r, SENT_ACROSS] * mean_keep // 1000, received))
+        all_across += received
+    inside = max(link_R4[:, SENT_INSIDE].max(), link_R4[:, RECEIVED_INSIDE].max())
+    return Busiest(inside, int(across), int(link_R4[:, SENT_INSIDE].sum()), int(all_across))
+
+
+@compiled
+def _busiest_by_relay(
+    link_R4: np.ndarray, to_RN: np.ndarray, row_R: np.ndarray, nodes: Nodes, keep_permille_N: np.ndarray, top_k: int
+) -> Busiest:
+    """Tokens cross to the rank that has their source's place in each node; it hands them on, once to each rank."""
+    _, by_node_R, start_N = nodes
+    # Tokens sent and received across, rows to be handed on, and those of them that stay.
+    relay_R4 = np.zeros((len(link_R4), 4), dtype=np.int64)
+    for home in range(len(start_N) - 1):
+        for place in range(start_N[home + 1] - start_N[home]):
+            source = by_node_R[start_N[home] + place]
+            for node in range(len(start_N) - 1):
+                if node != home:
+                    rows = to_RN[source, node]
+                    tokens = min(tokens_to(rows, row_R[source], top_k), (rows * keep_permille_N[node] + 999) // 1000)
+                    relay = by_node_R[start_N[node] + place % (start_N[node + 1] - start_N[node])]
+                    relay_R4[source, 0] += tokens
+                    relay_R4[relay, 1] += tokens
+                    relay_R4[relay, 2] += rows
+    inside, all_inside = np.int64(0), np.int64(0)
+    for node in range(len(start_N) - 1):
+        here = by_node_R[start_N[node] : start_N[node + 1]]
+        far, rows, tokens = np.int64(0), np.int64(0), np.int64(0)
+        for r in here:
+            far += link_R4[r, RECEIVED_ACROSS]
+        for r in here:
+            # What a relay computes itself stays there: its share, in 2^-20, of what all hand on.
+            relay_R4[r, 3] = relay_R4[r, 2] * ((link_R4[r, RECEIVED_ACROSS] << 20) // max(np.int64(1), far)) >> 20
+            arrived = link_R4[r, RECEIVED_INSIDE] + link_R4[r, RECEIVED_ACROSS] - relay_R4[r, 3]
+            came = tokens_to(arrived, row_R.sum() - row_R[r], top_k)
+            inside = max(inside, came)
+            rows += arrived
+            tokens += came
+        # As many rows leave the ranks of the node as arrive at them, and make as many tokens; in 2^-20.
+        share = (tokens << 20) // max(np.int64(1), rows)
+        for r in here:
+            inside = max(inside, (link_R4[r, SENT_INSIDE] + relay_R4[r, 2] - relay_R4[r, 3]) * share >> 20)
+        all_inside += tokens
+    across = max(relay_R4[:, 0].max(), relay_R4[:, 1].max())
+    return Busiest(int(inside), across, int(all_inside), int(relay_R4[:, 0].sum()))
+
+
+# Compiled rows between ranks: who sends how many rows to whom in one (micro-step, layer).
+#
+# The same split as `core.split` makes, added up over experts without keeping it expert by expert. `tokens_between` is
+# the
+# way that tokens take where they cross once per node.
+#
+# Integers only. Knows rows, ranks and nodes. Does not know seconds.
+#
+# Invariants (asserted by the tests):
+# 1. Equal to the sum over experts of the split that `core.split` makes.
+# 2. Tokens between nodes are those of `exchange.busiest` where no pairs were counted.
+
+
+@compiled
+def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, persistent: bool) -> np.ndarray:
+    """[R source, R holder] rows; arguments as in `core.split.split_rows`, in proportion where `persistent`."""
+    ranks, experts = load_RE.shape
+    rows_RR = np.zeros((ranks, ranks), dtype=np.int64)
+    if persistent:
+        for e in range(experts):
+            _in_proportion(rows_RR, load_RE[:, e], quota_ER[e].copy())
+        return rows_RR
+    nodes = nodes_of(node_R)
+    for e in range(experts):
+        _local_first(rows_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
+    received_R = _from_afar(rows_RR, node_R)
+    if received_R.max() <= _from_afar(rows_RR.T, node_R).max():
+        return rows_RR
+    for e in range(experts):
+        node = _common_node_between(quota_ER[e], node_R)
+        if node >= 0:
+            local_RR = np.zeros_like(rows_RR)
+            _local_first(local_RR, load_RE[:, e].copy(), quota_ER[e].copy(), nodes)
+            rows_RR -= local_RR
+            received_R -= _from_afar(local_RR, node_R)
+            received_R += _evened(rows_RR, load_RE[:, e], quota_ER[e], received_R, node, nodes)
+    return rows_RR
+
+
+@compiled
+def tokens_between(rows_RR: np.ndarray, node_R: np.ndarray, top_k: int) -> np.ndarray:
+    """[R, R] tokens from rank to rank, given rows from source to holder.
+
+    A token goes once to each rank of its own node that computes rows of it; to another node once, to the rank with its
+    source's place, which hands it on likewise.
+    """
+    _, by_node_R, start_N = nodes_of(node_R)
+    moved_RR = np.zeros_like(rows_RR)
+    for home in range(len(start_N) - 1):
+        for place in range(start_N[home + 1] - start_N[home]):
+            source = by_node_R[start_N[home] + place]
+            sent = rows_RR[source].sum()
+            for node in range(len(start_N) - 1):
+                here = by_node_R[start_N[node] : start_N[node + 1]]
+                relay = source if node == home else here[place % len(here)]
+                if node != home:
+                    moved_RR[source, relay] += tokens_to(rows_RR[source][here].sum(), sent, top_k)
+                for r in here:
+                    if r != relay:
+                        moved_RR[relay, r] += tokens_to(rows_RR[source, r], sent, top_k)
+    return moved_RR
+
+
+@compiled
+def _common_node_between(quota_R: np.ndarray, node_R: np.ndarray) -> int:
+    """The node of all holders, where there are several; -1 where there is none such."""
+    holders = np.flatnonzero(quota_R)
+    node_X = node_R[holders]
+    return node_X[0] if len(holders) > 1 and (node_X == node_X[0]).all() else -1
+
+
+@compiled
+def _from_afar(rows_RR: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+    """[R] rows that each holder gets from other nodes."""
+    far_R = np.zeros(len(node_R), dtype=np.int64)
+    for s in range(len(node_R)):
+        for r in range(len(node_R)):
+            if node_R[s] != node_R[r]:
+                far_R[r] += rows_RR[s, r]
+    return far_R
+
+
+@compiled
+def _evened(
+    rows_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray, received_R: np.ndarray, node: int, nodes: Nodes
+) -> np.ndarray:
+    """Add one expert's rows, those from other nodes dealt to level what holders receive; [R] how many each got.
+
+    `node` is the holders'.
+    """
+    far_R, is_near_R = np.zeros_like(quota_R), nodes.node_R == node
+    fill_levels(load_R[~is_near_R].sum(), quota_R, received_R.copy(), far_R, len(quota_R))
+    near_R = np.where(is_near_R, load_R, 0)
+    own_R = np.minimum(near_R, quota_R - far_R)
+    for r in range(len(own_R)):
+        rows_RR[r, r] += own_R[r]
+    _pair_by_node(rows_RR, load_R - near_R, far_R, nodes)
+    _pair(rows_RR, np.arange(len(far_R)), near_R - own_R, quota_R - far_R - own_R)
+    return far_R
+
+
+@compiled
+def _in_proportion(rows_RR: np.ndarray, load_R: np.ndarray, room_R: np.ndarray) -> None:
+    share_R = np.zeros_like(room_R)
+    for s in range(len(load_R)):
+        fill_shares(load_R[s], room_R, share_R, len(room_R))
+        rows_RR[s] += share_R
+        room_R -= share_R
+
+
+@compiled
+def _local_first(rows_RR: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes) -> None:
+    own_R = np.minimum(left_R, room_R)
+    left_R -= own_R
+    room_R -= own_R
+    for r in range(len(own_R)):
+        rows_RR[r, r] += own_R[r]
+    for node in range(len(nodes.start_N) - 1):
+        here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
+        rows = min(left_R[here].sum(), room_R[here].sum())
+        sent_X, taken_X = np.zeros(len(here), dtype=np.int64), np.zeros(len(here), dtype=np.int64)
+        fill_shares(rows, left_R[here], sent_X, len(here))
+        fill_shares(rows, room_R[here], taken_X, len(here))
+        left_R[here] -= sent_X
+        room_R[here] -= taken_X
+        _pair(rows_RR, here, sent_X, taken_X)
+    _pair_by_node(rows_RR, left_R, room_R, nodes)
+
+
+@compiled
+def _pair_by_node(rows_RR: np.ndarray, sent_R: np.ndarray, taken_R: np.ndarray, nodes: Nodes) -> None:
+    """Pair the rows of each node in proportion to what holders have left."""
+    all_R, room_R, share_R = np.arange(len(sent_R)), taken_R.copy(), np.zeros_like(taken_R)
+    for node in range(len(nodes.start_N) - 1):
+        here_R = np.where(nodes.node_R == node, sent_R, 0)
+        rows = here_R.sum()
+        if rows > 0:
+            fill_shares(rows, room_R, share_R, len(room_R))
+            _pair(rows_RR, all_R, here_R, share_R)
+            room_R -= share_R
+
+
+@compiled
+def _pair(rows_RR: np.ndarray, rank_X: np.ndarray, sent_X: np.ndarray, taken_X: np.ndarray) -> None:
+    """Lay rows end to end on both sides, in rank order, and pair them where they overlap."""
+    i, j = 0, 0
+    sent, taken = sent_X.copy(), taken_X.copy()
+    while i < len(rank_X) and j < len(rank_X):
+        rows = min(sent[i], taken[j])
+        rows_RR[rank_X[i], rank_X[j]] += rows
+        sent[i] -= rows
+        taken[j] -= rows
+        if sent[i] == 0:
+            i += 1
+        elif taken[j] == 0:
+            j += 1

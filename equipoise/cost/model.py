@@ -48,11 +48,6 @@ Rows = TypeVar("Rows", int, np.ndarray)
 """One number of rows, or an array of them."""
 
 
-def replica_bytes(model: ModelShape, stage: Stage) -> int:
-    """Bytes one replica slot takes in one buffer: the weights, and in updates the gradient on its way home."""
-    return model.expert_bytes * (2 if stage == "update" else 1)
-
-
 class Tables(NamedTuple):
     """All figures a kernel needs, in integers."""
 

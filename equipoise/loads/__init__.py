@@ -14,21 +14,21 @@ To add a way to pack, write a function in `packing.py` that returns a `Schedule`
 Seconds are not known here: `sim` puts loads and prices together. Importing this room imports neither numba nor torch.
 """
 
-from equipoise.loads.count import RangeCount, count_range, count_routes
-from equipoise.loads.counts_file import load_counts, save_counts
+from equipoise.loads.count import RangeCount, count_range, count_routes, load_counts, save_counts
 from equipoise.loads.forecast import MemoryForecast, forecast_memory
 from equipoise.loads.generator import Workload, generate_counts, generate_routes, generate_samples
 from equipoise.loads.matrix import count_loads, count_step
 from equipoise.loads.packing import (
     TokenPolicy,
     longest_first,
+    read_schedules,
     schedule_samples,
     schedule_tokens,
     slice_context,
     slice_sequence,
     step_schedules,
+    write_schedules,
 )
-from equipoise.loads.schedule_file import read_schedules, write_schedules
 from equipoise.loads.skew import SkewSummary, rank_loads, skew, skew_ML
 
 __all__ = [

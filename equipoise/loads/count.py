@@ -18,13 +18,79 @@ Invariants (asserted by the tests):
 6. Importing this module does not import numba.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, RouteCounts, Routes, RoutesError, SampleRoutes, ScheduleError
+from equipoise.core import ModelShape, RouteCounts, Routes, RoutesError, SampleRoutes, ScheduleError, TopologyError
+from equipoise.core.files import whole_file
+from equipoise.core.loads import narrow, read_npz
 from equipoise.core.value import Value, frozen_array, require_int, require_kind
+
+# Histograms on disk: `RouteCounts` to a small `.npz` file and back, without pickled objects.
+#
+# File: a compressed `.npz` holding
+#     format        "equipoise-counts-1"
+#     head          JSON text: model (every figure of the ModelShape, by field name), layer_numbers, names of the
+# samples
+#     count_BLE     any unsigned integer dtype, as the two below
+#     tokens_B
+#     padding_BLE, unknown_BL, pair_LEE   where the counts have them
+#
+# Invariants (asserted by the tests):
+# 1. `load_counts(save_counts(x)) == x`.
+# 2. A file that is cut, damaged, pickled or of another kind is a RoutesError that names it.
+
+
+FORMAT = "equipoise-counts-1"
+_OPTIONAL = ("padding_BLE", "unknown_BL", "pair_LEE")
+_ARRAYS = ("count_BLE", "tokens_B", *_OPTIONAL)
+
+
+def save_counts(counts: RouteCounts, path: str | Path) -> None:
+    """Write counts to `path`, whatever its suffix."""
+    head = {"model": counts.model.figures(), "layer_numbers": counts.layer_numbers, "names": counts.names}
+    arrays = {name: getattr(counts, name) for name in _ARRAYS}
+    content: dict[str, Any] = {name: narrow(array) for name, array in arrays.items() if array is not None}
+    content.update(format=np.array(FORMAT), head=np.array(json.dumps(head)))
+    with whole_file(path, error=RoutesError) as draft, draft.open("wb") as file:
+        np.savez_compressed(file, **content)
+
+
+def load_counts(path: str | Path) -> RouteCounts:
+    """Read a file made by `save_counts`."""
+    arrays = read_npz(path, wanted=FORMAT, error=RoutesError)
+    wrong = set(arrays) ^ {"format", "head", *_ARRAYS}
+    if wrong - set(_OPTIONAL):
+        raise RoutesError(f"{path}: expected arrays {', '.join(('head', *_ARRAYS))}, found {', '.join(sorted(arrays))}")
+    head = _parse_head(str(arrays["head"]), path)
+    try:
+        for name in _ARRAYS:
+            if name in arrays and arrays[name].dtype.kind != "u":
+                raise RoutesError(f"{name} has dtype {arrays[name].dtype}; counts are unsigned integers")
+        return RouteCounts(
+            model=ModelShape.from_figures(head["model"]),
+            names=tuple(str(name) for name in head["names"]),
+            layer_numbers=tuple(int(n) for n in head["layer_numbers"]),
+            **{name: arrays[name] for name in _ARRAYS if name in arrays},
+        )
+    except (KeyError, TypeError, ValueError, TopologyError) as error:
+        raise RoutesError(f"{path} does not make sense: {error}") from error
+
+
+def _parse_head(text: str, path: str | Path) -> dict[str, Any]:
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RoutesError(f"{path}: its head is not JSON: {error}") from error
+    if not isinstance(head, dict):
+        raise RoutesError(f"{path}: its head must hold an object, got {type(head).__name__}")
+    return head
+
 
 Progress = Callable[[int, int], None]
 """Called with (samples done, samples in all, or 0 where that is not known) after each sample."""
@@ -223,11 +289,11 @@ class _Histogram:
         self.known_L = np.zeros(layers, dtype=np.int64)
 
     def add(self, ids_TLK: np.ndarray, known_TL: np.ndarray | None) -> None:
-        from equipoise.loads import _count_kernels as kernels
+        from equipoise.loads import count_kernels
 
         if known_TL is not None and not known_TL.all():
             known_TL = frozen_array(np.ascontiguousarray(known_TL))
-            self.seen |= int(kernels.add_masked(ids_TLK, known_TL, self.mask, self.count_LW, self.known_L))
+            self.seen |= int(count_kernels.add_masked(ids_TLK, known_TL, self.mask, self.count_LW, self.known_L))
             return
         self.known_L += len(ids_TLK)
         tokens, layers, top_k = ids_TLK.shape
@@ -235,11 +301,11 @@ class _Histogram:
         count = self.count_LW.reshape(-1)
         if ids_TLK.dtype == np.uint8 and top_k == 8:
             word_TL = np.require(ids_TLK.view(np.uint64)[:, :, 0], requirements=["C", "A"])
-            words = kernels.add_bytes(frozen_array(word_TL), base_L, self.mask, count)
+            words = count_kernels.add_bytes(frozen_array(word_TL), base_L, self.mask, count)
             self.seen |= int(np.bitwise_or.reduce(np.array([words], dtype=np.uint64).view(np.uint8)))
         else:
             ids_TC = ids_TLK.reshape(tokens, layers * top_k)
-            self.seen |= int(kernels.add_ids(ids_TC, np.repeat(base_L, top_k), self.mask, count))
+            self.seen |= int(count_kernels.add_ids(ids_TC, np.repeat(base_L, top_k), self.mask, count))
 
     def rows(self, sample: SampleRoutes) -> np.ndarray:
         """[L, E] int64, or an error if an id was outside the experts."""
@@ -257,10 +323,10 @@ def _unsigned(ids: np.ndarray) -> np.ndarray:
 
 def _add_pairs(sample: SampleRoutes, pair_LEE: np.ndarray) -> None:
     """Add the pairs of one sample whose ids were checked."""
-    from equipoise.loads import _count_kernels as kernels
+    from equipoise.loads import count_kernels
 
     ids_TLK = _unsigned(sample.ids_TLK)
     known_TL = np.ones(ids_TLK.shape[:2], dtype=np.bool_) if sample.known_TL is None else sample.known_TL
     if sample.padding_T is not None:
         known_TL = known_TL & ~sample.padding_T[:, None]
-    kernels.add_pairs(ids_TLK, frozen_array(np.ascontiguousarray(known_TL)), pair_LEE)
+    count_kernels.add_pairs(ids_TLK, frozen_array(np.ascontiguousarray(known_TL)), pair_LEE)

@@ -17,7 +17,7 @@
 To add a policy: write a function from `Task` to `Draft` and name it in `POLICIES`.
 """
 
-from equipoise.planner.options import PlanOptions
+from equipoise.core.options import PlanOptions
 from equipoise.planner.plan import plan, plan_step
 
 __all__ = ["PlanOptions", "plan", "plan_step"]

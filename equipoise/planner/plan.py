@@ -17,19 +17,17 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
+from equipoise.core.options import PlanOptions
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
-from equipoise.cost.edges import Edges
-from equipoise.cost.exchange import kept_permille
 from equipoise.cost.kernels import price
+from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
-from equipoise.cost.ranks import visit_ns
+from equipoise.cost.ranks import Edges, visit_ns
 from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
-from equipoise.planner.estimate import complete
-from equipoise.planner.fast import plan_layer
-from equipoise.planner.layer import LayerPlan, LayerProblem, crossings
-from equipoise.planner.options import PlanOptions
-from equipoise.planner.policies import POLICIES, draft_baseline
+from equipoise.planner.baselines import POLICIES, draft_baseline
+from equipoise.planner.layer import LayerPlan, LayerProblem, complete, crossings
+from equipoise.planner.replicas import plan_layer
 
 LayerPlanner = Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 """From loads, starting homes, pairs, problem and prices of one layer to its plan."""

@@ -15,23 +15,101 @@ Invariants (asserted by the tests):
 3. The training process never imports numba.
 """
 
+import pickle
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
-from equipoise.core.errors import EquipoiseError, InfeasiblePlanError, TransferError
-from equipoise.planning.exchange import OwnGroup
-from equipoise.planning.options import BalancerOptions
-from equipoise.planning.rows import RankRows, WindowRoutes, join_rows
-from equipoise.planning.ways import WindowWays, why_exchanged
+from equipoise.core import Cluster, EquipoiseError, InfeasiblePlanError, LoadMatrix, ModelShape, Plan, TransferError
+from equipoise.core.options import BalancerOptions
+from equipoise.core.plan import Bytes, ReplicaTable, Seconds
+from equipoise.layer.experts import BalancedExperts
+from equipoise.planning.rows import RankRows, WindowRoutes, WindowWays, join_rows, why_exchanged
 from equipoise.planning.worker import PlanWorker
-from equipoise.runtime.experts import BalancedExperts
+from equipoise.transfer.edges import GradientOf
+from equipoise.transfer.engine import Mover, Still, TransferEngine
+from equipoise.transfer.node import TransferOptions
+from equipoise.transfer.waits import connect, leave
+
+# `OwnGroup`: a gloo group that nothing but planning uses, so that it can talk from a thread while training computes.
+#
+# Invariants (asserted by the tests):
+# 1. `close` ends an exchange that other ranks do not join, at once.
+# 2. `swap` is the all-to-all of the training's own group, zero rows included.
+
+
+_POLL_S = 0.002
+
+
+class OwnGroup:
+    """The ranks of a group, connected once more."""
+
+    def __init__(self, group: Any, *, timeout_s: float) -> None:
+        """Connect. Every rank of `group` must call this.
+
+        Args:
+            group: the ranks to connect; able to move CPU tensors
+            timeout_s: bound on connecting and on every exchange
+        """
+        self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        self._is_closing = threading.Event()
+        self._gloo = connect(group, timeout_s=timeout_s)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Every rank of the group must call this."""
+        with self._named_errors():
+            return self._gather(value)
+
+    def swap(self, rows_NX: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
+        """Send rows to every rank and return theirs, source by source. Every rank of the group must call this."""
+        received_NX = rows_NX.new_empty((sum(receive_R), *rows_NX.shape[1:]))
+        with self._named_errors():
+            self._finish(self._gloo.alltoall_base(received_NX, rows_NX.contiguous(), receive_R, send_R))
+        return received_NX
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.rank}: planning could not exchange with the other {self.size - 1} ranks within "
+                f"{self.timeout_s:g} s; look for a rank that ended or did not announce this window: {error}"
+            ) from error
+
+    def _gather(self, value: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._finish(self._gloo.allgather(lengths, torch.tensor([mine.numel()])))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._finish(self._gloo.allgather(parts, padded))
+        return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def _finish(self, work: Any) -> None:
+        while not work.is_completed():
+            if self._is_closing.wait(_POLL_S):
+                # What other ranks never join is left behind.
+                leave(self._gloo, [work])
+                raise TransferError(f"rank {self.rank}: closed while it waited for other ranks to announce a window")
+        work.wait()
+
+    def close(self) -> None:
+        """End an exchange that waits for other ranks, and take part in none any more."""
+        self._is_closing.set()
 
 
 class Agreed(NamedTuple):
@@ -209,3 +287,110 @@ class BackgroundPlanner:
                 f"ranks {strangers} planned otherwise than rank 0 (digest {digests[strangers[0]][:12]}, not "
                 f"{digests[0][:12]}); run the same version of equipoise, numpy and numba on all ranks"
             )
+
+
+# `OwnersOnly`: the planner of a disabled balancer. Every expert computes at its owner, and every row goes there.
+
+
+class OwnersOnly:
+    """Plans nothing: every expert computes at its owner. No process, no thread, no communication."""
+
+    def __init__(self, *, cluster: Cluster, model: ModelShape) -> None:
+        self._cluster, self._model = cluster, model
+        self._windows: deque[RankRows] = deque()
+
+    def submit(self, rows: RankRows, routes: WindowRoutes) -> None:
+        """Take this rank's rows of the next window; only its number of micro-steps matters."""
+        self._windows.append(rows)
+
+    def take(self) -> Planned:
+        """Return contiguous homes without replicas."""
+        if not self._windows:
+            raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
+        rows = self._windows.popleft()
+        plan = owners_plan(len(rows.load_MLE), cluster=self._cluster, model=self._model)
+        return Planned(plan, planning_s=0.0, waited_s=0.0)
+
+    def close(self) -> None:
+        """Do nothing: nothing was opened."""
+
+
+def owners_plan(micro_steps: int, *, cluster: Cluster, model: ModelShape) -> Plan:
+    """A plan that knows no load: every expert's home is its owner, and every row goes home."""
+    shape_ML = (micro_steps, model.layers)
+    place_LE = np.tile(np.arange(model.experts), (model.layers, 1))
+    home_slots = cluster.home_slots(model)
+    return Plan(
+        loads=LoadMatrix(np.zeros((*shape_ML, cluster.ep, model.experts), dtype=np.int64)),
+        cluster=cluster,
+        model=model,
+        policy="static",
+        objective="seconds",
+        slots=0,
+        home_LE=place_LE // home_slots,
+        home_slot_LE=place_LE % home_slots,
+        replica_table=ReplicaTable.empty(micro_steps * model.layers),
+        ns_ML=np.zeros(shape_ML, dtype=np.int64),
+        closed_ns_ML=np.zeros(shape_ML, dtype=np.int64),
+        seconds=Seconds(),
+        bytes=Bytes(),
+        static_seconds=0.0,
+    )
+
+
+# The two parts of a balancer: what plans its windows and what moves its experts.
+
+
+class Parts(NamedTuple):
+    """Of one balancer, on one rank."""
+
+    planner: WindowPlanner
+    mover: Mover
+
+    def close(self) -> None:
+        """Free everything, planning first: it needs nothing that the mover frees. Closing twice is allowed."""
+        try:
+            self.planner.close()
+        finally:
+            self.mover.close()
+
+
+def idle_parts(layers: Sequence[BalancedExperts], *, cluster: Cluster, model: ModelShape) -> Parts:
+    """Every expert stays at its owner: no memory, process, thread or communication."""
+    return Parts(OwnersOnly(cluster=cluster, model=model), Still([experts.home for experts in layers]))
+
+
+def working_parts(
+    layers: Sequence[BalancedExperts],
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    group: Any,
+    options: BalancerOptions,
+    worker: PlanWorker | None = None,
+    gradient_of: GradientOf | None = None,
+) -> Parts:
+    """Share memory inside nodes, connect the ranks, start planning processes. Every rank of `group` must call this.
+
+    Args:
+        layers: by layer index
+        worker: a process to plan in, left running on close; an own one by default
+        gradient_of: where a parameter's accumulated gradient lies, if not in its `grad`
+    """
+    homes, given = [experts.home for experts in layers], {"group": group, "options": _transfer_options(options)}
+    with ExitStack() as opened:
+        mover = TransferEngine(homes, node_R=cluster.node_R, gradient_of=gradient_of, **given)
+        opened.callback(mover.close)
+        planner = BackgroundPlanner(
+            cluster=cluster, model=model, options=options, group=group, layers=layers, worker=worker
+        )
+        # From here on the caller closes.
+        opened.pop_all()
+    return Parts(planner, mover)
+
+
+def _transfer_options(options: BalancerOptions) -> TransferOptions:
+    grad_dtype = None if options.grad_dtype is None else getattr(torch, options.grad_dtype, options.grad_dtype)
+    if not isinstance(grad_dtype, torch.dtype | None):
+        raise TransferError(f"grad_dtype is {grad_dtype!r}; name one of torch's, such as 'float32'")
+    return TransferOptions(**options.transfer_figures, grad_dtype=grad_dtype)

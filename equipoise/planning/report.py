@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import Plan
+from equipoise.layer.experts import Window
 from equipoise.planning.background import Planned
-from equipoise.runtime.counters import Counters
-from equipoise.runtime.window import Window
+from equipoise.transfer.waits import Counters
 
 _COUNTS = ("pulls", "returns", "publishes", "collects", "on_demand", "shifted")
 

@@ -113,7 +113,7 @@ def serve() -> None:
 
 def answer_all(messages: IO[bytes], answers: IO[bytes]) -> None:
     """Answer every message of a stream."""
-    from equipoise.planning.desk import Desk
+    from equipoise.planning.server import Desk
 
     desk: Desk | None = None
     while True:

@@ -21,8 +21,7 @@ from pathlib import Path
 from equipoise.report.page import Page
 from equipoise.report.render import render, write_page
 from equipoise.report.source import NOTHING, Beside, Result, build_page
-from equipoise.report.summary import as_text, summarise
-from equipoise.report.trace import chrome_trace
+from equipoise.report.summary import as_text, chrome_trace, summarise
 
 
 def write_report(result: Result, path: str | Path, *, title: str | None = None, beside: Beside = NOTHING) -> Page:

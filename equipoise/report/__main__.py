@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from equipoise.report import as_text, summarise, write_report
-from equipoise.sim.demo import simulate_demo
+from equipoise.sim.step import simulate_demo
 
 
 def main(place: Path) -> None:

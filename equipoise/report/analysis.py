@@ -5,11 +5,29 @@ Chooses what is said and drawn. Takes every figure from the document; adds up no
 
 from typing import Any
 
-from equipoise.report.byte_charts import activations_words, memory
-from equipoise.report.load_charts import skew_by_layer, skew_by_width, skew_over_micro_steps
-from equipoise.report.page import Chart, Figure, Missing, Page
-from equipoise.report.time_charts import cost_parts
-from equipoise.report.words import beyond_balanced, count, gained, lost, num_bytes, percent, plural, ratio, seconds
+from equipoise.report.charts import (
+    activations_words,
+    cost_parts,
+    memory,
+    skew_by_layer,
+    skew_by_width,
+    skew_over_micro_steps,
+)
+from equipoise.report.page import (
+    Chart,
+    Figure,
+    Missing,
+    Page,
+    beyond_balanced,
+    count,
+    gained,
+    lost,
+    num_bytes,
+    percent,
+    plural,
+    ratio,
+    seconds,
+)
 
 FORMAT = "equipoise-analysis-2"
 Document = dict[str, Any]

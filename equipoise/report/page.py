@@ -9,10 +9,240 @@ Invariants (asserted by the tests):
 3. Of a chart's views exactly one is shown, and each shows at least one trace.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from equipoise.report.definitions import DEFINITIONS
+import numpy as np
+
+from equipoise.sim.summary import plural as plural  # one way of writing it, for the terminal's summary, too
+
+# Figures as people read them: shares, seconds, bytes, counts. ASCII, one way of writing each, for page and terminal.
+#
+# Invariants (asserted by the tests):
+# 1. What is not zero is never written as zero, and nothing is written as minus zero.
+# 2. Three digits that matter, never more.
+
+
+_COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def percent(share: float) -> str:
+    """0.145 as '14.5 %'."""
+    if share in (0, 1):
+        return f"{share:.0%}".replace("%", " %")
+    if abs(share) < 0.0005:
+        return "under 0.1 %" if share > 0 else "above -0.1 %"
+    return "over 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
+
+
+def lost(share: float) -> str:
+    """What uneven ranks cost; where `balanced` takes as long as now or longer, that is nothing."""
+    if share <= 0:
+        return "Balanced ranks would not be faster here"
+    return f"{percent(share)} of the time in expert layers is lost to uneven experts"
+
+
+def gained(saved: float, *, lost: float) -> str:
+    """What a plan does about what is lost: gives it back, or more, or saves where nothing is lost to uneven ranks.
+
+    A plan that takes longer than now gives nothing back, and is never said to.
+    """
+    if saved < 0:
+        return f"take {percent(-saved)} more time"
+    if lost <= 0:
+        return f"save {percent(saved)}"
+    is_more = saved > lost and percent(saved) != percent(lost)
+    return f"recover {'that and more, ' if is_more else ''}{percent(saved)}"
+
+
+def beyond_balanced(name: str, *, sends_less: bool, computes_less: bool) -> str:
+    """Why what `name` recovers can be more than is lost: by the parts that take it less time than balanced."""
+    parts, reasons = [], []
+    if sends_less:
+        parts.append("its all-to-all takes")
+        reasons.append("rows stay on their own rank and node where they can")
+    if computes_less:
+        parts.append("its experts take")
+        reasons.append("fewer slots of a rank have rows, and each of them costs time")
+    if not parts:
+        return f"{name} takes less time than balanced."
+    why, how = " and ".join(parts), "; ".join(reasons)
+    return f"{name} takes less time than balanced because {why} less than with an even spread: {how}."
+
+
+def seconds(value: float) -> str:
+    """Seconds in the unit that suits them: '3.64 s', '12.3 ms', '412 us'."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if abs(value) * factor >= 0.9995 or value == 0:
+            return f"{digits(value * factor)} {unit}"
+    return f"{digits(value * 1e9)} ns"
+
+
+def num_bytes(value: float) -> str:
+    """Bytes in powers of 1024: '18.0 MiB'."""
+    for size, unit in _BYTE_UNITS:
+        if abs(value) >= size:
+            return f"{digits(value / size)} {unit}"
+    return f"{value:.0f} B"
+
+
+def count(value: float) -> str:
+    """A count: '512', '1.63 G'."""
+    for size, unit in _COUNT_UNITS:
+        # Four digits are read as easily as three and a unit.
+        if abs(value) >= max(size, 10_000):
+            return f"{digits(value / size)} {unit}"
+    return f"{value:,.0f}"
+
+
+def ratio(value: float) -> str:
+    """A ratio near one: '1.44'."""
+    return f"{value:.2f}"
+
+
+def digits(value: float) -> str:
+    """Three digits that matter: '0.00123', '1.23', '123', '1,230'."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+# Make large arrays small enough for a page: cells of a matrix are averaged in blocks, and the page says so.
+#
+# Invariants (asserted by the tests):
+# 1. A matrix within the limits is kept bit for bit, and nothing is said.
+# 2. Blocks are of equal size but the last ones; each binned cell is the mean of its block.
+# 3. The words name how many rows and columns make one cell.
+
+
+MAX_CELLS = (192, 256)
+"""Rows and columns of a heat map: about as many as a screen shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binned:
+    """A matrix as it is drawn."""
+
+    cells: np.ndarray
+    """[rows, columns] binned."""
+    row_size: int
+    column_size: int
+
+    @property
+    def is_binned(self) -> bool:
+        """Whether anything was averaged."""
+        return self.row_size > 1 or self.column_size > 1
+
+
+def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Binned:
+    """Bin a matrix to at most `limits` rows and columns.
+
+    Args:
+        matrix: [rows, columns] with at least one cell
+        limits: most rows and columns
+    """
+    row_size, column_size = (-(-size // limit) for size, limit in zip(matrix.shape, limits, strict=True))
+    cells = matrix
+    for axis, size in enumerate((row_size, column_size)):
+        cells = cells if size == 1 else _blocks(cells, size, axis=axis)
+    return Binned(cells=cells, row_size=row_size, column_size=column_size)
+
+
+def bin_labels(labels: Sequence[int], size: int) -> list[str]:
+    """'12' for a label of its own, '1,012-1,015' for a block of four."""
+    blocks = [labels[i : i + size] for i in range(0, len(labels), size)]
+    return [f"{block[0]:,}" if len(block) == 1 else f"{block[0]:,}-{block[-1]:,}" for block in blocks]
+
+
+def binning_note(binned: Binned, rows: str, columns: str) -> str:
+    """What was averaged, in words; empty where nothing was."""
+    if not binned.is_binned:
+        return ""
+    parts = [f"{n} {word}" for n, word in ((binned.row_size, rows), (binned.column_size, columns)) if n > 1]
+    return f"Binned to keep the page small: a cell is the mean of {' and '.join(parts)}. The CSV has them all."
+
+
+def _blocks(matrix: np.ndarray, size: int, *, axis: int) -> np.ndarray:
+    starts = np.arange(0, matrix.shape[axis], size)
+    lengths = np.diff(np.append(starts, matrix.shape[axis]))
+    sums = np.add.reduceat(matrix.astype(float), starts, axis=axis)
+    return np.asarray(sums / (lengths[:, None] if axis == 0 else lengths))
+
+
+# Every word the page uses, defined once, in the words of the glossary (`equipoise/core/__init__.py`).
+
+
+DEFINITIONS = {
+    "row": "One token-assignment, as a matrix product sees it: T tokens with top-k experts make T x k rows.",
+    "load": "A number of rows. A rank's load is the rows it receives from all ranks, padding included.",
+    "skew": "Busiest rank over mean rank, in rows, of one layer in one micro-step; 1.00 is level. Micro-steps, layers "
+    "and groups are never added up before the ratio is taken.",
+    "rank": "A process with one device. A node is a group of ranks with a fast interconnect.",
+    "expert": "A logical routed expert of one layer.",
+    "micro-step": "One forward (and, in the update, backward) over a micro-batch on all ranks.",
+    "stage": "recompute (old log-probabilities, forward only) or update (forward and backward). Stages are priced and "
+    "measured apart.",
+    "window": "A run of micro-steps between two weight versions: the recompute stage, or a mini-batch of the update. "
+    "Homes are chosen once per window.",
+    "owner": "The rank that keeps an expert for good: parameter, optimizer state, checkpoint. Contiguous, as in static "
+    "expert parallelism.",
+    "home": "The rank where an expert computes during a window. An expert whose home is not its owner is displaced.",
+    "replica": "A copy of an expert on another rank of the node, alive for one micro-step of one layer. It takes a "
+    "part of the expert's rows.",
+    "slot": "A place on a rank that holds one expert. Replica slots are the memory that a plan may use.",
+    "before": "Every expert at its owner, as in static expert parallelism.",
+    "after": "With the plan: homes, replicas and split rows.",
+    "balanced": "Even ranks, to measure by: the same rows at the same sources, dealt out evenly over ranks at no cost. "
+    "A plan can take less time than this, where its rows stay nearer or fewer of its slots have rows.",
+    "lost": "Now minus balanced: what even ranks would give back. Nothing where balanced takes longer than now.",
+    "saved": "Now minus planned, every cost of the plan charged.",
+    "compute": "Expert layers: of the busiest rank, summed over layers and micro-steps, where seconds are of a step; "
+    "of each rank where ranks are shown. A timeline draws attention in the same lane, in its own colour.",
+    "all-to-all": "Sending rows to their experts and back, by the busiest link.",
+    "all-to-all inside": "Exchanges whose busiest link is inside a node.",
+    "all-to-all across": "Exchanges whose busiest link crosses nodes.",
+    "attention": "Attention, shared experts and spreading tokens to rows, of the rank with most tokens where seconds "
+    "are of a step.",
+    "planning": "Making plans where training waits for them: before a window, or in every layer where a policy plans "
+    "after the router has run.",
+    "rollout": "Generating samples; of a simulation as given.",
+    "other": "Seconds as given: optimizer, head, anything else that balance does not touch.",
+    "waiting": "A rank's time without work: it waits for the busiest rank, for transfers that nothing hides, and for "
+    "the plan of a window.",
+    "pull": "Copying an expert's weights from its home to a replica slot.",
+    "return": "Adding a replica's weight gradient to its home.",
+    "publish": "Copying weights from owners to homes, layer by layer from the start of a window on.",
+    "collect": "Handing accumulated gradients from homes to owners, each layer after its last turn in a window.",
+    "edges": "Publish and collect together. Of a rank's seconds also planning, and weights that reactive pushes.",
+    "peer": "The path of pulls from the memory of another rank of the node.",
+    "host": "The path of pulls from the node's host memory.",
+    "transfers": "Pull, return, publish and collect, as far as nothing hides them.",
+    "moved": "Seconds that transfers would take with nothing to wait for, hidden or not: the busiest rank's of every "
+    "layer, added up.",
+    "exposed": "Seconds of a transfer that computation does not hide; the step is longer by them.",
+    "hidden": "Seconds of a transfer that run beside computation and do not make the step longer.",
+    "bubble": "Seconds a pipeline stage waits for another one.",
+    "static": "Contiguous expert parallelism, nothing moved.",
+    "eplb-history": "EPLB's placement from loads that are known earlier, with the same number of replica slots: those "
+    "of an earlier step where they were given, else the first half of each window's own micro-steps.",
+    "eplb-oracle": "EPLB's placement from this window's own loads, with the same number of replica slots.",
+    "lplb": "A linear program splits rows over fixed replicas, micro-step by micro-step.",
+    "reactive": "The same micro plan on contiguous homes, known only after the router has run, and charged for it.",
+    "equipoise": "This project's plan, with every cost charged.",
+    "break-even": "The least tokens per rank from which on a plan saves at least the share that the dashed line shows, "
+    "and does so at every larger number tried.",
+    "predicted": "Computed from the loads and a hardware profile; nothing was run.",
+    "measured": "Timed while it ran.",
+    "received rows": "Memory of arriving rows and of what the expert block makes of them, on each rank at its worst "
+    "moment. Where activations are kept for the backward pass, those of all layers of a micro-step count.",
+    "coverage": "Share of forwarded tokens whose experts are known before the step.",
+    "reward": "Mean reward of the step's samples, as the task gives it.",
+}
+
 
 Cell = str | int | float | None
 Scale = Literal["", "diverging", "sequential"]

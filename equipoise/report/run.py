@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import EquipoiseError
-from equipoise.report.frame import STYLES, frame, line, whole_ticks, with_unit
-from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table
-from equipoise.report.theme import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
-from equipoise.report.words import num_bytes, percent, plural, ratio, seconds
+from equipoise.report.charts import STYLES, frame, line, whole_ticks, with_unit
+from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table, num_bytes, percent, plural, ratio, seconds
+from equipoise.report.render import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
 
 FORMAT = "equipoise-run-1"
 Document = dict[str, Any]

@@ -1,29 +1,13 @@
-"""Checkpoints: whole or not there. Canonical weights, every rank's optimizer and random state, and the next step.
+"""Checkpoints: whole or not there. Canonical weights, every rank's optimizer and random state, and the next step."""
 
-A checkpoint is a folder `step-000010`, the state before step 10:
-    model/            what `save_pretrained` of the whole model writes, in canonical order; also usable with --model
-    reference.pt      weights of the KL's reference, where there is one
-    rank-00000.pt     per rank: optimizer state by parameter name, random state
-    meta.json         format, step, seed, ranks, EP size, mode
-
-Steps of a write:
-1. All ranks write into `.step-000010.partial`; every file is flushed to disk.
-2. All ranks agree that all went well; one that failed stops the run on every rank, and the partial folder goes.
-3. The first rank renames the folder, which is the moment from which on it exists, and drops the oldest ones.
-
-Knows files and agreement. Does not know training. On several machines the folder must be on a shared file system.
-
-Invariants (asserted by the tests):
-1. Killed or out of disk at any point of a write, the newest checkpoint before it is still the newest, and whole.
-2. A run that is resumed has the bits of one that was not interrupted: weights, optimizer, samples, metrics.
-3. A checkpoint of other ranks, EP size, mode or seed is refused by name, and so is one that is damaged.
-"""
-
+import fcntl
 import io
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -35,6 +19,25 @@ from torch import Tensor
 
 from equipoise.core.errors import TrainingError
 from equipoise.rl.layout import Layout, gather_objects
+
+# Checkpoints: whole or not there. Canonical weights, every rank's optimizer and random state, and the next step.
+#
+# A checkpoint is a folder `step-000010`, the state before step 10:
+#     model/            what `save_pretrained` of the whole model writes, in canonical order; also usable with --model
+#     reference.pt      weights of the KL's reference, where there is one
+#     rank-00000.pt     per rank: optimizer state by parameter name, random state
+#     meta.json         format, step, seed, ranks, EP size, mode
+#
+# Steps of a write:
+# 1. All ranks write into `.step-000010.partial`; every file is flushed to disk.
+# 2. All ranks agree that all went well; one that failed stops the run on every rank, and the partial folder goes.
+# 3. The first rank renames the folder, which is the moment from which on it exists, and drops the oldest ones.
+#
+# Invariants (asserted by the tests):
+# 1. Killed or out of disk at any point of a write, the newest checkpoint before it is still the newest, and whole.
+# 2. A run that is resumed has the bits of one that was not interrupted: weights, optimizer, samples, metrics.
+# 3. A checkpoint of other ranks, EP size, mode or seed is refused by name, and so is one that is damaged.
+
 
 FORMAT = "equipoise-checkpoint-1"
 _NAME = "step-{:06d}"
@@ -184,3 +187,43 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# `hold`: a folder has one run at a time.
+#
+# The lock is the system's and lies on the folder itself: it ends with the process that holds it, however that ends,
+# and
+# leaves nothing behind.
+#
+# Invariants (asserted by the tests):
+# 1. A folder that is held is refused by name; one whose holder has ended, or was killed, is not.
+
+
+_LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Hold a folder in a `with` block, made where it is not there; raise if another run does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise TrainingError(f"{folder} cannot be made or opened ({error.strerror}); give another folder") from error
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TrainingError(
+            f"{folder} is in use by a run that has not ended; wait for it, or give another folder"
+        ) from None
+    except OSError as error:
+        # Some network file systems lock no folders. The lock guards against a slip; a run can do without.
+        _LOG.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)

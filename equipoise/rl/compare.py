@@ -32,9 +32,9 @@ from equipoise.adapters.transformers import inspect
 from equipoise.core.errors import TrainingError
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.config import Mode, TrainConfig, change
-from equipoise.rl.events import Event, Show
-from equipoise.rl.kernels import start_planner
+from equipoise.rl.launch import Event, Show
 from equipoise.rl.layout import Layout
+from equipoise.rl.learner import start_planner
 from equipoise.rl.model import build_model
 from equipoise.rl.run import warm_up_told
 from equipoise.rl.train import Experience, Trainer

@@ -21,17 +21,67 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from equipoise.core.errors import EquipoiseError, TransferError
 from equipoise.core.interrupt import deaf_children
 from equipoise.rl.config import TrainConfig
-from equipoise.rl.environment import Torchrun, find_torchrun
-from equipoise.rl.events import Event, Show, ignore
+
+# What torchrun says about this process; the one place where the room reads the environment.
+#
+#     RANK, WORLD_SIZE                 this rank, and how many there are
+#     LOCAL_RANK, LOCAL_WORLD_SIZE     the same on this machine
+#     MASTER_ADDR, MASTER_PORT         where ranks meet; read by torch itself
+
+
+class Torchrun(NamedTuple):
+    """This process's place among those that torchrun started."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+
+
+def find_torchrun() -> Torchrun | None:
+    """Return the place that torchrun gave this process; None where it was not started by torchrun."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+        return None
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_ranks = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    return Torchrun(rank, ranks, int(local_rank), int(local_ranks))
+
+
+# `Event`: what a run tells whoever watches: a terminal, a test, another process.
+#
+#     start      facts of the run: model, ranks, mode, where results go
+#     progress   words, done, total: something that takes a while
+#     stage      step, name of the stage that begins; sent by every rank
+#     metrics    one step's figures
+#     note       words
+#     end        summary
+
+
+Kind = Literal["start", "progress", "stage", "metrics", "note", "end"]
+
+
+class Event(NamedTuple):
+    """One thing that happened."""
+
+    kind: Kind
+    values: Mapping[str, Any]
+
+
+Show = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Show nothing."""
+
 
 RankFunction = Callable[..., Any]
 """function(config, layout, show, *args): runs on every rank; the first rank's result is the run's."""

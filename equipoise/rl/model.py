@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from equipoise.adapters.transformers_families import family_of
+from equipoise.adapters.transformers_model import family_of
 from equipoise.core.errors import TrainingError
 from equipoise.rl.config import ModelConfig
-from equipoise.rl.tokens import CharTokenizer, CheckpointTokenizer, Tokenizer
+from equipoise.rl.task import CharTokenizer, CheckpointTokenizer, Tokenizer
 
 LONGEST = 4096
 """Positions of a random model."""

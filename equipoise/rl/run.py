@@ -29,21 +29,19 @@ from torch import nn
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core.errors import TrainingError
-from equipoise.core.whole_file import whole_file
+from equipoise.core.files import whole_file
 from equipoise.planning.worker import PlanWorker
+from equipoise.rl.batch import Sample, to_routes
 from equipoise.rl.checkpoint import Checkpoints, State
-from equipoise.rl.config import TrainConfig
-from equipoise.rl.config_file import write_config
-from equipoise.rl.events import Event, Show
-from equipoise.rl.kernels import StartedPlanner, start_planner
+from equipoise.rl.config import TrainConfig, write_config
+from equipoise.rl.launch import Event, Show
 from equipoise.rl.layout import Layout
+from equipoise.rl.learner import StartedPlanner, start_planner
+from equipoise.rl.metrics import Sinks, read_lines
 from equipoise.rl.model import build_model, load_model, open_tokenizer
-from equipoise.rl.sample import Sample, to_routes
-from equipoise.rl.sinks import Sinks, read_lines
-from equipoise.rl.task import open_task
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.stages import warm_up
+from equipoise.rl.task import CharTokenizer, open_task
 from equipoise.rl.train import Trainer
-from equipoise.rl.warmup import warm_up
 from equipoise.routes import write_routes
 
 

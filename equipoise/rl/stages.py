@@ -19,6 +19,7 @@ Invariants (asserted by the tests):
 4. A window of recompute can be planned before the rollout has ended.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,17 +27,194 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from equipoise.core import RoutesError, Stage
 from equipoise.planning.report import WindowReport
-from equipoise.rl.batch import Intake, MicroBatch, window_rows, with_ids
-from equipoise.rl.config import TrainConfig
-from equipoise.rl.grpo import Terms, grpo_terms, token_log_probs
+from equipoise.rl.batch import Intake, MicroBatch, Sample, window_rows, with_ids
+from equipoise.rl.config import TrainConfig, UpdateConfig
 from equipoise.rl.layout import Layout, sum_over
 from equipoise.rl.learner import Learner
 from equipoise.rl.model import packed_inputs
-from equipoise.rl.sample import Sample
+from equipoise.rl.task import Task, Tokenizer
+
+# GRPO: advantages normalised within the samples of one question, and the clipped loss with an optional KL.
+#
+# Invariants (asserted by the tests):
+# 1. Advantages of a group have mean 0; a group of equal rewards has none.
+# 2. Where the policy is the old one the ratio is 1 and the gradient is that of the policy-gradient loss.
+# 3. The terms of all micro-batches and ranks, each divided by the window's trained tokens, add up to the loss of one
+#    big batch.
+
+
+_SMALL = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What one micro-batch adds to its window; sums over trained tokens."""
+
+    loss: Tensor
+    """Differentiable, already divided by the window's trained tokens."""
+    size: Tensor
+    """Sum of the absolute terms, divided likewise: how large a loss would be whose terms did not cancel."""
+    ratio: Tensor
+    clipped: Tensor
+    kl_old: Tensor
+    """KL from the old policy, by Schulman's k3 estimate."""
+    kl_reference: Tensor
+
+
+def group_advantages(rewards_B: Sequence[float], *, samples: int) -> np.ndarray:
+    """[B] rewards less the mean of their group, over its standard deviation.
+
+    Args:
+        rewards_B: group after group
+        samples: samples per group
+    """
+    reward_GB = np.asarray(rewards_B, dtype=np.float64).reshape(-1, samples)
+    centred_GB = reward_GB - reward_GB.mean(axis=1, keepdims=True)
+    spread_G1 = reward_GB.std(axis=1, keepdims=True)
+    return np.where(spread_G1 > _SMALL, centred_GB / (spread_G1 + _SMALL), 0.0).reshape(-1)
+
+
+def token_log_probs(logits_TV: Tensor, target_T: Tensor, *, temperature: float) -> Tensor:
+    """[T] log-probability of each target, at the temperature that sampled it."""
+    return -torch.nn.functional.cross_entropy(logits_TV.float() / temperature, target_T, reduction="none")
+
+
+def grpo_terms(
+    log_prob_T: Tensor,
+    old_T: Tensor,
+    advantage_T: Tensor,
+    *,
+    config: UpdateConfig,
+    tokens: int,
+    reference_T: Tensor | None = None,
+) -> Terms:
+    """The terms of one micro-batch.
+
+    Args:
+        log_prob_T: [T] of the trained tokens under the weights being trained
+        old_T: [T] the same under the weights that made the samples, by recompute
+        advantage_T: [T] of each token's sample
+        tokens: trained tokens of the whole window, on all ranks
+        reference_T: [T] under the reference, where a KL is asked for
+    """
+    log_ratio_T = log_prob_T - old_T
+    ratio_T = log_ratio_T.exp()
+    clipped_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
+    term_T = -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    kl_T = torch.zeros_like(ratio_T) if reference_T is None else _k3(reference_T - log_prob_T)
+    loss_T = term_T + config.kl * kl_T
+    with torch.no_grad():
+        kl_old_T = _k3(-log_ratio_T)
+    return Terms(
+        loss=loss_T.sum() / tokens,
+        size=loss_T.detach().abs().sum() / tokens,
+        ratio=ratio_T.detach().sum(),
+        clipped=(ratio_T != clipped_T).sum(),
+        kl_old=kl_old_T.sum(),
+        kl_reference=kl_T.detach().sum(),
+    )
+
+
+def _k3(log_ratio_T: Tensor) -> Tensor:
+    """E[exp(x) - 1 - x] with x = log(q / p) on samples of p is KL(p || q), and never negative."""
+    return torch.expm1(log_ratio_T) - log_ratio_T
+
+
+# Warm-up: supervised steps on right answers, so that the first rollouts earn something.
+#
+# Runs on the whole model before experts are shared out: plain data parallel, the same weights on every rank
+# afterwards.
+# Ranks that share a device would only take turns and sum gradients of a whole model through the host: there the first
+# rank warms up alone, and the others get its weights at the end.
+#
+# Invariants (asserted by the tests):
+# 1. Weights are the same bits on all ranks, whatever the number of warm-up steps and whoever took part.
+# 2. No steps change nothing.
+
+
+_FIRST_QUESTION = 1_000_000
+"""Steps of RL count from 0; warm-up asks what they never ask."""
+
+Progress = Callable[[int, float], None]
+"""Called with (steps done, loss)."""
+
+
+def warm_up(
+    model: nn.Module, config: TrainConfig, layout: Layout, *, task: Task, tokenizer: Tokenizer, show: Progress
+) -> None:
+    """Train `model` on right answers. Every rank must call this."""
+    if not config.warmup.steps:
+        return
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warmup.learning_rate, weight_decay=0.0)
+    is_alone = config.model.ranks_per_device > 1
+    takes_part = layout.is_first or not is_alone
+    size = config.warmup.batch // (1 if is_alone else layout.ranks)
+    mine = slice(layout.rank * size, (layout.rank + 1) * size)
+    for step in range(config.warmup.steps):
+        asked = task.questions(config.warmup.batch, seed=config.seed, step=_FIRST_QUESTION + step)[mine]
+        rows = [(tokenizer.encode(q.prompt), [*tokenizer.encode(q.answer), tokenizer.end]) for q in asked]
+        total = _backward(model, rows) if takes_part else torch.zeros(2, dtype=torch.float64)
+        # Also where others only wait: so that none waits longer than for one step.
+        sum_over([total], layout.world)
+        if takes_part:
+            _reduce(model, None if is_alone else layout, tokens=float(total[1]))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.update.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        show(step + 1, float(total[0] / total[1]))
+    if is_alone:
+        _give_out(model, layout)
+
+
+def _backward(model: nn.Module, rows: list[tuple[list[int], list[int]]]) -> Tensor:
+    """Make the gradient, and return the summed loss and the number of trained tokens."""
+    loss, count = _loss(model, rows)
+    loss.backward()
+    return torch.stack([loss.detach().double(), count.double()]).cpu()
+
+
+def _loss(model: nn.Module, rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Summed loss of the answers' tokens, and how many they are."""
+    device = next(model.parameters()).device
+    tokens = [np.array(prompt + answer) for prompt, answer in rows]
+    places = [np.arange(len(t) - 1) for t in tokens]
+    is_answer = [at >= len(prompt) - 1 for at, (prompt, _) in zip(places, rows, strict=True)]
+    input_T, position_T, target_T, answer_T = (
+        torch.from_numpy(np.concatenate(parts)).to(device)
+        for parts in ([t[:-1] for t in tokens], places, [t[1:] for t in tokens], is_answer)
+    )
+    logits_TV = model(**packed_inputs(model, input_T, position_T)).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits_TV[answer_T].float(), target_T[answer_T], reduction="sum")
+    return loss, answer_T.sum()
+
+
+@torch.no_grad()
+def _give_out(model: nn.Module, layout: Layout) -> None:
+    """Take over the first rank's weights. Every rank must call this."""
+    for parameter in model.parameters():
+        # As bytes: not every backend sends every dtype.
+        dist.broadcast(parameter.view(-1).view(torch.uint8), group=layout.world, group_src=0)
+
+
+def _reduce(model: nn.Module, layout: Layout | None, *, tokens: float) -> None:
+    """Sum gradients over all ranks, if any others take part, and divide them by the trained tokens.
+
+    An expert that no token of this rank chose takes part with zeros.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if layout is not None:
+        sum_over(grads, layout.world)
+    for grad in grads:
+        grad /= tokens
+
 
 Window = list[MicroBatch]
 
@@ -231,3 +409,35 @@ def _count_differing(known_LTK: Tensor, chosen_LTK: Tensor) -> tuple[int, int]:
     is_same_LTK = (known_LTK[..., :, None] == chosen_LTK[..., None, :]).any(dim=3)
     known_LTK = known_LT1.expand_as(is_same_LTK)
     return int(known_LTK.sum()), int((known_LTK & ~is_same_LTK).sum())
+
+
+# `StageClock`: what each stage of a step took on this rank, one stage after another.
+#
+# Invariants (asserted by the tests):
+# 1. The stages' seconds add up to the step's: a stage lasts until the next begins.
+
+
+class StageClock:
+    """Runs from one stage to the next."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Start, in no stage yet.
+
+        Args:
+            now: seconds since whenever
+        """
+        self._now = now
+        self._seconds: dict[str, float] = {}
+        self._stage, self._since = "", now()
+
+    def begin(self, stage: str) -> None:
+        """End the stage before, and begin this one."""
+        now = self._now()
+        if self._stage:
+            self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage, now
+
+    def stop(self) -> dict[str, float]:
+        """End the last stage and return the seconds of all."""
+        self.begin("")
+        return dict(self._seconds)

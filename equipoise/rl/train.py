@@ -30,22 +30,17 @@ from equipoise.adapters.transformers import inspect
 from equipoise.core import Stage
 from equipoise.cost import CostModel
 from equipoise.planning.worker import PlanWorker
+from equipoise.rl.batch import Sample
 from equipoise.rl.checkpoint import State
-from equipoise.rl.clock import StageClock
 from equipoise.rl.config import Mode, TrainConfig
-from equipoise.rl.events import Event, Show, ignore
-from equipoise.rl.grpo import group_advantages
+from equipoise.rl.launch import Event, Show, ignore
 from equipoise.rl.layout import Layout, build_cluster, gather_objects
-from equipoise.rl.learner import Learner
+from equipoise.rl.learner import Learner, sync_weights
 from equipoise.rl.metrics import RankFigures, step_metrics
 from equipoise.rl.model import copy_model, open_tokenizer
-from equipoise.rl.outside import Engine, Outside, RecordedRollouts
-from equipoise.rl.rollout import Request, Sampler
-from equipoise.rl.sample import Sample
-from equipoise.rl.stages import Stages, Window
-from equipoise.rl.sync import sync_weights
-from equipoise.rl.task import Question, find_reward, open_task
-from equipoise.rl.tokens import Tokenizer
+from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler
+from equipoise.rl.stages import StageClock, Stages, Window, group_advantages
+from equipoise.rl.task import Question, Tokenizer, find_reward, open_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

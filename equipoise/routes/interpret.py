@@ -20,17 +20,152 @@ Invariants (asserted by the tests):
 6. All recordings of a dump have the same layer axis.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 
-from equipoise.core import ModelShape, RoutesError, SampleRoutes, Segment
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.core.routes import id_dtype
-from equipoise.routes.layer_map import LayerMap, map_recording
-from equipoise.routes.recording import Recording
+from equipoise.core.value import Value, frozen_array, require_int
+from equipoise.routes.source import Source
+
+# `Recording`: one sample as a wire or file holds it, nothing mapped and nothing judged yet.
+#
+# Readers only decode: they yield recordings. `interpret.py` turns recordings into `SampleRoutes` (layer map, missing
+# rows, turns, offsets), and the doctor looks at recordings themselves, because what is wrong with a dump is lost once
+# it
+# is mapped.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording(Value):
+    """One sample, or one turn of one sample: turns of a sample share its name and follow each other."""
+
+    name: str
+    """What the dump calls the sample: its id where it has one, else "line 3", "choice 0 of line 3", "row 7"."""
+    rows: np.ndarray
+    """[rows, layers on the wire, K] integers exactly as decoded, any integer dtype."""
+    start: int = 0
+    """Token of the sample that the first row belongs to (`routed_experts_prompt_start`, `routed_experts_start_len`)."""
+    num_tokens: int | None = None
+    """Tokens of the sample up to the end of this turn, prompt and response; None where the dump does not say."""
+    tokens: np.ndarray | None = None
+    """Token ids of the sample up to the end of this turn, where the dump has them."""
+    padding: np.ndarray | None = None
+    """[rows] bool, True for rows that were forwarded but belong to no token."""
+    layer_numbers: tuple[int, ...] | None = None
+    """Global layer numbers of the wire's layer axis where the dump names them; None: to be mapped by its length."""
+    weight_version: str = ""
+    """The engine's name for the weights that made these rows; empty where it is not recorded."""
+
+    def __post_init__(self) -> None:
+        rows = np.asarray(self.rows)
+        if rows.ndim != 3 or rows.dtype.kind not in "iu":
+            raise RoutesError(
+                f"sample {self.name!r}: routes must be integers of shape [rows, layers, top-k], "
+                f"got {rows.dtype} of shape {rows.shape}"
+            )
+        object.__setattr__(self, "rows", frozen_array(rows))
+        require_int(f"sample {self.name!r}: start", self.start, low=0, error=RoutesError)
+        if self.num_tokens is not None:
+            require_int(f"sample {self.name!r}: num_tokens", self.num_tokens, low=0, error=RoutesError)
+        if self.padding is not None and (self.padding.dtype != np.bool_ or self.padding.shape != rows.shape[:1]):
+            raise RoutesError(f"sample {self.name!r}: padding must be bool of shape {rows.shape[:1]}")
+        if self.layer_numbers is not None and len(self.layer_numbers) != rows.shape[1]:
+            raise RoutesError(
+                f"sample {self.name!r}: {len(self.layer_numbers)} layer numbers for {rows.shape[1]} layers on the wire"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One form in which an engine or trainer hands out routes.
+
+    To add one, write a module with a `matches`, a `read` and a `write` function whose docstring is the format's spec,
+    make a `Format` of them, and add it to `FORMATS` in `registry.py`.
+    """
+
+    name: str
+    """What users write after `--format`."""
+    summary: str
+    """One line for `--help` and for errors that list candidates."""
+    suffixes: tuple[str, ...]
+    """File suffixes this form is written to, first one preferred."""
+    matches: Callable[[Source], bool]
+    """Whether the content (never the file name) can be this form; must not raise on foreign content."""
+    read: Callable[[Source, ModelShape], Iterator[Recording]]
+    """Decode one recording after another; raises RoutesError only."""
+    write: Callable[[Routes, Path], None]
+    """Write routes in this form, so that reading them back gives the same routes wherever the form can hold them."""
+
+
+# From the layer axis of a wire to global layer numbers: named by the recording, or told by its length.
+#
+# Invariants (asserted by the tests):
+# 1. An unnamed axis has all decoder layers or the MoE layers; any other length is an error that names the numbers.
+# 2. A named axis may have some of the model's layers, in any order.
+# 3. Dense layers are set apart, hash-routed layers are kept, MTP layers are never part of a recording.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMap:
+    """From the wire's layer axis to global layer numbers."""
+
+    numbers: tuple[int, ...]
+    """Global numbers of the MoE layers on the wire, ascending: the L axis of the routes."""
+    wire_L: tuple[int, ...]
+    """Place of each of them on the wire."""
+    dense: tuple[tuple[int, int], ...] = ()
+    """(place, global number) of the dense layers on the wire; they hold no routes."""
+
+
+def map_recording(recording: Recording, model: ModelShape) -> LayerMap:
+    """Map the layer axis of one recording; errors name its sample."""
+    try:
+        if recording.layer_numbers is None:
+            return map_layers(recording.rows.shape[1], model)
+        return map_named_layers(recording.layer_numbers, model)
+    except RoutesError as error:
+        raise RoutesError(f"sample {recording.name!r}: {error}") from error
+
+
+def map_layers(num_wire_layers: int, model: ModelShape) -> LayerMap:
+    """Map a wire's unnamed layer axis by its length: all decoder layers, or the MoE layers in order."""
+    if num_wire_layers == model.hidden_layers:
+        return map_named_layers(range(num_wire_layers), model)
+    if num_wire_layers == model.layers:
+        return map_named_layers(model.layer_numbers, model)
+    hint = "a capture of some layers only, such as one pipeline stage's, must name them"
+    if model.mtp_layers and num_wire_layers - model.mtp_layers in (model.hidden_layers, model.layers):
+        hint = f"are the {model.mtp_layers} MTP layers in it? They are never part of recorded routes: cut them off"
+    raise RoutesError(
+        f"{num_wire_layers} layers on the wire; {model.name!r} has {model.hidden_layers} decoder layers, "
+        f"{model.layers} of them MoE; {hint}"
+    )
+
+
+def map_named_layers(numbers: Sequence[int], model: ModelShape) -> LayerMap:
+    """Map a wire's layer axis whose global layer numbers are known; they may be some of the model's layers."""
+    strangers = sorted(n for n in set(numbers) if not 0 <= n < model.hidden_layers)
+    if strangers or len(set(numbers)) != len(numbers):
+        wrong = f"layer {strangers[0]}" if strangers else "a layer twice"
+        raise RoutesError(
+            f"the recording names {wrong}; {model.name!r} has decoder layers 0..{model.hidden_layers - 1}"
+        )
+    moe = set(model.layer_numbers)
+    kept = sorted((number, place) for place, number in enumerate(numbers) if number in moe)
+    if not kept:
+        raise RoutesError(f"the recording names no MoE layer of {model.name!r}, only {sorted(numbers)}")
+    return LayerMap(
+        numbers=tuple(number for number, _ in kept),
+        wire_L=tuple(place for _, place in kept),
+        dense=tuple((place, number) for place, number in enumerate(numbers) if number not in moe),
+    )
+
 
 LastRow = Literal["recorded", "placeholder"]
 """What the row of a sample's last token is: `recorded` a route like any other, where the row is there at all;

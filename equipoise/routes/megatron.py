@@ -45,8 +45,7 @@ import numpy as np
 from equipoise.core import ModelShape, Routes, RoutesError
 from equipoise.core.value import require_int
 from equipoise.routes._layout import wire_rows, write_npz
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array, is_tensor, write_torch
 
 _TRACE_KEYS = ("step", "layer", "top_indices")

@@ -43,7 +43,9 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
 from equipoise.routes._layout import check_names, encode_base64, refuse_versions, wire_rows, write_jsonl, write_npz
-from equipoise.routes._wire import (
+from equipoise.routes.interpret import Format, Recording
+from equipoise.routes.source import Source, integer_array, plain_array, write_torch
+from equipoise.routes.wire import (
     Response,
     decode_base64,
     field,
@@ -53,9 +55,6 @@ from equipoise.routes._wire import (
     shape_bytes,
     token_array,
 )
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
-from equipoise.routes.source import Source, integer_array, plain_array, write_torch
 
 MAGIC = "nrlre1:"
 DTYPES = {"int8": "|i1", "int16": "<i2", "int32": "<i4"}

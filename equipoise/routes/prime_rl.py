@@ -39,7 +39,10 @@ from equipoise.routes._layout import (
     segments_of,
     write_jsonl,
 )
-from equipoise.routes._wire import (
+from equipoise.routes.interpret import Format, Recording
+from equipoise.routes.source import Source
+from equipoise.routes.vllm import generate_record, http_response
+from equipoise.routes.wire import (
     Response,
     choice_name,
     decode_base64,
@@ -50,10 +53,6 @@ from equipoise.routes._wire import (
     shape_bytes,
     token_array,
 )
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
-from equipoise.routes.source import Source
-from equipoise.routes.vllm import generate_record, http_response
 
 DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.core.files import whole_file
 from equipoise.core.model import preset_names
 from equipoise.core.value import require_kind
-from equipoise.core.whole_file import whole_file
 from equipoise.routes import megatron, nemo_rl, prime_rl, sglang, slime, store, verl, vllm
-from equipoise.routes.format import Format
-from equipoise.routes.interpret import LastRow, SampleStream, interpret
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Format, LastRow, Recording, SampleStream, interpret
 from equipoise.routes.source import Source
 
 FORMATS: tuple[Format, ...] = (

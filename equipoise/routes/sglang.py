@@ -46,7 +46,9 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.routes._layout import check_names, encode_base64, engine_rows, segments_of, tokens_until, write_jsonl
-from equipoise.routes._wire import (
+from equipoise.routes.interpret import Format, Recording
+from equipoise.routes.source import Source, integer_array
+from equipoise.routes.wire import (
     Response,
     choice_name,
     decode_base64,
@@ -60,9 +62,6 @@ from equipoise.routes._wire import (
     shape_bytes,
     token_array,
 )
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
-from equipoise.routes.source import Source, integer_array
 
 WIRE_DTYPE = np.dtype("<i4")
 

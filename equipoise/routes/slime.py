@@ -33,10 +33,9 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError
 from equipoise.routes._layout import wire_rows
-from equipoise.routes._wire import field
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array, write_torch
+from equipoise.routes.wire import field
 
 _KEY = "rollout_routed_experts"
 

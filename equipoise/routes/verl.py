@@ -36,8 +36,7 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
 from equipoise.routes._layout import wire_rows, write_npz
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array, is_tensor, plain_array, write_torch
 
 _KEY = "routed_experts"

@@ -54,7 +54,9 @@ from equipoise.routes._layout import (
     write_jsonl,
     write_npz,
 )
-from equipoise.routes._wire import (
+from equipoise.routes.interpret import Format, Recording
+from equipoise.routes.source import Source, integer_array
+from equipoise.routes.wire import (
     NPY_MAGIC_BASE64,
     Response,
     choice_name,
@@ -69,9 +71,6 @@ from equipoise.routes._wire import (
     recordings,
     token_array,
 )
-from equipoise.routes.format import Format
-from equipoise.routes.recording import Recording
-from equipoise.routes.source import Source, integer_array
 
 TOKENS_SUFFIX = "_tokens"
 

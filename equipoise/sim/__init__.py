@@ -15,12 +15,10 @@ Shape letters beside the package's: G EP group, Q pipeline stage, X rank over al
 `python -m equipoise.sim` shows a demo. May import core, loads, cost and planner; never torch, routes or runtime.
 """
 
-from equipoise.sim.analysis import Analysis, analyze_loads
-from equipoise.sim.prediction import Prediction, predict
+from equipoise.sim.analysis import Analysis, Prediction, Trial, analyze_loads, predict, try_plans
 from equipoise.sim.result import Simulation
-from equipoise.sim.setting import StepSetting
 from equipoise.sim.step import simulate
-from equipoise.sim.trial import Trial, try_plans
+from equipoise.sim.windows import StepSetting
 
 __all__ = [
     "simulate",

@@ -2,7 +2,7 @@
 
 import sys
 
-from equipoise.sim.demo import simulate_demo
+from equipoise.sim.step import simulate_demo
 from equipoise.sim.summary import summary
 
 if __name__ == "__main__":

@@ -27,23 +27,30 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
+from equipoise.core.options import replica_bytes
 from equipoise.core.plan import Plan
 from equipoise.core.value import require_int, require_kind
 from equipoise.cost import Profile
-from equipoise.cost.model import replica_bytes
+from equipoise.loads import count_step, generate_counts, step_schedules
 from equipoise.loads.forecast import received_bytes_MLR
+from equipoise.loads.packing import TokenPolicy
 from equipoise.loads.skew import rank_loads
 from equipoise.planner import PlanOptions
-from equipoise.planner.estimate import complete
-from equipoise.planner.policies import POLICIES
-from equipoise.sim.group import GroupOutcome, run_group
-from equipoise.sim.notes import notes_of
-from equipoise.sim.plans import GivenPlans, PlanSource, PolicyPlans, stage_layers
-from equipoise.sim.result import Event, Memory, Parts, PolicyResult, Simulation, WindowLoads, WindowResult
-from equipoise.sim.setting import StepSetting
-from equipoise.sim.shown import balance_of, bytes_between, timeline_of
-from equipoise.sim.trial import Groups, Progress
-from equipoise.sim.windows import windows_of
+from equipoise.planner.baselines import POLICIES
+from equipoise.planner.layer import complete
+from equipoise.sim.analysis import Groups, Progress
+from equipoise.sim.group import GroupOutcome, balance_of, bytes_between, run_group, timeline_of
+from equipoise.sim.result import (
+    Event,
+    Memory,
+    Parts,
+    PolicyResult,
+    Simulation,
+    WindowLoads,
+    WindowResult,
+)
+from equipoise.sim.summary import notes_of
+from equipoise.sim.windows import GivenPlans, PlanSource, PolicyPlans, StepSetting, stage_layers, windows_of
 
 NO_EVENTS: tuple[Event, ...] = ()
 NO_MEMORY = Memory(experts_bytes=0, replicas_bytes=0, received_bytes_X=np.zeros(1, dtype=np.int64), limit_bytes=0)
@@ -328,3 +335,26 @@ class _Shown(NamedTuple):
 def worst(one: Memory, other: Memory) -> Memory:
     """The larger of each figure: what a rank needs over two windows."""
     return Memory(**{f.name: np.maximum(getattr(one, f.name), getattr(other, f.name)) for f in fields(Memory)})
+
+
+# A generated step to show the simulator with: what `--demo` and `python -m equipoise.sim` replay.
+
+
+DEMO_POLICIES = ("static", "eplb-history", "eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
+
+
+def demo_step(*, layers: int = 8, ranks: int = 16) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
+    """The model and the windows of one generated step of Qwen3-30B-A3B shape, with a few of its layers."""
+    model = ModelShape.preset("qwen3-30b-a3b", layers=layers)
+    counts = generate_counts(model, samples=8 * ranks, mean_tokens=4096)
+    schedules = step_schedules(
+        counts.tokens_B, ranks=ranks, samples_per_micro_step=1, policy=TokenPolicy(last_token="drop")
+    )
+    return model, count_step(counts, schedules, ep=ranks)
+
+
+def simulate_demo(*, progress: Progress | None = None) -> Simulation:
+    """Simulate the demo on two H200 nodes under every policy."""
+    model, windows = demo_step()
+    cluster = Cluster.preset("h200", ep=windows[0].num_ranks)
+    return simulate(windows, DEMO_POLICIES, cluster=cluster, model=model, progress=progress)

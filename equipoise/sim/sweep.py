@@ -26,13 +26,11 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.value import require_int
 from equipoise.loads.skew import rank_loads, skew_ML
 from equipoise.planner import PlanOptions
-from equipoise.planner.estimate import complete
-from equipoise.sim.break_even import BreakEvenCurve, SweepPoint
-from equipoise.sim.prediction import deal_out
-from equipoise.sim.result import Shown
-from equipoise.sim.setting import StepSetting
+from equipoise.planner.layer import complete
+from equipoise.sim.analysis import WORTH, Progress, deal_out
+from equipoise.sim.result import BreakEvenCurve, Shown, SweepPoint
 from equipoise.sim.step import simulate
-from equipoise.sim.trial import WORTH, Progress
+from equipoise.sim.windows import StepSetting
 
 AXES = ("ep", "slots", "micro", "tokens")
 """What can be swept: EP width, replica slots, samples per micro-step, tokens per rank and micro-step."""

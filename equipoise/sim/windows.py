@@ -1,19 +1,79 @@
-"""From what is given to the windows of a step: which stages are replayed, and which EP groups each window has.
-
-Knows loads. Does not know plans or seconds.
-
-Invariants (asserted by the tests):
-1. A stage that has windows keeps them; one that has none replays all micro-steps of the other in one window.
-2. Every group has as many source ranks as the EP group, and every window the same layers and experts as the model.
-"""
+"""The windows of a simulated step and their plans: which stages run, which EP groups each has, and who plans them."""
 
 from collections.abc import Sequence
-from typing import get_args
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape, Stage
-from equipoise.sim.trial import Groups
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
+from equipoise.core.plan import Plan, Sends
+from equipoise.core.value import require_int
+from equipoise.loads.forecast import Activations
+from equipoise.planner import PlanOptions, plan
+from equipoise.planner.layer import complete
+from equipoise.sim.analysis import Groups
+from equipoise.sim.result import (
+    Shown,
+)
+
+# `StepSetting`: what a simulation assumes about the step around the experts.
+
+
+Planning = Literal["hidden", "exposed"]
+"""`hidden`: a window is planned while what comes before it runs (rollout, or the window before, once that has its own
+plan), and only what is left then counts; `exposed`: all of it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSetting:
+    """The step around the experts."""
+
+    pipeline_stages: int = 1
+    """Pipeline stages (one forward, one backward); each has its own ranks and an equal share of the layers."""
+    activations: Activations = "kept"
+    """Whether the backward pass repeats the forward pass of a layer (`recomputed`)."""
+    rollout_s: float = 0.0
+    """Seconds of rollout, as measured or hoped for: handed through, and what planning can hide behind."""
+    other_s: float = 0.0
+    """Seconds per step of what is not simulated: optimizer, embedding, head, gradient reduction."""
+    planning: Planning = "hidden"
+    planning_s: float = 0.0
+    """Seconds that planning one window takes."""
+    sends: Sends = "rows"
+    shown: Shown = field(default_factory=Shown)
+    """Whose arrays and timeline the result holds."""
+    timeline_layers: int = 4
+    """Layers of the shown micro-step that the timeline holds; 0: no timeline."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("pipeline_stages", 1), ("timeline_layers", 0)):
+            require_int(f"StepSetting.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
+        for name in ("rollout_s", "other_s", "planning_s"):
+            require_seconds(f"StepSetting.{name}", getattr(self, name))
+        for name, allowed in (("activations", Activations), ("planning", Planning), ("sends", Sends)):
+            if getattr(self, name) not in get_args(allowed):
+                raise InfeasiblePlanError(
+                    f"StepSetting.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return {**asdict(self), "shown": self.shown._asdict()}
+
+
+def require_seconds(name: str, value: float) -> None:
+    """Raise, naming `name`, if the value is no number of seconds."""
+    if not 0 <= value < float("inf"):
+        raise InfeasiblePlanError(f"{name} is {value}; it must be a number of seconds, at least 0")
+
+
+# From what is given to the windows of a step: which stages are replayed, and which EP groups each window has.
+#
+# Invariants (asserted by the tests):
+# 1. A stage that has windows keeps them; one that has none replays all micro-steps of the other in one window.
+# 2. Every group has as many source ranks as the EP group, and every window the same layers and experts as the model.
 
 
 def windows_of(
@@ -111,3 +171,125 @@ def _in_stage(windows: Sequence[Groups], stage: Stage) -> list[Groups]:
     if len(counts) > 1:
         raise LoadsError(f"windows have {sorted(counts)} EP groups; give windows of the same groups")
     return [[joined([groups[g] for groups in windows], stage) for g in range(counts.pop())]]
+
+
+# Where a simulation's plans come from: made by a policy as the step goes on, or given.
+#
+# Invariants (asserted by the tests):
+# 1. A policy plans each window of each group and pipeline stage on its own, its search starting from the window
+# before.
+# 2. Given plans are replayed as they are, and refused where their loads are not those of the windows.
+
+
+NO_SLOTS = ("static", "balanced")
+"""Policies that need no replica slot: one because it has no replica, one because it cannot exist."""
+
+
+def stage_layers(layers: int, stages: int) -> list[slice]:
+    """The MoE layers of each pipeline stage: consecutive, as equal as possible."""
+    bounds = [layers * p // stages for p in range(stages + 1)]
+    return [slice(low, high) for low, high in pairwise(bounds)]
+
+
+class PlanSource(Protocol):
+    """Hands out the plans of a step, window after window."""
+
+    policy: str
+
+    @property
+    def slots(self) -> int:
+        """Replica slots per rank that the policy takes."""
+
+    def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
+        """The plans of one group's window, one per pipeline stage."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyPlans:
+    """Plans that a policy makes."""
+
+    policy: str
+    slots: int
+    cluster: Cluster
+    model: ModelShape
+    options: PlanOptions
+    pipeline_stages: int = 1
+    history: LoadMatrix | None = None
+    pair_LEE: np.ndarray | None = None
+    keeps_plans: bool = True
+    """Whether a later window may start from an earlier one's plan; a plan holds its loads, which takes memory."""
+    _warm: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    """The last plan of each (group, pipeline stage)."""
+    _slots: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = self.slots
+        if self.policy in NO_SLOTS:
+            self.slots = 0
+
+    def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
+        """Plan one group's window."""
+        cuts = stage_layers(self.model.layers, self.pipeline_stages)
+        return [self._plan(loads, layers, (group, p)) for p, layers in enumerate(cuts)]
+
+    def _plan(self, loads: LoadMatrix, layers: slice, key: tuple[int, int]) -> Plan:
+        part, model, history = loads, self.model, self.history
+        if self.pipeline_stages > 1:
+            part = layers_of(loads, layers)
+            model = model.replace(layer_numbers=model.layer_numbers[layers], hidden_layers=model.hidden_layers)
+            history = None if history is None else layers_of(history, layers)
+        if self.policy == "eplb-history" and history is None:
+            history = part.micro_steps(0, max(1, part.num_micro_steps // 2))
+        made = plan(
+            part,
+            cluster=self.cluster,
+            model=model,
+            slots=self._slots,
+            policy=self.policy,
+            options=self.options,
+            history=history,
+            pair_LEE=None if self.pair_LEE is None else self.pair_LEE[layers],
+            warm=self._warm.get(key),
+        )
+        if self.policy == "equipoise" and self.keeps_plans:
+            self._warm[key] = made
+        return made
+
+
+@dataclass(slots=True, kw_only=True)
+class GivenPlans:
+    """Plans that someone made before."""
+
+    policy: str
+    slots: int
+    by_place: dict[tuple[int, int], Plan]
+    """(window, group) to plan."""
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], windows: Sequence[Groups], *, pipeline_stages: int) -> "GivenPlans":
+        """Take plans in the order of windows, and within a window of groups."""
+        places = [(w, g) for w, groups in enumerate(windows) for g in range(len(groups))]
+        if len(plans) != len(places):
+            raise InfeasiblePlanError(
+                f"{len(plans)} plans were given for {len(places)} windows and groups; give one each"
+            )
+        if pipeline_stages > 1:
+            raise InfeasiblePlanError(
+                f"a given plan covers all layers and cannot be cut into {pipeline_stages} pipeline stages; "
+                "name its policy instead"
+            )
+        names, slots = {p.policy for p in plans}, {p.slots for p in plans}
+        if len(names) > 1 or len(slots) > 1:
+            raise InfeasiblePlanError(f"plans of one step must be alike, got policies {names} with slots {slots}")
+        policy = names.pop()
+        kept = 0 if policy in NO_SLOTS else slots.pop()
+        return cls(policy=policy, slots=kept, by_place=dict(zip(places, plans, strict=True)))
+
+    def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
+        """The plan given for this place, if it was made for these loads."""
+        found = self.by_place[(window, group)]
+        if loads.stage != found.loads.stage or not np.array_equal(complete(loads)[0].load_MLRE, found.loads.load_MLRE):
+            raise InfeasiblePlanError(
+                f"the plan of window {window}, group {group} was made for other loads; plan these, or name its policy"
+            )
+        return [found]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.adapters.replay import Recorded, ReplayCounters, Turn, check_ids
+from equipoise.adapters.protocol import Recorded, ReplayCounters, Turn, check_ids
 from equipoise.core import ModelShape, RoutesError
 
 MODEL = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.adapters.shards import give_back, lend
+from equipoise.adapters.transformers import give_back, lend
 from tests.adapters import shard_work
 
 

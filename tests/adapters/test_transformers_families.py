@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from equipoise.adapters.transformers_families import FAMILIES, check_router, family_of
-from equipoise.adapters.transformers_model import inspect
+from equipoise.adapters.transformers_model import FAMILIES, check_router, family_of, inspect
 from equipoise.core import AdapterError
 from tests.adapters.tiny import HIDDEN, build
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from equipoise.balancer import find_layers
 from equipoise.core.errors import RoutesError
-from equipoise.parity.run import routes_of, run_window
-from equipoise.parity.stack import SmallStack, window_inputs
 from equipoise.planning.rows import count_rows
 from tests.balancer.work import balancer_of, run_micro_steps, words_of
+from tests.parity.run import routes_of, run_window
+from tests.parity.stack import SmallStack, window_inputs
 
 IN_THE_LAYER = ("sort_rows", "exchange_counts", "assign_slots", "with_relay")
 """What a layer does only where its dispatch is not made ahead."""
@@ -25,7 +25,7 @@ def train_windows(group, case, *, is_prepared, is_checked=False):
     with balancer_of(net, case, group, is_prepared=is_prepared) as balancer, ExitStack() as stack:
         if is_prepared and not is_checked:
             for name in IN_THE_LAYER:
-                stack.enter_context(mock.patch(f"equipoise.runtime.experts.{name}", side_effect=AssertionError(name)))
+                stack.enter_context(mock.patch(f"equipoise.layer.experts.{name}", side_effect=AssertionError(name)))
         for number in range(2):
             window = window_inputs(case, number, group.rank())
             balancer.submit(routes_of(window))

@@ -10,12 +10,12 @@ import torch
 
 from equipoise.balancer import find_layers
 from equipoise.core.errors import TransferError
-from equipoise.parity.run import routes_of, run_window
-from equipoise.parity.stack import SmallStack, window_inputs
-from equipoise.runtime.relocate import Relocator
-from equipoise.runtime.state import expert_state_dict, load_expert_state_dict, load_experts, save_experts
+from equipoise.layer.checkpoint import expert_state_dict, load_expert_state_dict, load_experts, save_experts
+from equipoise.transfer.edges import Relocator
 from tests.balancer.work import all_at_home, balancer_of
-from tests.runtime.test_memory import is_back
+from tests.parity.run import routes_of, run_window
+from tests.parity.stack import SmallStack, window_inputs
+from tests.transfer.test_memory import is_back
 
 FATAL = 2
 """The window in which a rank is killed."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from equipoise.parity.case import ParityCase
 from tests.balancer import ahead
+from tests.parity.case import ParityCase
 
 SMALL = ParityCase(ranks=2, layers=2, tokens=12, home_slots=2)
 

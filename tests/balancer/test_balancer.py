@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, TopologyError
-from equipoise.parity.case import ParityCase
-from equipoise.parity.verdict import judge
-from equipoise.planning.layers import in_plan_order
+from equipoise.planning.rows import in_plan_order
 from tests.balancer import work
+from tests.parity.case import ParityCase
+from tests.parity.verdict import judge
 
 SMALL = ParityCase(ranks=2, layers=2, tokens=12, home_slots=2)
 

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from equipoise.parity.case import ParityCase
 from tests.balancer import resume
-from tests.runtime.own_ranks import KILLED, run_ranks
+from tests.parity.case import ParityCase
+from tests.transfer.own_ranks import KILLED, run_ranks
 
 CASE = ParityCase(ranks=2, layers=2, tokens=10)
 WINDOWS = 4

@@ -13,13 +13,13 @@ import torch
 
 from equipoise.balancer import Balancer, BalancerOptions, find_layers
 from equipoise.core.errors import EquipoiseError
-from equipoise.parity.run import routes_of, run_window, train
-from equipoise.parity.stack import SmallStack, window_inputs
-from equipoise.planning.owners import owners_plan
+from equipoise.layer.experts import Window
+from equipoise.planning.background import owners_plan
 from equipoise.planning.worker import PlanWorker
-from equipoise.runtime.bank import NoReplicas
-from equipoise.runtime.window import Window
-from tests.runtime.test_memory import held, is_back
+from equipoise.transfer.bank import NoReplicas
+from tests.parity.run import routes_of, run_window, train
+from tests.parity.stack import SmallStack, window_inputs
+from tests.transfer.test_memory import held, is_back
 
 
 @functools.cache

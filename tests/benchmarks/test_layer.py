@@ -13,8 +13,8 @@ from benchmarks.pulls import limits_of as pull_limits_of
 from benchmarks.transfer import measure_memory, measure_shape
 from benchmarks.turns import added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
-from equipoise.core.itinerary import Visit
-from equipoise.runtime.reference import dense_experts
+from equipoise.core.plan import Visit
+from tests.layer.reference import dense_experts
 
 BENCH = Bench.on("cpu", runs=1)
 SHAPE = smoke_shape()

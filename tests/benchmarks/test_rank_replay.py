@@ -21,9 +21,8 @@ from benchmarks.replay_work import (
     save_work,
 )
 from benchmarks.results import ROOT, format_table
-from equipoise.calibrate.attention import Attention
-from equipoise.calibrate.bench import Bench
-from equipoise.calibrate.grid import AttentionShape
+from equipoise.calibrate.bench import AttentionShape, Bench
+from equipoise.calibrate.measures import Attention
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.cost import CostModel
 from equipoise.planner import plan

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.traces import FOLDER, Trace, joined, read_traces, scaled, stacked
 from equipoise.core import ModelShape
-from equipoise.cost.exchange import tokens_to
+from equipoise.cost.links import tokens_to
 
 
 def small_trace():

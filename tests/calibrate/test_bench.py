@@ -2,8 +2,7 @@
 
 import pytest
 
-from equipoise.calibrate.bench import Bench, Timing, measure
-from equipoise.calibrate.progress import Steps
+from equipoise.calibrate.bench import Bench, Steps, Timing, measure
 
 
 def test_a_timing_is_the_median_and_the_spread_of_its_runs():

@@ -6,8 +6,8 @@ from importlib import resources
 
 import pytest
 
-from equipoise.calibrate.check import Deviation, compare, sample_of
-from equipoise.calibrate.grid import Grid
+from equipoise.calibrate.bench import Grid
+from equipoise.calibrate.run import Deviation, compare, sample_of
 from equipoise.core import TopologyError
 
 FILED = json.loads((resources.files("equipoise.cost") / "profiles" / "h200.json").read_text())

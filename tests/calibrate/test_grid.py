@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.calibrate.grid import Grid, cut_rows
+from equipoise.calibrate.bench import Grid, cut_rows
 
 
 @given(st.integers(0, 5000), st.integers(1, 40), st.sampled_from([0.0, 0.5, 1.0, 2.0]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from equipoise.cli.analysis_view import BLOCKS, show, sparkline
+from equipoise.cli.analyze import BLOCKS, show, sparkline
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.sim import analyze_loads
 

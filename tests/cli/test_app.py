@@ -161,7 +161,7 @@ def test_too_little_memory_is_one_line_and_exit_code_2(equipoise, monkeypatch):
     def allocate(*_: object, **__: object) -> None:
         raise MemoryError("Unable to allocate 3 TiB")
 
-    monkeypatch.setattr("equipoise.cli.formats.screen", allocate)
+    monkeypatch.setattr("equipoise.cli.convert.screen", allocate)
     outcome = equipoise("formats")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == ("equipoise: there is not enough memory here (Unable to allocate 3 TiB); give less at once\n")

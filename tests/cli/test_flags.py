@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from equipoise.cli.flags import SectionedCommand, flatten
+from equipoise.cli.app import SectionedCommand, flatten
 
 
 @dataclass(frozen=True, kw_only=True)

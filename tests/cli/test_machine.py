@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from equipoise.cli.machine import Machine
+from equipoise.cli.options import Machine
 from equipoise.core import Cluster, Plan, TopologyError
 
 SMALL = ("--model", "qwen3-30b-a3b", "--demo", "--json")

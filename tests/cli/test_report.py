@@ -93,7 +93,7 @@ def test_files_are_written_before_a_word_is_printed(equipoise, result, tmp_path,
 
     monkeypatch.setattr("equipoise.cli.report.show", look)
     assert equipoise("report", result, "-o", tmp_path / "page.html", "--trace", tmp_path / "t.json").code == 0
-    monkeypatch.setattr("equipoise.cli.analysis_view.show", look)
+    monkeypatch.setattr("equipoise.cli.analyze.show", look)
     given = ("--demo", "--model", "olmoe", "--no-plan")
     assert equipoise("analyze", *given, "-o", tmp_path / "a.json", "--report", tmp_path / "a.html").code == 0
     first = ["page.html", "result.json", "t.json"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from equipoise.cli.seconds_view import answer, seconds_notes, seconds_table, seconds_unit
+from equipoise.cli.output import answer, seconds_notes, seconds_table, seconds_unit
 from equipoise.core import Cluster, LoadMatrix, ModelShape
-from equipoise.cost.model import replica_bytes
+from equipoise.core.options import replica_bytes
 from equipoise.sim import analyze_loads
 
 MODEL = ModelShape.preset("olmoe", layers=2)

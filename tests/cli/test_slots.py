@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from equipoise.cli.slots import check_slots, most_slots
+from equipoise.cli.options import check_slots, most_slots
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
-from equipoise.cost.model import replica_bytes
+from equipoise.core.options import replica_bytes
 
 QWEN = ModelShape.preset("qwen3-30b-a3b")
 DEEPSEEK = ModelShape.preset("deepseek-v3")

@@ -6,10 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
-from equipoise.cli.train_view import COLUMNS, View, summary_lines
+from equipoise.cli.train import COLUMNS, View, summary_lines
+from equipoise.rl.checkpoint import hold
 from equipoise.rl.compare import build_comparison
-from equipoise.rl.events import Event
-from equipoise.rl.lock import hold
+from equipoise.rl.launch import Event
 from tests.rl.test_compare import leg
 
 # Few steps of a small model: what is tested is the way from the command line to the results.

@@ -6,8 +6,7 @@ Knows core. Does not know the planner.
 import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
-from equipoise.core.itinerary import Itinerary
-from equipoise.core.plan import Bytes, ReplicaTable, Seconds
+from equipoise.core.plan import Bytes, Itinerary, ReplicaTable, Seconds
 
 RANKS, EXPERTS, MICRO_STEPS, LAYERS = 4, 8, 2, 2
 CLUSTER = Cluster.preset("h200", node_R=(0, 0, 1, 1))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import EquipoiseError, LoadMatrix, LoadsError
-from equipoise.core.whole_file import whole_file
+from equipoise.core.files import whole_file
 from tests.core.plans import plan_of
 
 

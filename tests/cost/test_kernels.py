@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.core.split import split_in_proportion, split_rows
-from equipoise.cost import CostModel, exchange, kernels, links, reference
-from equipoise.cost.between import tokens_between
+from equipoise.cost import CostModel, kernels, links, reference
 from equipoise.cost.kernels import ACROSS, COLUMNS, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
+from equipoise.cost.links import tokens_between
 from tests.planner import problems
 
 few = settings(max_examples=80, deadline=None)
@@ -174,7 +174,7 @@ def test_kept_rows_are_exact_for_top_2_tokens(seed):
     for a, b in ids_TK:
         for e, f in ((a, a), (b, b), (a, b), (b, a)):
             pair_EE[e, f] += 1
-    kept_N = exchange.kept_permille(node_E, 2, pair_EE, 2)
+    kept_N = links.kept_permille(node_E, 2, pair_EE, 2)
     assert kept_N.tolist() == reference.kept_permille(node_E, 2, pair_EE, 2).tolist()
     for node in range(2):
         rows = int((node_E[ids_TK] == node).sum())
@@ -185,16 +185,16 @@ def test_kept_rows_are_exact_for_top_2_tokens(seed):
 @few
 def test_chances_are_the_plain_ones_and_between_the_fewest_tokens_and_every_row(rows, others, top_k):
     sent = rows + others
-    tokens = exchange.tokens_to(rows, sent, top_k)
+    tokens = links.tokens_to(rows, sent, top_k)
     assert tokens == reference.tokens_to(rows, sent, top_k)
     assert min(rows, 1) <= tokens <= min(rows, -(-sent // top_k))
-    assert tokens <= exchange.tokens_to(rows + min(1, others), sent, top_k), "more rows, no fewer tokens"
+    assert tokens <= links.tokens_to(rows + min(1, others), sent, top_k), "more rows, no fewer tokens"
 
 
 def test_two_independent_choices_of_half_the_experts_reach_them_three_times_in_four():
-    assert exchange.tokens_to(1000, 2000, 2) == 750
-    assert exchange.tokens_to(2000, 2000, 2) == 1000
-    assert exchange.tokens_to(700, 2000, 1) == 700
+    assert links.tokens_to(1000, 2000, 2) == 750
+    assert links.tokens_to(2000, 2000, 2) == 1000
+    assert links.tokens_to(700, 2000, 1) == 700
 
 
 @pytest.mark.parametrize("skew", [0, 1])
@@ -205,7 +205,7 @@ def test_chances_are_near_the_tokens_that_really_cross(skew):
     node_E = np.argsort(rng.random(64)) // 16
     for node in range(4):
         rows = int((node_E[ids_TK] == node).sum())
-        assert exchange.tokens_to(rows, ids_TK.size, 8) == pytest.approx(tokens_into(node, ids_TK, node_E), rel=0.06)
+        assert links.tokens_to(rows, ids_TK.size, 8) == pytest.approx(tokens_into(node, ids_TK, node_E), rel=0.06)
 
 
 def test_a_token_crosses_to_the_rank_with_its_sources_place():
@@ -231,7 +231,7 @@ def test_one_more_row_for_a_node_costs_what_it_adds_to_the_tokens_that_cross(top
     model = ModelShape.preset("qwen3-30b-a3b", top_k=top_k)
     cost = CostModel.of(Cluster.preset("h200", nodes=nodes, ranks_per_node=1), model, sends="tokens")
     sent, more = 8_000_000, 80_000
-    added = exchange.tokens_to(sent // nodes + more, sent, top_k) - exchange.tokens_to(sent // nodes, sent, top_k)
+    added = links.tokens_to(sent // nodes + more, sent, top_k) - links.tokens_to(sent // nodes, sent, top_k)
     assert cost.crossing_permille == pytest.approx(1000 * added / more, rel=0.05, abs=1)
     assert CostModel.of(cost.cluster, model).crossing_permille == 1000
 
@@ -252,7 +252,7 @@ def test_pairs_lower_what_chance_says_where_experts_are_chosen_together_and_neve
         load_RE[0] = chosen_TE.sum(axis=0)
         crossing = []
         for pairs in (none_EE, pair_EE):
-            line, keep_N = np.zeros(COLUMNS, dtype=np.int64), exchange.kept_permille(node_E, nodes, pairs, 8)
+            line, keep_N = np.zeros(COLUMNS, dtype=np.int64), links.kept_permille(node_E, nodes, pairs, 8)
             kernels.price(load_RE, node_E, np.arange(nodes), none_RS, none_RS, keep_N, tables, False, line)
             crossing.append(line[ACROSS])
         assert bool(crossing[1] < 0.8 * crossing[0]) is is_lower
@@ -284,5 +284,5 @@ def test_nodes_of_one_rank_have_no_links_inside():
 
 def test_without_pairs_every_row_crosses():
     none_EE, all_EE = np.zeros((0, 0), dtype=np.int64), np.ones((2, 2), dtype=np.int64)
-    assert exchange.kept_permille(np.array([0, 1]), 2, none_EE, 8).tolist() == [1000, 1000]
-    assert exchange.kept_permille(np.array([0, 0]), 1, all_EE, 1).tolist() == [1000]
+    assert links.kept_permille(np.array([0, 1]), 2, none_EE, 8).tolist() == [1000, 1000]
+    assert links.kept_permille(np.array([0, 0]), 1, all_EE, 1).tolist() == [1000]

@@ -5,8 +5,8 @@ from hypothesis import assume, given, settings
 
 from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost import kernels
-from equipoise.cost.between import rows_between
 from equipoise.cost.kernels import COLUMNS, COMPUTE, EXCHANGE
+from equipoise.cost.links import rows_between
 from equipoise.cost.ranks import compute_ns_of, level_rows, rank_rows
 from tests.cost.test_kernels import priced
 

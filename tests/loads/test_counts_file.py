@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import ModelShape, RouteCounts, RoutesError
-from equipoise.loads.counts_file import load_counts, save_counts
+from equipoise.loads.count import load_counts, save_counts
 
 MODEL = ModelShape.preset("olmoe", layers=2, experts=4, top_k=2)
 

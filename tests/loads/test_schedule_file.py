@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import Schedule, ScheduleError
-from equipoise.loads.packing import TokenPolicy, slice_context, step_schedules
-from equipoise.loads.schedule_file import FORMAT, read_schedules, write_schedules
+from equipoise.loads.packing import FORMAT, TokenPolicy, read_schedules, slice_context, step_schedules, write_schedules
 
 GOOD = {"stage": "update", "ranks": 2, "pieces": [[0, 0, 5, 0, 1]]}
 

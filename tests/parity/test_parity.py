@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from equipoise.core import TransferError
-from equipoise.parity.case import ParityCase
-from equipoise.parity.ranks import run_ranks
-from equipoise.parity.run import Training
-from equipoise.parity.stack import dense_gradients
-from equipoise.parity.verdict import judge
+from equipoise.launch import run_ranks
 from equipoise.planning.report import WindowReport
+from tests.parity.case import ParityCase
+from tests.parity.run import Training
+from tests.parity.stack import dense_gradients
+from tests.parity.verdict import judge
 
 CASE = ParityCase(ranks=2, layers=1, tokens=4, steps=1)
 REPORT = WindowReport(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from equipoise.parity.case import ParityCase
-from equipoise.parity.verdict import check_parity
+from tests.parity.case import ParityCase
+from tests.parity.verdict import check_parity
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.traces import read_traces
 from equipoise.core import InfeasiblePlanError
 from equipoise.planner import plan
-from equipoise.planner.eplb import count_copies, pack, place, share_evenly
+from equipoise.planner.baselines import count_copies, pack, place, share_evenly
 from tests.planner.cases import cluster_of, model_of, skewed_loads
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data"

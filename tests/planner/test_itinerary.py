@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InfeasiblePlanError
-from equipoise.core.itinerary import Visit
+from equipoise.core.plan import Visit
 from equipoise.planner import PlanOptions
-from equipoise.planner.itinerary import BACKWARD, FORWARD, build_itinerary, visits_of
+from equipoise.planner.assemble import BACKWARD, FORWARD, build_itinerary, visits_of
 from tests.planner.test_plan import planned, window
 
 few = settings(max_examples=100, deadline=None)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planner import _level, reference
-from tests.planner import problems
+from equipoise.planner import homes
+from tests.planner import problems, reference
 
 few = settings(max_examples=80, deadline=None)
 
@@ -43,7 +43,7 @@ def groupings(draw):
 @given(groupings())
 @few
 def test_compiled_level_equals_the_plain_one(case):
-    assert np.array_equal(_level.level(*case.values()), reference.level(**case))
+    assert np.array_equal(homes.level(*case.values()), reference.level(**case))
 
 
 @given(groupings())
@@ -51,9 +51,9 @@ def test_compiled_level_equals_the_plain_one(case):
 def test_compiled_objective_equals_the_plain_one(case):
     ranks_G, group_E = case["ranks_G"], case["group_E"]
     rows_GM = np.stack([case["load_EM"][group_E == g].sum(axis=0) for g in range(len(ranks_G))])
-    common = _level.common_multiple(ranks_G)
+    common = homes.common_multiple(ranks_G)
     assert common == np.lcm.reduce(ranks_G)
-    ours = _level.busiest(rows_GM, common // ranks_G, common, case["weight_M"])
+    ours = homes.busiest(rows_GM, common // ranks_G, common, case["weight_M"])
     none_EG = np.zeros_like(case["cost_EG"])
     assert ours == reference.busiest(group_E, case["load_EM"], ranks_G, case["weight_M"], none_EG)
 
@@ -67,7 +67,7 @@ def test_compiled_polish_equals_the_plain_one(case):
     work_GM = np.stack([weight_G[g] * work_EM[group_E == g].sum(axis=0) for g in range(len(ranks_G))])
     room = case["budget"] - int((group_E != case["owner_E"]).sum())
     limits = case["owner_E"], room, case["max_checks"]
-    _level.polish(work_EM, group_E, work_GM, weight_G, common * case["cost_EG"], *limits)
+    homes.polish(work_EM, group_E, work_GM, weight_G, common * case["cost_EG"], *limits)
     taken = {name: case[name] for name in ("load_EM", "group_E", "ranks_G", "weight_M", "cost_EG", "owner_E")}
     wanted = reference.polish(**taken, budget=case["budget"], max_checks=case["max_checks"])
     assert np.array_equal(group_E, wanted)
@@ -76,7 +76,7 @@ def test_compiled_polish_equals_the_plain_one(case):
 @given(groupings())
 @few
 def test_groups_keep_their_sizes_and_the_objective_never_rises(case):
-    result = _level.level(*case.values())
+    result = homes.level(*case.values())
     groups = len(case["ranks_G"])
     assert np.array_equal(np.bincount(result, minlength=groups), np.bincount(case["group_E"], minlength=groups))
     rest = case["load_EM"], case["ranks_G"], case["weight_M"], case["cost_EG"]
@@ -125,37 +125,37 @@ def best_by_trying_all(load_EM, ranks_G):
 def test_small_cases_come_within_half_a_percent_of_the_best_of_all(seed, ranks_G):
     load_EM = np.random.default_rng(seed).integers(0, 1000, size=(12, 4)) ** 2 // 100
     case = arguments(load_EM, ranks_G)
-    found = reference.busiest(_level.level(*case.values()), load_EM, case["ranks_G"], case["weight_M"], case["cost_EG"])
+    found = reference.busiest(homes.level(*case.values()), load_EM, case["ranks_G"], case["weight_M"], case["cost_EG"])
     best = best_by_trying_all(load_EM, ranks_G)
     assert best <= found <= best * 1.005
 
 
 def test_one_group_has_nothing_to_swap():
     case = arguments(np.arange(8).reshape(4, 2), (2,))
-    assert _level.level(*case.values()).tolist() == [0, 0, 0, 0]
+    assert homes.level(*case.values()).tolist() == [0, 0, 0, 0]
 
 
 def test_two_hot_experts_of_one_group_are_parted():
     load_EM = np.array([[100], [100], [1], [1]])
-    result = _level.level(*arguments(load_EM, (1, 1)).values())
+    result = homes.level(*arguments(load_EM, (1, 1)).values())
     assert result[0] != result[1]
 
 
 def test_an_expert_moves_only_if_it_pays():
     load_EM = np.array([[100], [100], [1], [1]])
     # Two experts move for 99 rows less on the fullest group, 1024 parts each.
-    assert _level.level(*arguments(load_EM, (1, 1), cost=99 * 512 + 1).values()).tolist() == [0, 0, 1, 1]
-    assert _level.level(*arguments(load_EM, (1, 1), cost=99 * 512 - 1).values()).tolist() != [0, 0, 1, 1]
+    assert homes.level(*arguments(load_EM, (1, 1), cost=99 * 512 + 1).values()).tolist() == [0, 0, 1, 1]
+    assert homes.level(*arguments(load_EM, (1, 1), cost=99 * 512 - 1).values()).tolist() != [0, 0, 1, 1]
 
 
 def test_a_budget_of_one_allows_no_swap():
     load_EM = np.array([[100], [100], [1], [1]])
-    assert _level.level(*arguments(load_EM, (1, 1), budget=1).values()).tolist() == [0, 0, 1, 1]
+    assert homes.level(*arguments(load_EM, (1, 1), budget=1).values()).tolist() == [0, 0, 1, 1]
 
 
 def test_groups_of_unlike_sizes_are_compared_by_rows_per_rank():
     load_EM = np.array([[30], [30], [30], [90]])
-    result = _level.level(*arguments(load_EM, (3, 1)).values())
+    result = homes.level(*arguments(load_EM, (3, 1)).values())
     # The hot expert sits best beside two others on the larger group: 150 rows over 3 ranks.
     assert result[3] == 0
 

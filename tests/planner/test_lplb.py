@@ -5,8 +5,8 @@ import pytest
 
 from equipoise.core import Cluster
 from equipoise.planner import plan
+from equipoise.planner.baselines import PLAN_S, choose_replicas, link_ranks, split
 from equipoise.planner.bounds import split_optimum
-from equipoise.planner.lplb import PLAN_S, choose_replicas, link_ranks, split
 from tests.planner.cases import cluster_of, model_of, skewed_loads
 
 

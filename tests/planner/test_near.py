@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planner import _near, reference
-from tests.planner import problems
+from equipoise.planner import homes
+from tests.planner import problems, reference
 
 few = settings(max_examples=80, deadline=None)
 
@@ -35,13 +35,13 @@ def placements(draw):
 @given(placements())
 @few
 def test_the_compiled_search_equals_the_plain_one(case):
-    assert np.array_equal(_near.near(*case.values()), reference.near(**case))
+    assert np.array_equal(homes.near(*case.values()), reference.near(**case))
 
 
 @given(placements())
 @few
 def test_nodes_keep_their_numbers_the_burden_never_rises_and_the_budget_holds(case):
-    before_E, after_E, owner_E = case["group_E"], _near.near(*case.values()), case["owner_E"]
+    before_E, after_E, owner_E = case["group_E"], homes.near(*case.values()), case["owner_E"]
     assert np.array_equal(np.sort(after_E), np.sort(before_E))
     steps = case["load_MRE"][:: -(-len(case["load_MRE"]) // case["most_steps"])]
     given = {name: case[name] for name in ("node_R", "cost_EN", "weights")}
@@ -57,7 +57,7 @@ def test_nodes_keep_their_numbers_the_burden_never_rises_and_the_budget_holds(ca
 def test_rows_from_other_nodes_are_counted(case):
     load_MRE, node_R, node_E = case["load_MRE"], case["node_R"], case["group_E"]
     wanted = (load_MRE * (node_R[:, None] != node_E)).sum(axis=1).T
-    assert np.array_equal(_near.far_rows(load_MRE, node_E, node_R), wanted)
+    assert np.array_equal(homes.far_rows(load_MRE, node_E, node_R), wanted)
 
 
 def test_experts_go_to_the_node_that_chooses_them():
@@ -66,6 +66,6 @@ def test_experts_go_to_the_node_that_chooses_them():
     load_MRE = np.array([[[0, 9, 0, 9], [0, 9, 0, 9], [9, 0, 9, 0], [9, 0, 9, 0]]])
     none_EN = np.zeros((4, 2), dtype=np.int64)
     limits = {"cost_EN": none_EN, "owner_E": home_E, "weights": (1, 1), "max_checks": 100, "most_steps": 16}
-    found = _near.near(load_MRE, home_E, node_R, none_EN, home_E, (1, 1), 4, 100, 16)
+    found = homes.near(load_MRE, home_E, node_R, none_EN, home_E, (1, 1), 4, 100, 16)
     assert found.tolist() == [1, 0, 1, 0]
     assert reference.near(load_MRE, home_E, node_R, budget=1, **limits).tolist() == home_E.tolist()

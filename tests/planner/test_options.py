@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import InfeasiblePlanError, ModelShape
-from equipoise.cost.model import replica_bytes
+from equipoise.core.options import replica_bytes
 from equipoise.planner import PlanOptions
 
 MODEL = ModelShape.preset("qwen3-30b-a3b")

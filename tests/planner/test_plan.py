@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
+from equipoise.core.options import replica_bytes
 from equipoise.cost import CostModel
 from equipoise.cost.kernels import price
-from equipoise.cost.model import replica_bytes
-from equipoise.planner import fast
-from equipoise.planner._fill import fill, node_bound
-from equipoise.planner._level import level
+from equipoise.planner import replicas
 from equipoise.planner.assemble import home_links
+from equipoise.planner.homes import level
 from equipoise.planner.layer import crossings
+from equipoise.planner.replicas import fill, node_bound
 from tests.planner import problems
 
 few = settings(max_examples=60, deadline=None)
@@ -408,15 +408,20 @@ def test_two_processes_give_the_same_bytes_as_this_one(tmp_path):
 
 KERNELS_SCRIPT = """
 import numpy as np
-from equipoise.cost import between, kernels, links, ranks
-from equipoise.planner import _fill, _level, fast, layer, pricing
+from equipoise.cost import kernels, links, ranks
+from equipoise.cost import links
+from equipoise.planner import layer
+from equipoise.planner import replicas
+from equipoise.planner import homes
+from equipoise.planner import replicas
+from equipoise.planner import baselines
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
 rooms = (between, kernels, links, ranks, _fill, _level, fast, layer, pricing)
 found = {v for room in rooms for v in vars(room).values() if isinstance(v, Dispatcher)}
 print(len(found), sum(isinstance(kernel._cache, NullCache) for kernel in found))
-print(fast.homes_by_rank(np.arange(16) // 2, 8).tolist())
-print(_fill.node_bound(np.arange(8), np.arange(8) // 4))
+print(replicas.homes_by_rank(np.arange(16) // 2, 8).tolist())
+print(replicas.node_bound(np.arange(8), np.arange(8) // 4))
 """
 
 
@@ -433,13 +438,13 @@ def test_kernels_of_a_read_only_install_run_and_leave_no_file(tmp_path):
     counts, homes, bound = done.stdout.splitlines()
     total, uncached = map(int, counts.split())
     assert total == uncached > 40
-    assert homes == str(fast.homes_by_rank(np.arange(16) // 2, 8).tolist())
+    assert homes == str(replicas.homes_by_rank(np.arange(16) // 2, 8).tolist())
     assert int(bound) == node_bound(np.arange(8), np.arange(8) // 4)
     assert not list(installed.rglob("*.nbi"))
 
 
 def test_kernels_are_kept_on_disk_and_compiled_alike():
-    for kernel in (fast.evaluate, level, fill, price):
+    for kernel in (replicas.evaluate, level, fill, price):
         assert kernel.targetoptions.get("fastmath", False) is False
         assert kernel.targetoptions.get("parallel", False) is False
         assert Path(kernel._cache.cache_path).is_dir()

@@ -8,7 +8,7 @@ import pytest
 from equipoise.core import InfeasiblePlanError
 from equipoise.loads import skew
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.policies import POLICIES, REACTIVE_PLAN_NS, REACTIVE_PUSH_NS, cut_evenly
+from equipoise.planner.baselines import POLICIES, REACTIVE_PLAN_NS, REACTIVE_PUSH_NS, cut_evenly
 from tests.planner.cases import awkward_loads, cluster_of, model_of, skewed_loads
 
 HEAVY = 2**18

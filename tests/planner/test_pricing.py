@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from equipoise.core.options import PlanOptions
 from equipoise.core.plan import Bytes
 from equipoise.cost.kernels import COLUMNS, price
 from equipoise.planner.assemble import Task, edge_links
-from equipoise.planner.options import PlanOptions
-from equipoise.planner.pricing import copy_bytes, copy_edges, count_before, fill_slots, price_window
+from equipoise.planner.baselines import copy_bytes, copy_edges, count_before, fill_slots, price_window
 from tests.planner.cases import cluster_of, model_of, skewed_loads
 
 

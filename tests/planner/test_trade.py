@@ -9,11 +9,11 @@ import equipoise as eq
 from equipoise.core.split import split_rows
 from equipoise.cost.kernels import settle
 from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
-from equipoise.cost.reference import quotas
-from equipoise.planner import _trade, fast, layer, reference, trade_reference
-from equipoise.planner._fill import fill
-from equipoise.planner.reference import homes_by_rank
-from tests.planner import problems
+from equipoise.planner import layer, replicas
+from equipoise.planner.replicas import fill
+from tests.cost.reference import quotas
+from tests.planner import problems, reference, trade_reference
+from tests.planner.reference import homes_by_rank
 
 few = settings(max_examples=100, deadline=None)
 LAYOUTS = [name for name, node_R in problems.LAYOUTS.items() if max(node_R) > 0]
@@ -35,19 +35,19 @@ def entries(draw):
 
 
 def compiled_across(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
-    """`_trade.trade_across` with the arguments of the plain one."""
+    """`replicas.trade_across` with the arguments of the plain one."""
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
     holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
     link_R4 = settle(load_RE, base, holders, False).link_R4
-    return _trade.trade_across(load_RE, base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
+    return replicas.trade_across(load_RE, base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
 
 
 def compiled_inside(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
-    """`_trade.trade_inside` with the arguments of the plain one."""
+    """`replicas.trade_inside` with the arguments of the plain one."""
     base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
     holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
     link_R4 = settle(load_RE, base, holders, False).link_R4
-    return _trade.trade_inside(base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
+    return replicas.trade_inside(base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
 
 
 TRADES = {
@@ -171,7 +171,7 @@ def test_a_plan_trades_where_that_is_cheaper_compiled_and_plain(crosses, gated, 
     problem, none_EE = problem_of(node_R, slots, gated, crosses), np.zeros((0, 0), dtype=np.int64)
     tables = problems.tables_of(8, 32, "recompute" if crosses else "update")
     given = load_MRE, home_E, none_EE, problem, tables
-    ours, theirs = fast.evaluate(*given), reference.evaluate(*given)
+    ours, theirs = replicas.evaluate(*given), reference.evaluate(*given)
     for name, a, b in zip(ours._fields, ours, theirs, strict=True):
         assert np.array_equal(a, b), name
     monkeypatch.setattr(reference, "_trades", lambda *_: iter(()))

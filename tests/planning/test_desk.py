@@ -7,9 +7,9 @@ import pytest
 
 import equipoise as eq
 from equipoise.core import LoadMatrix
-from equipoise.planning.desk import Desk
-from equipoise.planning.options import BalancerOptions
-from tests.runtime.cases import cluster_of, model_of, random_routing
+from equipoise.core.options import BalancerOptions
+from equipoise.planning.server import Desk
+from tests.layer.cases import cluster_of, model_of, random_routing
 
 RANKS, LAYERS = 4, 5
 

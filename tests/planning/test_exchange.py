@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from equipoise.planning.exchange import OwnGroup
-from equipoise.runtime.exchange import all_to_all
+from equipoise.layer.ops import all_to_all
+from equipoise.planning.background import OwnGroup
 
 
 def gathered_and_swapped(group, send_RR):

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
-from equipoise.planning.ways import WindowWays
-from tests.runtime.cases import random_routing, static_plan
-from tests.runtime.stack import Run, build_layers
+from equipoise.planning.rows import WindowWays
+from tests.layer.cases import random_routing, static_plan
+from tests.layer.stack import Run, build_layers
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from equipoise.core import InfeasiblePlanError, LoadsError
-from equipoise.planning.options import BalancerOptions
+from equipoise.core.options import BalancerOptions
 from equipoise.planning.worker import PlanWorker
-from tests.runtime.cases import cluster_of, model_of, random_routing
-from tests.runtime.test_pool import is_alive
+from tests.layer.cases import cluster_of, model_of, random_routing
+from tests.transfer.test_pool import is_alive
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from equipoise.core import Cluster, ModelShape
 from equipoise.cost import Profile
 from equipoise.loads import generate_counts
 from equipoise.sim import analyze_loads
-from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
 from equipoise.sim.result import (
     Balance,
+    BreakEvenCurve,
     Event,
     Memory,
     Parts,
@@ -18,10 +18,12 @@ from equipoise.sim.result import (
     PolicyResult,
     Shown,
     Simulation,
+    Sweep,
+    SweepPoint,
     WindowLoads,
     WindowResult,
 )
-from equipoise.sim.setting import StepSetting
+from equipoise.sim.windows import StepSetting
 
 STEPS = {"recompute": 4, "update": 6}
 """Micro-steps of the small result's windows."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from equipoise.report import build_page
-from equipoise.report.words import percent, ratio
+from equipoise.report.page import percent, ratio
 from tests.report.documents import small_analysis
 
 

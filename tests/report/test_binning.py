@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.report.binning import bin_labels, bin_matrix, binning_note
+from equipoise.report.page import bin_labels, bin_matrix, binning_note
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from equipoise.report import build_page, write_page
-from equipoise.report.render import as_csv
-from equipoise.report.theme import GROUND, INK
+from equipoise.report.render import GROUND, INK, as_csv
 from tests.report.conftest import PATIENCE_MS, open_in
 from tests.report.documents import POLICIES, metrics, rank_replay, simulation, small_analysis, write_run
 

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 
 from equipoise.report import build_page
-from equipoise.report.byte_charts import memory, traffic
-from equipoise.report.frame import MAX_TICKS, whole_ticks
-from equipoise.report.load_charts import expert_heat_map, over_mean, rank_heat_map, skew_over_micro_steps
-from equipoise.report.sweep_charts import sweep
-from equipoise.report.theme import themes
-from equipoise.report.time_charts import MAX_EVENTS, cost_parts, rank_seconds, timeline
+from equipoise.report.charts import (
+    MAX_EVENTS,
+    MAX_TICKS,
+    cost_parts,
+    expert_heat_map,
+    memory,
+    over_mean,
+    rank_heat_map,
+    rank_seconds,
+    skew_over_micro_steps,
+    sweep,
+    timeline,
+    traffic,
+    whole_ticks,
+)
+from equipoise.report.render import themes
 from tests.report.documents import simulation
 
 

@@ -9,7 +9,7 @@ from tests.report.documents import simulation
 
 def test_the_demo_writes_a_page_and_says_where(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("equipoise.sim.demo.simulate_demo", simulation)
+    monkeypatch.setattr("equipoise.sim.step.simulate_demo", simulation)
     runpy.run_module("equipoise.report", run_name="__main__")
     said = capsys.readouterr().out
     assert "would recover 20.3 %" in " ".join(said.split())
@@ -19,7 +19,7 @@ def test_the_demo_writes_a_page_and_says_where(tmp_path, monkeypatch, capsys):
 
 def test_a_page_that_is_there_is_not_replaced_and_nothing_is_simulated(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("equipoise.sim.demo.simulate_demo", lambda: pytest.fail("simulated"))
+    monkeypatch.setattr("equipoise.sim.step.simulate_demo", lambda: pytest.fail("simulated"))
     (tmp_path / "report.html").write_text("precious")
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("equipoise.report", run_name="__main__")

@@ -6,8 +6,7 @@ from typing import get_args
 import pytest
 
 from equipoise.report import build_page
-from equipoise.report.definitions import DEFINITIONS
-from equipoise.report.page import Table, View
+from equipoise.report.page import DEFINITIONS, Table, View
 from equipoise.sim.result import PathName
 from tests.report.documents import simulation
 
@@ -87,7 +86,7 @@ def test_every_path_and_column_of_the_transfers_is_defined_beside_them(page):
 
 
 def test_definitions_say_what_is_computed():
-    """The rules that words and code must share: see `sim/plans.py`, `sim/break_even.py`, `loads/forecast.py`."""
+    """The rules that words and code must share: see `sim/step.py`, `sim/sweep.py`, `loads/forecast.py`."""
     for term, rule in {
         "eplb-history": "the first half of each window's own micro-steps",
         "break-even": "at least the share that the dashed line shows",

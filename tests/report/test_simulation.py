@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.cli.simulation import NO_CURVES, STOPPED
 from equipoise.report import build_page
-from equipoise.report.words import num_bytes, percent, ratio
+from equipoise.report.page import num_bytes, percent, ratio
 from tests.report.documents import POLICIES, STEPS, simulation
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.report import words
+from equipoise.report import page
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from equipoise.report import words
     ],
 )
 def test_shares(share, text):
-    assert words.percent(share) == text
+    assert page.percent(share) == text
 
 
 def test_nothing_is_lost_where_balanced_takes_as_long_or_longer():
-    assert words.lost(0.09) == "9.0 % of the time in expert layers is lost to uneven experts"
-    assert words.lost(0.0) == words.lost(-0.208) == "Balanced ranks would not be faster here"
+    assert page.lost(0.09) == "9.0 % of the time in expert layers is lost to uneven experts"
+    assert page.lost(0.0) == page.lost(-0.208) == "Balanced ranks would not be faster here"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_nothing_is_lost_where_balanced_takes_as_long_or_longer():
     ],
 )
 def test_what_a_plan_gains_may_be_more_than_is_lost_or_less_than_nothing(saved, lost, text):
-    assert words.gained(saved, lost=lost) == text
+    assert page.gained(saved, lost=lost) == text
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_a_plan_gains_may_be_more_than_is_lost_or_less_than_nothing(saved, 
     ids=["sends less", "computes less", "both", "neither"],
 )
 def test_the_reason_is_the_part_that_takes_less_than_balanced(sends_less, computes_less, said, not_said):
-    text = words.beyond_balanced("x", sends_less=sends_less, computes_less=computes_less)
+    text = page.beyond_balanced("x", sends_less=sends_less, computes_less=computes_less)
     assert all(part in text for part in said)
     assert not any(part in text for part in not_said)
 
@@ -68,29 +68,29 @@ def test_the_reason_is_the_part_that_takes_less_than_balanced(sends_less, comput
     [(25.0, "25.0 s"), (3.638, "3.64 s"), (0.0123, "12.3 ms"), (0.000412, "412 us"), (2e-9, "2.00 ns"), (0, "0 s")],
 )
 def test_seconds(value, text):
-    assert words.seconds(value) == text
+    assert page.seconds(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(18874368, "18.0 MiB"), (80 * 2**30, "80.0 GiB"), (12, "12 B"), (5 * 2**41, "10.0 TiB")]
 )
 def test_bytes(value, text):
-    assert words.num_bytes(value) == text
+    assert page.num_bytes(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(512, "512"), (9999, "9,999"), (12345, "12.3 k"), (1627300608, "1.63 G")])
 def test_counts(value, text):
-    assert words.count(value) == text
+    assert page.count(value) == text
 
 
 def test_plurals():
-    assert [words.plural(n, "slot") for n in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
+    assert [page.plural(n, "slot") for n in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(value=st.floats(min_value=1e-8, max_value=1e12))
 def test_what_is_not_zero_is_never_written_as_zero_and_three_digits_are_right(value):
-    shown = float(words.digits(value).replace(",", ""))
+    shown = float(page.digits(value).replace(",", ""))
     assert shown > 0
     assert math.isclose(shown, value, rel_tol=0.006)
-    assert words.digits(-value) == f"-{words.digits(value)}"
+    assert page.digits(-value) == f"-{page.digits(value)}"

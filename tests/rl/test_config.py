@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import TrainingError
-from equipoise.rl.config import TrainConfig, change
-from equipoise.rl.config_file import build_config, preset_names, read_config, write_config
+from equipoise.rl.config import TrainConfig, build_config, change, preset_names, read_config, write_config
 
 
 @pytest.mark.parametrize("name", preset_names())

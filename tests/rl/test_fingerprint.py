@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.rl import fingerprint
-from equipoise.rl.fingerprint import fingerprints, reference_fingerprint
+from equipoise.rl import learner
+from equipoise.rl.learner import fingerprints, reference_fingerprint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -40,7 +40,7 @@ def test_they_are_those_of_the_reference(dtype, shape, seed):
 def test_large_entries_are_mixed_in_parts(monkeypatch):
     entries = drawn(torch.float32, 3, 11, 14)
     whole = fingerprints(entries).tolist()
-    monkeypatch.setattr(fingerprint, "_CHUNK", 16)
+    monkeypatch.setattr(learner, "_CHUNK", 16)
     assert fingerprints(entries).tolist() == whole == reference(entries)
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from equipoise.rl.config import change
-from equipoise.rl.config_file import preset_names, read_config
-from equipoise.rl.forecast import dense_parameters, forecast, shape_of, too_few
+from equipoise.rl.config import change, preset_names, read_config
 from equipoise.rl.model import build_model
+from equipoise.rl.preflight import dense_parameters, forecast, shape_of, too_few
 from tests.rl import work
 
 

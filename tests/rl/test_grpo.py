@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from equipoise.rl.config import UpdateConfig
-from equipoise.rl.grpo import group_advantages, grpo_terms, token_log_probs
+from equipoise.rl.stages import group_advantages, grpo_terms, token_log_probs
 
 CONFIG = UpdateConfig(clip_low=0.2, clip_high=0.3, kl=0.1)
 

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from equipoise.core import TrainingError
-from equipoise.rl.lock import hold
+from equipoise.rl.checkpoint import hold
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from equipoise.rl.lock import hold
+from equipoise.rl.checkpoint import hold
 
 with hold(Path(sys.argv[1])):
     print("held", flush=True)

@@ -9,11 +9,10 @@ import pytest
 
 from equipoise.core import RoutesError
 from equipoise.cost import CostModel
-from equipoise.rl.clock import StageClock
-from equipoise.rl.forecast import shape_of
 from equipoise.rl.layout import build_cluster
 from equipoise.rl.metrics import RankFigures, lost_seconds, skew_after, skew_before, step_metrics
-from equipoise.rl.stages import StepTally, check_arrival
+from equipoise.rl.preflight import shape_of
+from equipoise.rl.stages import StageClock, StepTally, check_arrival
 from tests.rl import work
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -10,7 +10,7 @@ from equipoise.adapters.transformers import inspect
 from equipoise.core import TrainingError
 from equipoise.rl.config import Family, ModelConfig
 from equipoise.rl.model import build_model, copy_model, load_model, open_tokenizer, packed_inputs
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.task import CharTokenizer
 
 FAMILIES = get_args(Family)
 

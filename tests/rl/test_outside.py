@@ -14,13 +14,11 @@ import pytest
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core import RoutesError, TrainingError
+from equipoise.rl.batch import to_routes
 from equipoise.rl.config import RolloutConfig, change
 from equipoise.rl.model import build_model, copy_model
-from equipoise.rl.outside import Engine, Outside, RecordedRollouts
-from equipoise.rl.rollout import Request, Sampler
-from equipoise.rl.sample import to_routes
-from equipoise.rl.task import Arithmetic
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler
+from equipoise.rl.task import Arithmetic, CharTokenizer
 from equipoise.routes import write_routes
 from tests.rl import work
 from tests.rl.test_model import tiny

@@ -11,15 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from equipoise.core import EquipoiseError
-from equipoise.rl.config import ModelConfig, change
-from equipoise.rl.config_file import read_config
-from equipoise.rl.forecast import shape_of
+from equipoise.rl.batch import Sample, to_routes
+from equipoise.rl.config import ModelConfig, change, read_config
 from equipoise.rl.model import build_model, family_config
-from equipoise.rl.preflight import check_places, check_resumed, check_settings, find_run
+from equipoise.rl.preflight import check_places, check_resumed, check_settings, find_run, shape_of
 from equipoise.rl.run import prepare
-from equipoise.rl.sample import Sample, to_routes
-from equipoise.rl.task import open_task
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.task import CharTokenizer, open_task
 from equipoise.routes import write_routes
 
 JUDGES = """

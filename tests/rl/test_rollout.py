@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from equipoise.adapters.transformers import inspect, record
 from equipoise.core import RoutesError
-from equipoise.rl.batch import Intake, pack, window_rows, with_ids
+from equipoise.rl.batch import Intake, Sample, from_routes, pack, to_routes, window_rows, with_ids
 from equipoise.rl.config import RolloutConfig
 from equipoise.rl.model import build_model, copy_model, packed_inputs
 from equipoise.rl.rollout import Request, Sampler
-from equipoise.rl.sample import Sample, from_routes, to_routes
-from equipoise.rl.task import Arithmetic
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.task import Arithmetic, CharTokenizer
 from tests.rl.test_model import FAMILIES, tiny
 
 CONFIG = RolloutConfig(samples=3, max_new_tokens=6)

@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.core import TrainingError
 from equipoise.rl.config import TrackConfig
-from equipoise.rl.sinks import JsonLines, Sinks, numbers, read_lines
+from equipoise.rl.metrics import JsonLines, Sinks, numbers, read_lines
 
 
 def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from equipoise.rl.learner import Part
-from equipoise.rl.sync import find_trouble, owned_fingerprints
+from equipoise.rl.learner import Part, find_trouble, owned_fingerprints
 from tests.rl import work
 from tests.rl.test_model import FAMILIES
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import TrainingError
 from equipoise.rl.config import TaskConfig
-from equipoise.rl.task import Arithmetic, Dataset, NamedReward, exact_reward, find_reward, open_task
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.task import Arithmetic, CharTokenizer, Dataset, NamedReward, exact_reward, find_reward, open_task
 
 
 def right_answer(prompt):

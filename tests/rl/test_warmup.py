@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from equipoise.core import InfeasiblePlanError, TopologyError
-from equipoise.rl import kernels
+from equipoise.rl import layout
 from equipoise.rl.config import change
-from equipoise.rl.events import ignore
-from equipoise.rl.forecast import shape_of
-from equipoise.rl.kernels import StartedPlanner, start_planner
-from equipoise.rl.launch import launch
+from equipoise.rl.launch import ignore, launch
 from equipoise.rl.layout import build_cluster
-from equipoise.rl.learner import balancer_options
+from equipoise.rl.learner import StartedPlanner, balancer_options, start_planner
 from equipoise.rl.model import build_model
+from equipoise.rl.preflight import shape_of
 from tests.rl import work
 
 
@@ -102,7 +100,7 @@ def started(worker):
 
 
 def test_waiting_for_the_kernels_is_told_and_forgetting_opens_a_new_desk(monkeypatch):
-    monkeypatch.setattr(kernels, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(layout, "_PATIENCE_S", 0.01)
     worker, told = SlowWorker(), []
 
     def show(event):

@@ -11,18 +11,18 @@ import torch
 
 from equipoise.core import EquipoiseError
 from equipoise.planning.worker import PlanWorker
-from equipoise.rl import checkpoint, sync
+from equipoise.rl import checkpoint
+from equipoise.rl import learner as learner_module
 from equipoise.rl.compare import run_comparison
-from equipoise.rl.config_file import build_config
-from equipoise.rl.events import ignore
+from equipoise.rl.config import build_config
+from equipoise.rl.launch import ignore
 from equipoise.rl.layout import build_layout
+from equipoise.rl.learner import sync_weights
 from equipoise.rl.model import build_model
 from equipoise.rl.run import Places, run
-from equipoise.rl.sync import sync_weights
-from equipoise.rl.task import open_task
-from equipoise.rl.tokens import CharTokenizer
+from equipoise.rl.stages import warm_up
+from equipoise.rl.task import CharTokenizer, open_task
 from equipoise.rl.train import Trainer
-from equipoise.rl.warmup import warm_up
 
 SMALL = {
     "steps": 2,
@@ -207,7 +207,7 @@ def harmed_sync(group, config, harm):
     balancer, is_last = trainer.learner.balancer, group.rank() == group.size() - 1
     kept = balancer.complete_store().experts(0).gate_up_SFD.clone()
     trainer.step(0)
-    complete, copy_weights = balancer.complete_store, sync.copy_weights
+    complete, copy_weights = balancer.complete_store, learner_module.copy_weights
 
     def completed():
         store = complete()
@@ -227,7 +227,10 @@ def harmed_sync(group, config, harm):
             name = next(name for name in target.state_dict() if name.endswith("gate_up_proj"))
             target.state_dict()[name][7].zero_()
 
-    with mock.patch.object(balancer, "complete_store", completed), mock.patch.object(sync, "copy_weights", copied):
+    with (
+        mock.patch.object(balancer, "complete_store", completed),
+        mock.patch.object(learner_module, "copy_weights", copied),
+    ):
         try:
             sync_weights(trainer.learner, trainer.engine.model, trainer.layout)
         except EquipoiseError as error:

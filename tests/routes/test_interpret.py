@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import ModelShape, RoutesError, Segment
-from equipoise.routes.interpret import interpret
-from equipoise.routes.layer_map import map_layers, map_named_layers
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Recording, interpret, map_layers, map_named_layers
 
 MODEL = ModelShape(
     name="tiny", experts=6, top_k=2, layer_numbers=(1, 3), hidden_layers=4, hidden=8, expert_width=4, mtp_layers=1

@@ -5,7 +5,7 @@ import pytest
 
 from equipoise.core import Routes, RoutesError, SampleRoutes
 from equipoise.routes._layout import wire_rows
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Recording
 from tests.routes.test_interpret import MODEL, good_rows, one
 
 

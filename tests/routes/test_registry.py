@@ -13,10 +13,10 @@ import pytest
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment, TopologyError
 from equipoise.routes import registry
-from equipoise.routes.format import Format
 from equipoise.routes.interpret import interpret
 from equipoise.routes.registry import (
     FORMATS,
+    Format,
     detect,
     find_format,
     format_names,

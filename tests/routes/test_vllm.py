@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from equipoise.core import Routes, RoutesError, SampleRoutes
 from equipoise.routes import vllm
-from equipoise.routes._wire import Response, recordings
 from equipoise.routes.registry import read_routes
 from equipoise.routes.source import Source
+from equipoise.routes.wire import Response, recordings
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
 
 OFFLINE, HTTP = vllm.FORMATS

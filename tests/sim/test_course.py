@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from equipoise.sim.course import Pass, course_of, in_order, waits_for
+from equipoise.sim.replay import Pass, course_of, in_order, waits_for
 from tests.sim.works import random_work
 
 

@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from equipoise.sim.clockwork import Transfer, World
-from equipoise.sim.events import play
+from equipoise.sim.events import Transfer, World, play
 from tests.sim.works import random_work
 
 

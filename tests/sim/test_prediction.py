@@ -9,7 +9,7 @@ from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Seconds
 from equipoise.cost import CostModel
 from equipoise.planner import plan
-from equipoise.sim.prediction import Prediction, add_seconds, deal_out, predict, slowest, transfer_seconds
+from equipoise.sim.analysis import Prediction, add_seconds, deal_out, predict, slowest, transfer_seconds
 
 MODEL = ModelShape.preset("olmoe", layers=2)
 CLUSTER = Cluster.preset("h200", ep=4, ranks_per_node=2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.cost.edges import Edges, Turn, exposed_edges
+from equipoise.cost.ranks import Edges, Turn, exposed_edges
 from equipoise.sim.events import play
 from equipoise.sim.replay import ATTENTION, COLLECT, COMPUTE, PLANNING, PUBLISH, PULL, RETURN, replay
 from tests.sim.works import random_transfers, random_work

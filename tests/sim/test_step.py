@@ -8,13 +8,13 @@ import pytest
 
 import equipoise as eq
 from equipoise.core import Cluster, EquipoiseError, InfeasiblePlanError, LoadMatrix, LoadsError
-from equipoise.cost.between import tokens_between
-from equipoise.cost.reference import by_relay
+from equipoise.cost.links import tokens_between
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.policies import POLICIES
+from equipoise.planner.baselines import POLICIES
 from equipoise.sim import StepSetting, simulate
-from equipoise.sim.plans import PolicyPlans, stage_layers
 from equipoise.sim.result import Shown
+from equipoise.sim.windows import PolicyPlans, stage_layers
+from tests.cost.reference import by_relay
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
 EVERY = ("equipoise", *POLICIES)

@@ -7,8 +7,8 @@ import pytest
 
 from equipoise.core import LoadMatrix
 from equipoise.sim import StepSetting, simulate
-from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
-from equipoise.sim.demo import POLICIES, demo_step
+from equipoise.sim.result import BreakEvenCurve, Sweep, SweepPoint
+from equipoise.sim.step import POLICIES, demo_step
 from equipoise.sim.summary import WIDEST, Unit, plural, summary, table
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 

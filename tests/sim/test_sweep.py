@@ -5,8 +5,7 @@ import pytest
 
 from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError
 from equipoise.sim import StepSetting, simulate
-from equipoise.sim.break_even import BreakEvenCurve, Sweep, SweepPoint
-from equipoise.sim.result import Shown
+from equipoise.sim.result import BreakEvenCurve, Shown, Sweep, SweepPoint
 from equipoise.sim.sweep import (
     MIXES,
     TOKENS,

@@ -6,7 +6,7 @@ import pytest
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.loads.skew import skew
 from equipoise.planner import plan, plan_step
-from equipoise.sim.trial import try_plans
+from equipoise.sim.analysis import try_plans
 
 MODEL = ModelShape.preset("olmoe", layers=2)
 CLUSTER = Cluster.preset("h200", ep=4, ranks_per_node=2)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equipoise.planner import plan
-from equipoise.sim.work import cut, slots_of, work_of
+from equipoise.sim.replay import cut, slots_of, work_of
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 from tests.sim.works import random_work
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from equipoise.core import Cluster, ModelShape, Stage
 from equipoise.cost import CostModel
-from equipoise.sim.work import Transfers, Work
+from equipoise.sim.replay import Transfers, Work
 
 TINY = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)
 

@@ -16,7 +16,7 @@ case to the tests that breaks exactly that thing in good data of every form.
 """
 
 from equipoise.routes.doctor.diagnosis import Diagnosis, diagnose
-from equipoise.routes.doctor.finding import Finding, Verdict
 from equipoise.routes.doctor.markers import Delivery, Markers, plant, prove_slicing
+from equipoise.routes.doctor.reading import Finding, Verdict
 
 __all__ = ["diagnose", "Diagnosis", "Finding", "Verdict", "plant", "prove_slicing", "Markers", "Delivery"]

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.routes.doctor.finding import Finding, Tally, judge
-from equipoise.routes.doctor.reading import Reading
+from equipoise.routes.doctor.reading import Finding, Reading, Tally, judge
 
 MIN_AGREEMENT = 0.8
 """A layer below this is a finding: clearly under the 0.9 that two correct but independent recordings reach."""

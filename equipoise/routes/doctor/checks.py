@@ -20,12 +20,304 @@ Invariants (asserted by the tests):
 """
 
 from collections import Counter
+from itertools import combinations
 
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.doctor.finding import Check, Finding, judge
-from equipoise.routes.doctor.reading import Reading
+from equipoise.routes.doctor.reading import Check, Finding, Reading, Tally, judge
+
+# The doctor's checks of the ids themselves.
+#
+#     distinct-ids    k different experts per route
+#     id-range        every id is one of the model's experts
+#     dtype-overflow  no id was wrapped by a dtype too small for the model
+#     physical-ids    ids are logical experts, not the engine's physical slots (redundant experts included)
+#
+# An id outside the model's range is blamed on exactly one cause:
+# 1. wrapped: negative, and the model has more than 128 experts, so that an int8 turned 128..255 into -128..-1; or the
+#    dtype on the wire cannot hold the last expert; or more than 256 experts and, in many ids, not one above 255.
+# 2. physical: from `experts` to twice that, in most layers and not rare, as slots of redundant experts are.
+# 3. out of range: whatever is left.
+#
+# Invariants (asserted by the tests):
+# 1. Each stray id is counted by one of the three last checks only.
+# 2. Good ids of any sufficient dtype fire nothing.
+
+
+_INT8_WRAP = 256
+_FOLD_IDS_PER_EXPERT = 64
+"""So many ids per expert must have been seen before "none above 255" means that ids were folded into a byte."""
+_PHYSICAL_MIN = 16
+_PHYSICAL_SHARE = 0.005
+"""Redundant experts take part in at least this share of the routes; stray garbage rarely does."""
+
+
+class DistinctIds(Check):
+    """A route names k different experts."""
+
+    name = "distinct-ids"
+    advice = (
+        "duplicates collapse in a multi-hot routing map and break row counts: look for ids that were cast, clipped, "
+        "or mapped from physical to logical twice"
+    )
+
+    def look(self, reading: Reading) -> None:
+        ids_KTL = reading.ids_KTL
+        twice_TL = np.zeros(ids_KTL.shape[1:], dtype=bool)
+        for a, b in combinations(range(len(ids_KTL)), 2):
+            twice_TL |= (ids_KTL[a] == ids_KTL[b]) & (ids_KTL[a] >= 0)
+        twice_TL &= reading.routed_TL
+        self.tally.add(int(twice_TL.sum()), twice_TL.size, lambda: reading.place(twice_TL))
+
+
+class IdCauses(Check):
+    """Ids outside the model's experts, each blamed on one cause."""
+
+    advice_range = "check --model; look for uninitialised buffers and for routes of another model"
+    advice_overflow = "write ids in a dtype that holds every expert (uint8 up to 256, int8 only up to 128, else int16)"
+    advice_physical = (
+        "the engine's expert balancer renumbered experts: record ids before its logical-to-physical map, "
+        "or upgrade (vLLM and SGLang capture logical ids)"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.wrapped = Tally()
+        self.above = Tally()
+        self.wild = Tally()
+        self.num_ids = 0
+        self.top_id = -1
+        self.layers: set[int] = set()
+        self.above_layers: set[int] = set()
+        self.first_title = ""
+
+    def look(self, reading: Reading) -> None:
+        self._look_at_padding(reading)
+        ids_KTL, experts = reading.ids_KTL, self.model.experts
+        self.layers.update(reading.numbers_L)
+        self.num_ids += ids_KTL.size
+        if not ids_KTL.size:
+            return
+        self.first_title = self.first_title or reading.title
+        low, high = int(ids_KTL.min()), int(ids_KTL.max())
+        self.top_id = max(self.top_id, high)
+        if np.iinfo(ids_KTL.dtype).max < experts - 1:
+            words = f"{reading.title}: {ids_KTL.dtype} on the wire for {experts} experts"
+            self.wrapped.add(reading.num_routes, reading.num_routes, lambda: words)
+        elif low >= 0 and high < experts:
+            for tally in (self.wrapped, self.above, self.wild):
+                tally.total += reading.num_routes
+        else:
+            self._blame(reading)
+
+    def _look_at_padding(self, reading: Reading) -> None:
+        """Padding rows are dispatched as they stand, so their ids must exist too; -1 leaves them to the router."""
+        padding = reading.padding_TLK
+        stray_TL = ((padding < -1) | (padding >= self.model.experts)).any(axis=2)
+        count = int(stray_TL.sum())
+        self.wild.add(count, count, lambda: f"{reading.title}, padding row {int(np.argwhere(stray_TL)[0][0])}")
+
+    def _blame(self, reading: Reading) -> None:
+        """Give each route with a stray id to one cause."""
+        ids_KTL, experts = reading.ids_KTL.astype(np.int64), self.model.experts
+        routed_TL = reading.routed_TL
+        wraps_KTL = (ids_KTL < 0) & (ids_KTL + _INT8_WRAP >= 128) & (ids_KTL + _INT8_WRAP < experts)
+        above_KTL = (ids_KTL >= experts) & (ids_KTL < 2 * experts)
+        wild_KTL = ((ids_KTL < 0) & ~wraps_KTL) | (ids_KTL >= 2 * experts)
+        for tally, bad_KTL in ((self.wrapped, wraps_KTL), (self.wild, wild_KTL), (self.above, above_KTL)):
+            bad_TL = bad_KTL.any(axis=0) & routed_TL
+            self._count(tally, bad_TL, reading)
+            # The first cause keeps the route: none is counted twice.
+            routed_TL &= ~bad_TL
+        hit = np.flatnonzero(bad_TL.any(axis=0)).tolist()
+        self.above_layers.update(reading.numbers_L[i] for i in hit)
+
+    def _count(self, tally: Tally, bad_TL: np.ndarray, reading: Reading) -> None:
+        tally.add(int(bad_TL.sum()), bad_TL.size, lambda: reading.place(bad_TL))
+
+    @property
+    def _is_physical(self) -> bool:
+        wide = 2 * len(self.above_layers) > len(self.layers)
+        return wide and self.above.count >= max(_PHYSICAL_MIN, _PHYSICAL_SHARE * self.above.total)
+
+    @property
+    def _is_folded(self) -> bool:
+        many = self.num_ids >= _FOLD_IDS_PER_EXPERT * self.model.experts
+        return self.model.experts > _INT8_WRAP and self.top_id < _INT8_WRAP and many
+
+    def findings(self) -> tuple[Finding, ...]:
+        experts = self.model.experts
+        stray, physical, wrapped = self.wild, Tally(total=self.above.total), self.wrapped
+        if self._is_physical:
+            physical = self.above
+        else:
+            place = self.wild.first_place or self.above.first_place
+            stray = Tally(self.wild.count + self.above.count, self.wild.total, place)
+        if self._is_folded and not wrapped.count:
+            words = f"{self.first_title}: no id above {self.top_id} in {self.num_ids} ids of {experts} experts"
+            wrapped = Tally(wrapped.total, wrapped.total, words)
+        limits = f"ids up to {self.top_id}, experts 0..{experts - 1}"
+        redundant = f"ids up to {self.top_id}: {experts} experts and {self.top_id + 1 - experts} more"
+        return (
+            judge("id-range", stray, unit=self.unit, advice=self.advice_range, detail=limits),
+            judge("dtype-overflow", wrapped, unit=self.unit, advice=self.advice_overflow),
+            judge(
+                "physical-ids",
+                physical,
+                unit=self.unit,
+                advice=self.advice_physical,
+                detail=redundant if physical.count else "",
+            ),
+        )
+
+
+# The doctor's checks of what spans the turns of a sample.
+#
+#     missing-rows        every token but the last has a route in every layer, by one turn or another
+#     turns               turns agree on tokens and routes where they overlap, and follow each other
+#     versions-in-sample  one sample, one version of the weights
+#     versions-across     all samples of one version
+#
+# Neighbouring recordings of one name are the turns of one sample. Knows one sample at a time, and of earlier ones only
+# their names. Does not know any wire form, and never raises on what a dump holds.
+#
+# Invariants (asserted by the tests):
+# 1. Breaking one thing in good data fires that thing's check and no other.
+# 2. A sample of one turn is skipped by `turns`; a dump that names no version is skipped by the last two.
+# 3. What these and the other checks find good can be interpreted: `interpret.py` raises on nothing the doctor passed.
+
+
+class MissingRows(Check):
+    """Tokens without a route: -1 rows, and tokens before a start offset that no earlier turn covers."""
+
+    name = "missing-rows"
+    advice = (
+        "these tokens will be routed natively and the plan cannot foresee them: record prompts and every turn, "
+        "or accept the share as uncovered"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.sample = -1
+        self.covered = 0
+
+    def look(self, reading: Reading) -> None:
+        recording = reading.recording
+        if reading.sample != self.sample:
+            self.sample, self.covered = reading.sample, 0
+        gap = max(0, recording.start - self.covered)
+        layers = len(reading.numbers_L)
+        before = f"{reading.title}, tokens {self.covered} to {recording.start - 1} have no row"
+        self.tally.add(gap * layers, gap * layers, lambda: before)
+        self.covered = max(self.covered, recording.start + reading.num_rows)
+
+        missing_TL = reading.missing_TL[: reading.num_judged]
+        self.tally.add(int(missing_TL.sum()), missing_TL.size, lambda: reading.place(missing_TL))
+
+
+class Turns(Check):
+    """Turns of one sample tell the same story."""
+
+    name = "turns"
+    unit = "recordings"
+    needs = "samples of several turns"
+    advice = (
+        "turns of a sample contradict each other: give re-generated samples their own name, record later turns from "
+        "their own start, and keep the turns of a sample together"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.turns: list[Reading] = []
+        self.names: set[str] = set()
+
+    def look(self, reading: Reading) -> None:
+        if self.turns and self.turns[-1].sample != reading.sample:
+            self.names.add(self.turns[-1].recording.name)
+            self.turns = []
+        wrong = self._apart(reading) or next(filter(None, (_contradict(t, reading) for t in self.turns)), "")
+        has_company = bool(self.turns) or reading.recording.name in self.names
+        self.turns.append(reading)
+        self.tally.add(int(bool(wrong)), int(has_company or bool(wrong)), lambda: f"{reading.title}: {wrong}")
+
+    def _apart(self, reading: Reading) -> str:
+        start, has_padding = reading.recording.start, bool(len(reading.padding_TLK))
+        if not self.turns and start and reading.recording.name in self.names:
+            return f"a turn from token {start} stands apart from its earlier turns"
+        if has_padding and (self.turns or start):
+            return "padding rows in a sample of several turns or with a start offset"
+        return ""
+
+
+def _contradict(early: Reading, late: Reading) -> str:
+    """In which token two turns of one sample contradict each other, in words; empty where they do not."""
+    a, b = early.recording.tokens, late.recording.tokens
+    if a is not None and b is not None:
+        common = min(len(a), len(b))
+        differ = np.flatnonzero(np.asarray(a[:common]) != np.asarray(b[:common]))
+        if len(differ):
+            return f"two turns disagree on the id of token {int(differ[0])}"
+    start = max(early.recording.start, late.recording.start)
+    stop = min(turn.recording.start + turn.num_rows for turn in (early, late))
+    if stop <= start or early.ids_KTL.shape[::2] != late.ids_KTL.shape[::2]:
+        return ""
+    spans = [slice(start - t.recording.start, stop - t.recording.start) for t in (early, late)]
+    both_TL = early.routed_TL[spans[0]] & late.routed_TL[spans[1]]
+    sets = [np.sort(t.ids_KTL[:, span], axis=0) for t, span in zip((early, late), spans, strict=True)]
+    bad_T = (both_TL & (sets[0] != sets[1]).any(axis=0)).any(axis=1)
+    return f"two turns give token {start + int(np.flatnonzero(bad_T)[0])} different routes" if bad_T.any() else ""
+
+
+class Versions(Check):
+    """Weight versions, within samples and across them. Samples mixed inside are not counted again across."""
+
+    needs = "weight versions"
+    advice_in = (
+        "a sample was made by two versions of the weights: its routes differ from any one policy's, mask or drop it"
+    )
+    advice_across = "samples of several weight versions are mixed: expect lower agreement, or keep one version per step"
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.sample = -1
+        self.title = ""
+        self.seen: set[str] = set()
+        self.mixed = Tally()
+        self.by_version: Counter[str] = Counter()
+        self.first_other = ""
+
+    def look(self, reading: Reading) -> None:
+        if reading.sample != self.sample:
+            self._close()
+            self.sample, self.title = reading.sample, reading.title
+        # A dump that knows a sample's versions but not their rows (slime) joins them by commas.
+        self.seen.update(v for v in reading.recording.weight_version.split(",") if v)
+
+    def _close(self) -> None:
+        """Take in the sample that has just ended."""
+        versions, self.seen = sorted(self.seen), set()
+        if not versions:
+            return
+        self.mixed.add(int(len(versions) > 1), 1, lambda: f"{self.title}: versions {', '.join(versions)}")
+        if len(versions) == 1:
+            if self.by_version and versions[0] not in self.by_version and not self.first_other:
+                self.first_other = f"{self.title}: version {versions[0]}, before it {next(iter(self.by_version))}"
+            self.by_version[versions[0]] += 1
+
+    def findings(self) -> tuple[Finding, ...]:
+        self._close()
+        total = sum(self.by_version.values())
+        other = total - max(self.by_version.values(), default=0)
+        across = Tally(count=other, total=total, first_place=self.first_other)
+        listed = ", ".join(f"{version}: {count}" for version, count in self.by_version.most_common(4))
+        return (
+            judge("versions-in-sample", self.mixed, unit="samples", advice=self.advice_in, needs=self.needs),
+            judge(
+                "versions-across", across, unit="samples", advice=self.advice_across, detail=listed, needs=self.needs
+            ),
+        )
+
 
 PADDING_SHARE = 0.5
 """Padding is concentrated where one expert of a layer takes more than this share of the padding tokens."""

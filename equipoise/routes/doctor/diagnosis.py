@@ -23,19 +23,21 @@ from equipoise.core.value import require_kind
 from equipoise.routes.doctor.agreement import MIN_AGREEMENT, Agreement
 from equipoise.routes.doctor.checks import (
     DenseLayers,
+    DistinctIds,
     EqualRows,
+    IdCauses,
     LayerAxis,
+    MissingRows,
     Padding,
     RowsTokens,
     TopK,
+    Turns,
+    Versions,
     ZeroLayers,
 )
-from equipoise.routes.doctor.finding import Check, Finding, Tally, judge
-from equipoise.routes.doctor.ids import DistinctIds, IdCauses
-from equipoise.routes.doctor.reading import Reading, read_samples
+from equipoise.routes.doctor.reading import Check, Finding, Reading, Tally, judge, read_samples
 from equipoise.routes.doctor.stale import StaleRows
-from equipoise.routes.doctor.turns import MissingRows, Turns, Versions
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Recording
 
 CHECKS: tuple[type[Check], ...] = (
     RowsTokens,

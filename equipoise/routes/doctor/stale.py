@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.doctor.finding import Check, Finding
-from equipoise.routes.doctor.reading import Reading
+from equipoise.routes.doctor.reading import Check, Finding, Reading
 
 BLOCK = 8
 """Tokens per digest: any 15 stale rows at their old places hold a whole block, and real traces show no false alarm."""

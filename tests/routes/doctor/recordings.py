@@ -6,7 +6,7 @@ import numpy as np
 
 from equipoise.core import ModelShape
 from equipoise.routes.doctor.diagnosis import diagnose
-from equipoise.routes.recording import Recording
+from equipoise.routes.interpret import Recording
 
 MODEL = ModelShape(
     name="small", experts=64, top_k=4, layer_numbers=(1, 2, 3), hidden_layers=4, hidden=8, expert_width=8, mtp_layers=1

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.doctor.diagnosis import CHECKS, diagnose
-from equipoise.routes.doctor.finding import Tally, judge
-from equipoise.routes.interpret import interpret
-from equipoise.routes.recording import Recording
+from equipoise.routes.doctor.reading import Tally, judge
+from equipoise.routes.interpret import Recording, interpret
 from tests.routes.doctor.recordings import MODEL, fired, good
 
 DATA = Path(__file__).parents[3].parent / "shared" / "data"

@@ -13,16 +13,14 @@ from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context
 from equipoise.routes.doctor import diagnose
 from equipoise.routes.doctor.markers import (
     PADDING,
+    WIDTHS,
     Delivery,
     check_arrival,
+    check_schedule,
     pack_rows,
     pack_tokens,
     plant,
     prove_slicing,
-)
-from equipoise.routes.doctor.slicing import (
-    WIDTHS,
-    check_schedule,
     self_check,
     slice_arrays,
     slice_markers,

@@ -1,0 +1,321 @@
+"""The experts' two products over home and replica slots, forward beside backward.
+
+Knows rows that stand slot by slot, weights and a bank. Does not know where rows come from.
+
+Where home and replica weights are separate tensors, each product is two grouped calls; where the bank joins them
+(`bank.JoiningBank`), one call covers both, and only the weight gradients are two. Replica weights are no autograd
+input: forward and backward each ask the bank for their own visit, because a buffer may hold something else in between;
+the backward hands in their gradients. The op saves the same number of tensors on every rank, whatever its rows:
+a rank that saved less would leave recomputation with early stop at another place than the others, and hang them.
+
+`grouped_mm` wants strides of whole 16 bytes and contiguous operands; a call without rows or slots is left out.
+
+Invariants (asserted by the tests):
+1. Grouped products equal the plain loop, forward and every gradient, with empty groups and empty parts.
+2. Backward equals autograd through the dense reference, in float64 (`gradcheck`), biases and both activations.
+3. With `pad` rows per group as in the deterministic mode, a row's output bits do not depend on its group's other rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.module_tracker import ModuleTracker
+
+from equipoise.core.plan import Visit
+from equipoise.layer.dispatch import Groups
+from equipoise.layer.ops import fused_for
+from equipoise.transfer.bank import ExpertWeights, JoiningBank, MovingBank, ReplicaBank
+
+# The activations between an expert's two products, forward beside backward.
+#
+# - `swiglu`: gate is the first half, up the second; silu(gate) * up. (Qwen3, DeepSeek, GLM, Mixtral, OLMoE)
+# - `gpt_oss`: gate and up alternate; both are clamped at 7, gate from above only, then (up + 1) * gate *
+#   sigmoid(1.702 * gate). (gpt-oss, as in transformers' `GptOssExperts`)
+
+
+Activation = Literal["swiglu", "gpt_oss"]
+
+LIMIT = 7.0
+SLOPE = 1.702
+
+
+def activate(pre_NF: Tensor, activation: Activation) -> Tensor:
+    """Apply the activation.
+
+    Args:
+        pre_NF: [N, 2F] output of the gate_up product
+
+    Returns: [N, F]
+    """
+    if activation == "swiglu":
+        fused = fused_for(pre_NF)
+        if fused is not None:
+            return fused.swiglu(pre_NF)
+        gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate_NF) * up_NF
+    gate_NF, up_NF = pre_NF[:, ::2].clamp(max=LIMIT), pre_NF[:, 1::2].clamp(-LIMIT, LIMIT)
+    return (up_NF + 1) * (gate_NF * torch.sigmoid(gate_NF * SLOPE))
+
+
+def activate_backward(grad_NF: Tensor, pre_NF: Tensor, activation: Activation) -> Tensor:
+    """Return the gradient of `activate` in its input.
+
+    Args:
+        grad_NF: [N, F] gradient of the activation's output
+        pre_NF: [N, 2F] the activation's input
+
+    Returns: [N, 2F]
+    """
+    if activation == "swiglu":
+        fused = fused_for(grad_NF, pre_NF)
+        if fused is not None:
+            return fused.swiglu_backward(grad_NF, pre_NF)
+        gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
+        sigmoid_NF = torch.sigmoid(gate_NF)
+        grad_gate_NF = grad_NF * up_NF * sigmoid_NF * (1 + gate_NF * (1 - sigmoid_NF))
+        return torch.cat([grad_gate_NF, grad_NF * gate_NF * sigmoid_NF], dim=-1)
+    return _gpt_oss_backward(grad_NF, pre_NF)
+
+
+def _gpt_oss_backward(grad_NF: Tensor, pre_NF: Tensor) -> Tensor:
+    raw_gate_NF, raw_up_NF = pre_NF[:, ::2], pre_NF[:, 1::2]
+    gate_NF, up_NF = raw_gate_NF.clamp(max=LIMIT), raw_up_NF.clamp(-LIMIT, LIMIT)
+    sigmoid_NF = torch.sigmoid(gate_NF * SLOPE)
+    grad_gate_NF = grad_NF * (up_NF + 1) * sigmoid_NF * (1 + SLOPE * gate_NF * (1 - sigmoid_NF))
+    grad_up_NF = grad_NF * gate_NF * sigmoid_NF
+    # Where a clamp binds, nothing passes it.
+    grad_gate_NF = grad_gate_NF.where(raw_gate_NF <= LIMIT, 0)
+    grad_up_NF = grad_up_NF.where(raw_up_NF.abs() <= LIMIT, 0)
+    return torch.stack([grad_gate_NF, grad_up_NF], dim=-1).flatten(-2)
+
+
+Products = Literal["grouped", "loop"]
+_TRACKER = ModuleTracker()
+"""Never entered: only asked whether this thread runs a backward pass, which torch tells under no other public name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions:
+    """How an expert computes."""
+
+    activation: Activation = "swiglu"
+    products: Products = "grouped"
+    """`loop` is the reference: one product per slot, any dtype."""
+
+
+def expert_block(
+    rows_ND: Tensor, home: ExpertWeights, *, groups: Groups, bank: ReplicaBank, visit: Visit, options: BlockOptions
+) -> Tensor:
+    """Apply each slot's expert to the slot's rows.
+
+    Args:
+        rows_ND: [N, D] rows slot by slot, home slots first, as `groups` says
+        home: this rank's home weights, as they entered the layer
+        bank: brings the replica weights and takes their gradients
+        visit: the layer's turn in forward
+
+    Returns: [N, D]
+    """
+    return _ExpertBlock.apply(rows_ND, groups, bank, visit, options, *home)
+
+
+class _ExpertBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        groups: Groups,
+        bank: ReplicaBank,
+        visit: Visit,
+        options: BlockOptions,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        await_home(bank, _visit_now(visit))
+        home, joined = ExpertWeights(*tensors), joined_weights(bank, _visit_now(visit))
+        ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
+        if joined is not None:
+            out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options)
+            # As many tensors as where they are apart, for the reason above.
+            ctx.save_for_backward(rows_ND, pre_NF, pre_NF[:0], *home)
+            return out_ND
+        home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
+        out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
+        # Asked for only now: the home part gives a late pull more time.
+        replica = bank.weights(_visit_now(visit))
+        out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, _held_ends(groups, replica), options)
+        ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
+        return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
+        groups, visit, grad_ND = ctx.groups, ctx.visit._replace(phase="backward"), grad_ND.contiguous()
+        has_training = any(ctx.needs_input_grad[5:])
+        await_home(ctx.bank, visit)
+        joined = joined_weights(ctx.bank, visit)
+        if joined is not None:
+            part = _Part(rows_ND, pre_home_NF, joined, _joined_ends(groups, joined))
+            grad_rows_ND, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
+            return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
+        replica = ctx.bank.weights(visit)
+        sizes = [groups.num_home_rows, groups.num_replica_rows]
+        home_ND, replica_ND = rows_ND.split(sizes)
+        grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
+        home_part = _Part(home_ND, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
+        replica_part = _Part(replica_ND, pre_replica_NF, replica, _held_ends(groups, replica))
+        # Replicas first: their gradients travel while the home part computes.
+        rows_replica_ND, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
+        if returned is not None:
+            ctx.bank.hand_in(visit.micro_step, visit.layer, returned)
+        rows_home_ND, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
+        grad_rows_ND = torch.cat([rows_home_ND, rows_replica_ND]) if groups.num_replica_rows else rows_home_ND
+        return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
+
+
+class _Part(NamedTuple):
+    """The home or the replica half of a block, as backward needs it."""
+
+    rows_ND: Tensor
+    pre_NF: Tensor
+    weights: ExpertWeights
+    end_S: Tensor
+
+
+def _visit_now(visit: Visit) -> Visit:
+    """A forward that runs inside a backward is activation recomputation, part of the layer's backward visit."""
+    return visit._replace(phase="backward") if _TRACKER.is_bw else visit
+
+
+def await_home(bank: ReplicaBank, visit: Visit) -> None:
+    """Wait for the home weights, where the bank brings them."""
+    if isinstance(bank, MovingBank):
+        bank.await_home(visit)
+
+
+def joined_weights(bank: ReplicaBank, visit: Visit) -> ExpertWeights | None:
+    """Home and replica weights in one, where the bank has them so."""
+    return bank.joined(visit) if isinstance(bank, JoiningBank) else None
+
+
+def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
+    """Group ends of home slots and of the replica slots in use."""
+    held = joined.num_slots - groups.home_end_S.numel()
+    assert held >= groups.num_replicas, "rows for replicas that the bank does not have"
+    return torch.cat([groups.home_end_S, groups.replica_end_S[:held] + groups.num_home_rows])
+
+
+def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
+    """Group ends of the replica slots in use; the rest of the slots are empty."""
+    # Rows past the last group's end would be left uninitialised by grouped_mm.
+    assert replica.num_slots >= groups.num_replicas, "rows for replicas that the bank does not have"
+    return groups.replica_end_S[: replica.num_slots]
+
+
+def apply_experts(
+    rows_ND: Tensor, weights: ExpertWeights, end_S: Tensor, options: BlockOptions
+) -> tuple[Tensor, Tensor]:
+    """Apply each slot's expert to its rows, outside autograd.
+
+    Args:
+        end_S: [s] int32, where each slot's rows end
+
+    Returns: the output [N, D], and the activation's input [N, 2F], which backward needs
+    """
+    pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
+    pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
+    act_NF = activate(pre_NF, options.activation)
+    out_ND = _product(act_NF, weights.down_SDF.transpose(1, 2), end_S, options)
+    return _add_bias(out_ND, weights.down_bias_SD, end_S), pre_NF
+
+
+def _apply_backward(
+    grad_ND: Tensor, part: _Part, options: BlockOptions, has_training: bool
+) -> tuple[Tensor, ExpertWeights | None]:
+    """Return the gradients of rows and, where experts train, of weights."""
+    grad_pre_NF = _grad_pre(grad_ND, part, options)
+    grad_rows_ND = _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options)
+    if not has_training:
+        return grad_rows_ND, None
+    act_NF = activate(part.pre_NF, options.activation)
+    return grad_rows_ND, _weight_gradients(_Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
+
+
+def _backward_joined(
+    ctx: Any, grad_ND: Tensor, part: _Part, *, has_training: bool
+) -> tuple[Tensor, ExpertWeights | None]:
+    """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are there."""
+    groups, options = ctx.groups, ctx.options
+    grad_pre_NF, own = _grad_pre(grad_ND, part, options), None
+    if has_training:
+        sums = _Sums(grad_ND, grad_pre_NF, activate(part.pre_NF, options.activation), part.rows_ND)
+        home_slots = groups.home_end_S.numel()
+        cut, ends = groups.num_home_rows, groups.replica_end_S[: part.weights.num_slots - home_slots]
+        # Apart, because a gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
+        returned = _weight_gradients(_Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
+        ctx.bank.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
+        own = _weight_gradients(_Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
+    return _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), own
+
+
+class _Sums(NamedTuple):
+    """What weight gradients are summed from, row by row."""
+
+    grad_ND: Tensor
+    grad_pre_NF: Tensor
+    act_NF: Tensor
+    rows_ND: Tensor
+
+
+def _grad_pre(grad_ND: Tensor, part: _Part, options: BlockOptions) -> Tensor:
+    """Gradient of the activation's input."""
+    grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
+    return activate_backward(grad_act_NF, part.pre_NF, options.activation)
+
+
+def _weight_gradients(sums: _Sums, part: _Part, options: BlockOptions) -> ExpertWeights:
+    weights, end_S = part.weights, part.end_S
+    return ExpertWeights(
+        _sum_products(sums.grad_pre_NF, sums.rows_ND, end_S, options),
+        _sum_products(sums.grad_ND, sums.act_NF, end_S, options),
+        None if weights.gate_up_bias_SF is None else _sum_groups(sums.grad_pre_NF, end_S, options),
+        None if weights.down_bias_SD is None else _sum_groups(sums.grad_ND, end_S, options),
+    )
+
+
+def _product(rows_NX: Tensor, weights_SXY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[N, Y] each group's rows times its slot's matrix."""
+    if not rows_NX.shape[0]:
+        return rows_NX.new_empty((0, weights_SXY.shape[2]))
+    if options.products == "grouped":
+        return torch.nn.functional.grouped_mm(rows_NX, weights_SXY, offs=end_S)
+    return torch.cat([rows_NX[cut] @ weights_SXY[slot] for slot, cut in enumerate(_cuts(end_S))])
+
+
+def _sum_products(left_NX: Tensor, right_NY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[s, X, Y] sum over each group's rows of their outer products: a weight gradient per slot."""
+    if not left_NX.shape[0] or not end_S.numel():
+        return left_NX.new_zeros((end_S.numel(), left_NX.shape[1], right_NY.shape[1]))
+    if options.products == "grouped":
+        return torch.nn.functional.grouped_mm(left_NX.t(), right_NY, offs=end_S)
+    return torch.stack([left_NX[cut].T @ right_NY[cut] for cut in _cuts(end_S)])
+
+
+def _sum_groups(rows_NX: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[s, X] sum of each group's rows: the weight gradient of an input that is one, on the same kernel."""
+    # Eight columns make a stride of 16 bytes in bf16; one would do.
+    ones_NX = rows_NX.new_ones((rows_NX.shape[0], 8))
+    return _sum_products(ones_NX, rows_NX, end_S, options)[:, 0].contiguous()
+
+
+def _add_bias(rows_NX: Tensor, bias_SX: Tensor | None, end_S: Tensor) -> Tensor:
+    if bias_SX is None or not rows_NX.shape[0]:
+        return rows_NX
+    length_S = end_S.diff(prepend=end_S.new_zeros(1))
+    return rows_NX + torch.repeat_interleave(bias_SX, length_S, dim=0, output_size=rows_NX.shape[0])
+
+
+def _cuts(end_S: Tensor) -> list[slice]:
+    ends = end_S.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

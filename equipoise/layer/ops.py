@@ -1,0 +1,272 @@
+"""The node through which home weights enter a layer, and at which the gradients of their replicas come home.
+
+It changes no value. Create it *before* the layer's attention: autograd runs nodes created later first, so its backward
+comes after the attention's, and a return hides behind that. Hooks and reducers on the parameters see a complete
+gradient.
+
+Invariants (asserted by the tests):
+1. Its backward runs after the backward of everything created between it and the experts, plain and checkpointed.
+2. It waits for returns on every rank, whatever the rank's rows and replicas.
+3. A gradient that the engine of autograd holds elsewhere too, or that overlaps itself, is not changed in place. A hook
+   that keeps the gradient of an entered weight sees returns added to it later.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equipoise.core.errors import TransferError
+from equipoise.core.plan import Visit
+from equipoise.transfer.bank import ExpertWeights, ReplicaBank
+
+# Which kernels stand between the products: fused ones where Triton can compile them, plain torch elsewhere.
+#
+# The one place of that choice. Does not know what the kernels compute.
+
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Float32 sums would be a loss for float64."""
+
+
+def fused_for(*tensors: Tensor) -> ModuleType | None:
+    """Return `equipoise.layer.triton_ops` where it serves all these tensors, else None."""
+    if not all(tensor.is_cuda and tensor.dtype in FUSED_DTYPES for tensor in tensors):
+        return None
+    return _fused()
+
+
+@cache
+def _fused() -> ModuleType | None:
+    if find_spec("triton") is None:
+        return None
+    from equipoise.layer import triton_ops
+
+    return triton_ops
+
+
+# Rows to tokens: the k contributions of a token, each times its gate, added column by column.
+#
+# The order of addition is the order of columns: top-k order as routed, or ascending expert id once `order_columns` has
+# sorted them (Megatron's order). Sums are kept in the wider of the two dtypes: give float32 gates for float32 sums.
+# On a
+# CUDA device with Triton (`kernels`) they are float32 at least.
+#
+# Invariants (asserted by the tests):
+# 1. The bits of a token's output and of its gates' gradients depend on its rows alone, not on where they were
+# computed.
+# 2. Columns are added one after the other, first to last.
+
+
+CombineOrder = Literal["top_k", "expert"]
+
+
+def order_columns(ids_TK: Tensor, gates_TK: Tensor, *, order: CombineOrder) -> tuple[Tensor, Tensor]:
+    """Put ids and gates into the order in which a token's contributions are to be added.
+
+    Returns: ids_TK, gates_TK with their columns in that order
+    """
+    if order == "top_k":
+        return ids_TK, gates_TK
+    column_TK = torch.argsort(ids_TK, dim=1, stable=True)
+    return ids_TK.gather(1, column_TK), gates_TK.gather(1, column_TK)
+
+
+def combine_rows(rows_ND: Tensor, gates_TK: Tensor, *, index_TK: Tensor) -> Tensor:
+    """Add each token's rows, weighted by its gates.
+
+    Args:
+        rows_ND: [N, D] experts' outputs, in sending order
+        gates_TK: [T, K]
+        index_TK: [T, K] place of each row in sending order
+
+    Returns: [T, D] in the dtype of the rows
+    """
+    return _Combine.apply(rows_ND, gates_TK, index_TK)
+
+
+def add_columns(rows_ND: Tensor, index_TK: Tensor, gates_TK: Tensor | None = None) -> Tensor:
+    """Add `rows_ND[index_TK[:, k]]`, times the gates where given, for k = 0, 1, ... in that order."""
+    fused = fused_for(rows_ND) if gates_TK is None else fused_for(rows_ND, gates_TK)
+    if fused is not None:
+        return fused.add_columns(rows_ND, index_TK, gates_TK)
+    dtype = rows_ND.dtype if gates_TK is None else torch.promote_types(rows_ND.dtype, gates_TK.dtype)
+    total_TD = rows_ND.new_zeros((index_TK.shape[0], rows_ND.shape[1]), dtype=dtype)
+    for column in range(index_TK.shape[1]):
+        part_TD = rows_ND.index_select(0, index_TK[:, column])
+        total_TD += part_TD if gates_TK is None else part_TD * gates_TK[:, column, None]
+    return total_TD.to(rows_ND.dtype)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, gates_TK: Tensor, index_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_ND, gates_TK, index_TK)
+        return add_columns(rows_ND, index_TK, gates_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_ND, gates_TK, index_TK = ctx.saved_tensors
+        fused = fused_for(rows_ND, gates_TK)
+        if fused is not None:
+            return *fused.combine_backward(grad_TD, rows_ND, gates_TK, index_TK), None
+        grad_rows_ND, grad_gates_TK = torch.empty_like(rows_ND), torch.empty_like(gates_TK)
+        for column in range(index_TK.shape[1]):
+            place_T = index_TK[:, column]
+            # Every row belongs to one token and column: each place is written once.
+            grad_rows_ND[place_T] = (grad_TD * gates_TK[:, column, None]).to(rows_ND.dtype)
+            part_TD = rows_ND.index_select(0, place_T)
+            grad_gates_TK[:, column] = (part_TD * grad_TD).sum(dim=1, dtype=gates_TK.dtype)
+        return grad_rows_ND, grad_gates_TK, None
+
+
+# Tokens to rows: each token once for each of its experts, in sending order. The mirror of `combine`.
+#
+# Invariant (asserted by the tests): a token's gradient is the sum of its rows' gradients in column order, so its bits
+# do
+# not depend on the sending order. Indexing's own backward would add them as they come.
+
+
+def spread_rows(hidden_TD: Tensor, *, token_N: Tensor, index_TK: Tensor) -> Tensor:
+    """Copy tokens into rows.
+
+    Args:
+        token_N: [N] token of each row, in sending order
+        index_TK: [T, K] place of each row in sending order
+
+    Returns: [N, D]
+    """
+    return _Spread.apply(hidden_TD, token_N, index_TK)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, token_N: Tensor, index_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(index_TK)
+        return hidden_TD.index_select(0, token_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (index_TK,) = ctx.saved_tensors
+        return add_columns(grad_ND, index_TK), None, None
+
+
+# All-to-all of rows as an autograd op: uneven splits, zero rows included; backward is the way back.
+#
+# Invariants (asserted by the tests):
+# 1. Rows come by source, and each row's gradient returns to it.
+# 2. A rank that is gone ends the others with a `TransferError`, not a hang.
+
+
+def exchange_rows(rows_ND: Tensor, *, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to the ranks of `group` and receive theirs; all ranks must call, also with zero rows.
+
+    Args:
+        rows_ND: [sum(send_R), D] rows for rank 0, then rank 1, ...
+        send_R: rows for each rank
+        receive_R: rows from each rank
+
+    Returns: [sum(receive_R), D] rows from rank 0, then rank 1, ...
+    """
+    # A group of one has no one to send to, and a copy of all rows is not free.
+    if group.size() == 1:
+        return rows_ND
+    return _Exchange.apply(rows_ND, send_R, receive_R, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way_back = (receive_R, send_R, group)
+        return all_to_all(rows_ND, send_R, receive_R, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad_ND, *ctx.way_back), None, None, None
+
+
+def all_to_all(rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Exchange the rows of a tensor outside autograd; all ranks of `group` must call."""
+    received_ND = rows_ND.new_empty((sum(receive_R), *rows_ND.shape[1:]))
+    try:
+        dist.all_to_all_single(received_ND, rows_ND.contiguous(), receive_R, send_R, group=group)
+    except RuntimeError as error:
+        raise TransferError(
+            f"rank {group.rank()}: rows could not be exchanged with the other {group.size() - 1} ranks; look for a "
+            f"rank that ended or raised before this one: {error}"
+        ) from error
+    return received_ND
+
+
+# Rows in another order, forward beside backward; both are gathers, since an order and its inverse are at hand.
+#
+# Indexing's own backward scatters, which costs several times as much on a GPU.
+#
+# Invariant (asserted by the tests): values and gradients equal those of plain indexing, padding included.
+
+
+def reorder_rows(rows_ND: Tensor, *, there_P: Tensor, back_N: Tensor) -> Tensor:
+    """Put rows in another order, with rows of zeros where the order has more places than there are rows.
+
+    Args:
+        there_P: [P] the row that comes to each place; N, one past the last, for a row of zeros
+        back_N: [N] the place each row comes to
+
+    Returns: [P, D]
+    """
+    return _Reorder.apply(rows_ND, there_P, back_N)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, there_P: Tensor, back_N: Tensor) -> Tensor:
+        ctx.save_for_backward(back_N)
+        return _gather(rows_ND, there_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
+        (back_N,) = ctx.saved_tensors
+        return _gather(grad_PD, back_N), None, None
+
+
+def _gather(rows_ND: Tensor, index_P: Tensor) -> Tensor:
+    # Only padding makes an order longer than its rows.
+    if index_P.numel() > rows_ND.shape[0]:
+        rows_ND = torch.cat([rows_ND, rows_ND.new_zeros((1, rows_ND.shape[1]))])
+    return rows_ND.index_select(0, index_P)
+
+
+def enter_home(home: ExpertWeights, bank: ReplicaBank, visit: Visit) -> ExpertWeights:
+    """Return the home weights as the layer shall use them; call before the layer's attention.
+
+    Args:
+        home: this rank's home weights of the layer
+        bank: where the gradients of their replicas return to
+        visit: the layer's turn; its phase does not matter
+    """
+    entered = iter(_EnterHome.apply(bank, visit, *home.tensors()))
+    return ExpertWeights(*(None if tensor is None else next(entered) for tensor in home))
+
+
+class _EnterHome(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bank: ReplicaBank, visit: Visit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.bank, ctx.visit = bank, visit
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # The experts' own backward made these gradients, so mostly no one else holds them and adding in place is safe.
+        own = tuple(_own(gradient) for gradient in gradients)
+        ctx.bank.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*own))
+        return None, None, *own
+
+
+def _own(gradient: Tensor) -> Tensor:
+    """The gradient, or a copy where it is shared or overlaps itself."""
+    is_shared = gradient._use_count() > 1 or not gradient.is_contiguous()
+    return gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient

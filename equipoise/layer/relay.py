@@ -1,0 +1,194 @@
+"""`Relay`: the way of tokens in two levels: across to each node once, then inside the node, as index tables.
+
+    level 1   a source sends one copy of a token to each node that computes rows of it: to its relay there
+    level 2   the relay makes the rows out of the copies and passes them on inside its node
+
+The relay of a source in a node is the rank with the source's place in that node; in its own node it is the source.
+
+Knows rows in sending order, splits and nodes. Does not know slots, experts or hidden states.
+
+Invariants (asserted by the tests):
+1. Passed on and put in order, the rows are those that the direct dispatch would deliver, in its order.
+2. A token crosses to another node at most once; inside a node every row moves at most once.
+3. All ranks communicate in the same order, whatever their tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equipoise.layer.ops import add_columns, all_to_all
+
+Swap = Callable[[Tensor, list[int], list[int]], Tensor]
+"""Sends a tensor's rows to all ranks and returns theirs; given the rows for each rank and those from each rank."""
+
+
+class Relay(NamedTuple):
+    """The two-level way of one rank's tokens, and of those it passes on for others."""
+
+    token_C: Tensor
+    """[C] token of each copy, in sending order."""
+    copies_R: list[int]
+    """Copies sent to each rank."""
+    arriving_R: list[int]
+    """Copies received from each rank."""
+    copy_N: Tensor
+    """[rows passed on] the copy, as received, that each row is made of."""
+    inner_send_R: list[int]
+    """Rows passed on to each rank; those of other nodes get none."""
+    inner_receive_R: list[int]
+    """Rows received from each rank."""
+    order_N: Tensor
+    """[received rows] the row, as received, at each place of the direct dispatch's order."""
+
+
+class Nodes(NamedTuple):
+    """The ranks of an EP group on their nodes, seen from one of them."""
+
+    node_R: tuple[int, ...]
+    rank: int
+
+    def relay(self, source: int, target: int) -> int:
+        """The rank that takes the copies of `source` for the node of `target`."""
+        mine, theirs = self._members(source), self._members(target)
+        return theirs[mine.index(source) % len(theirs)]
+
+    @property
+    def relay_R(self) -> list[int]:
+        """[R] where this rank sends what each rank shall get."""
+        return [self.relay(self.rank, target) for target in range(len(self.node_R))]
+
+    @property
+    def server_R(self) -> list[int]:
+        """[R] from whom this rank gets what each source sends."""
+        return [self.relay(source, self.rank) for source in range(len(self.node_R))]
+
+    def is_near(self, rank: int) -> bool:
+        """Whether a rank is in this rank's node."""
+        return self.node_R[rank] == self.node_R[self.rank]
+
+    def _members(self, rank: int) -> list[int]:
+        return [other for other, node in enumerate(self.node_R) if node == self.node_R[rank]]
+
+
+def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], nodes: Nodes, swap: Swap) -> Relay:
+    """Find the two-level way of rows whose direct way is known. Every rank must call this.
+
+    Args:
+        token_N: [N] token of each row, in sending order
+        send_R: rows for each rank
+        receive_R: rows from each rank
+        swap: exchanges integers with all ranks; used twice
+    """
+    ranks, ones_R, device = range(len(send_R)), [1] * len(send_R), token_N.device
+    token_C, copies_R, copy_N = _copies(token_N, send_R, nodes)
+    header_RX = torch.tensor([[copies_R[r], *_rows_by(r, send_R, nodes)] for r in ranks], device=device)
+    # What relays must know: copies to come from each source, rows to make for each rank, and of which copy each is.
+    headers_RX = swap(header_RX, ones_R, ones_R).cpu()
+    arriving_R, rows_RR = headers_RX[:, 0], headers_RX[:, 1:]
+    sent_R = header_RX[:, 1:].sum(dim=1).tolist()
+    made_N = swap(copy_N, sent_R, rows_RR.sum(dim=1).tolist())
+    return Relay(
+        token_C=token_C,
+        copies_R=copies_R,
+        arriving_R=arriving_R.tolist(),
+        copy_N=_by_target(made_N, rows_RR.to(device), arriving_R.to(device)),
+        inner_send_R=rows_RR.sum(dim=0).tolist(),
+        inner_receive_R=_sums_by(receive_R, nodes.server_R),
+        order_N=_direct_order(torch.tensor(receive_R, device=device), torch.tensor(nodes.server_R, device=device)),
+    )
+
+
+def _copies(token_N: Tensor, send_R: list[int], nodes: Nodes) -> tuple[Tensor, list[int], Tensor]:
+    """One copy per token and relay: their tokens and number for each rank, and the copy of each row, by relay.
+
+    A row names its copy by its number among the copies for the same relay.
+    """
+    device = token_N.device
+    count_R = torch.tensor(send_R, device=device)
+    relay_N = torch.repeat_interleave(torch.tensor(nodes.relay_R, device=device), count_R, output_size=len(token_N))
+    stride = int(token_N.max()) + 1 if len(token_N) else 1
+    key_C, copy_N = torch.unique(relay_N * stride + token_N, return_inverse=True)
+    copies_R = torch.bincount(key_C // stride, minlength=len(send_R))
+    copy_N = copy_N - (copies_R.cumsum(0) - copies_R)[relay_N]
+    # Rows of one relay keep their order: by target, and for each as the target shall get them.
+    return key_C % stride, copies_R.tolist(), copy_N[torch.argsort(relay_N, stable=True)]
+
+
+def _rows_by(relay: int, send_R: list[int], nodes: Nodes) -> list[int]:
+    """[R] rows that `relay` has to pass on for this rank."""
+    return [rows if via == relay else 0 for rows, via in zip(send_R, nodes.relay_R, strict=True)]
+
+
+def _sums_by(rows_R: list[int], key_R: list[int]) -> list[int]:
+    """[R] sum of the rows that have each rank as their key."""
+    return [sum(rows for rows, key in zip(rows_R, key_R, strict=True) if key == r) for r in range(len(rows_R))]
+
+
+def _by_target(made_N: Tensor, rows_RR: Tensor, arriving_R: Tensor) -> Tensor:
+    """The copy of each row, target by target and for each source by source, out of lists that came by source."""
+    sources, targets = rows_RR.shape
+    source_N = torch.repeat_interleave(torch.arange(sources, device=made_N.device), rows_RR.sum(dim=1))
+    at_N = made_N + (arriving_R.cumsum(0) - arriving_R)[source_N]
+    target_N = torch.repeat_interleave(
+        torch.arange(targets, device=made_N.device).repeat(sources), rows_RR.reshape(-1), output_size=len(made_N)
+    )
+    return at_N[torch.argsort(target_N, stable=True)]
+
+
+def _direct_order(receive_R: Tensor, server_R: Tensor) -> Tensor:
+    """Place, as received from the relays, of each row in source order: relays ascend, and for each its sources."""
+    by_server_R = torch.argsort(server_R, stable=True)
+    start_R = torch.empty_like(receive_R)
+    start_R[by_server_R] = receive_R[by_server_R].cumsum(0) - receive_R[by_server_R]
+    before_R = receive_R.cumsum(0) - receive_R
+    offset_N = torch.repeat_interleave(start_R - before_R, receive_R)
+    return offset_N + torch.arange(len(offset_N), device=receive_R.device)
+
+
+# Tokens to rows at the ranks that compute them, in two levels: across to each node once, then inside the node.
+#
+# Only this way has two levels. Outputs, and the gradients of both ways, travel row by row: a relay that added them up
+# would add in another order than the direct dispatch does, and change their bits.
+#
+# Invariants (asserted by the tests):
+# 1. Received rows, outputs and input gradients have the bits of the direct dispatch, on any nodes, also without
+# tokens.
+# 2. It communicates in the same order on every rank: twice in forward, once in backward.
+
+
+class DirectWay(NamedTuple):
+    """The direct dispatch of the same rows, which their gradients take back."""
+
+    index_TK: Tensor
+    """[T, K] place of each row in sending order."""
+    send_R: list[int]
+    receive_R: list[int]
+
+
+def send_by_relay(hidden_TD: Tensor, relay: Relay, *, direct: DirectWay, group: dist.ProcessGroup) -> Tensor:
+    """Bring tokens to the ranks that compute them; all ranks must call, also without tokens.
+
+    Returns: [sum(direct.receive_R), D] rows from rank 0, then rank 1, ...
+    """
+    return _SendByRelay.apply(hidden_TD, relay, direct, group)
+
+
+class _SendByRelay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, relay: Relay, direct: DirectWay, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(direct.index_TK)
+        ctx.way_back = (direct.receive_R, direct.send_R, group)
+        copies_CD = hidden_TD.index_select(0, relay.token_C)
+        arrived_CD = all_to_all(copies_CD, relay.copies_R, relay.arriving_R, group)
+        passed_ND = arrived_CD.index_select(0, relay.copy_N)
+        received_ND = all_to_all(passed_ND, relay.inner_send_R, relay.inner_receive_R, group)
+        return received_ND.index_select(0, relay.order_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_TK,) = ctx.saved_tensors
+        return add_columns(all_to_all(grad_ND, *ctx.way_back), index_TK), None, None, None

@@ -1,0 +1,491 @@
+"""`HostStore`: all experts of a model in memory of one node's machine, in canonical order, each with its version.
+
+The CPU-assisted path pulls from it, and once completed it is the one source for weight sync, export and checkpoints.
+Where experts are on a CUDA device its pages are registered with the driver in every process, so that copies run at the
+full rate of the link beside the layers.
+
+Knows experts by (layer, expert) and versions. Does not know plans or who refreshes what: see `refresher`.
+
+One piece of shared memory per node: per (layer, expert) a version and a checksum, then per layer [E, ...] tensors.
+
+Invariants (asserted by the tests):
+1. `version` is that of the weights which lie there completely: set after them, and 0 while they are written.
+2. With checksums, an expert whose bytes changed since is named, by every process that asks for it.
+3. Memory that is not there, or cannot be pinned, is refused with the fix, on all ranks alike.
+"""
+
+import threading
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import cycle, groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from equipoise.core.errors import TransferError
+from equipoise.core.plan import PATHS, PHASES, Plan, Visit
+from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.edges import copy_expert
+from equipoise.transfer.node import Layout, NodeMemory, TransferOptions, aligned
+from equipoise.transfer.pages import exchange_outcomes, share_memory
+from equipoise.transfer.waits import REACHED, Announcer, Lane, Mark, Message, Transfer
+
+_FIX = (
+    "the host store holds all experts of the model: raise the container's memory limit, or pull inside nodes only "
+    "(path='peer', no cross-node replicas)"
+)
+
+
+class HostStore:
+    """One process's view of its node's store."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        experts: int,
+        group: Any,
+        node_R: Sequence[int],
+        timeout_s: float,
+        is_checked: bool = False,
+    ) -> None:
+        """Share the memory with the node's ranks. Every rank of `group` must call this.
+
+        Args:
+            layout: shapes of the experts, and the device they are on
+            experts: experts of a layer, of all ranks
+            is_checked: keep checksums
+        """
+        self._layout, self._num_experts, self._is_checked = layout, experts, is_checked
+        self._layer_bytes, self._first = layout.bytes_of(experts, layout.dtype), _words_bytes(layout, experts)
+        num_bytes = store_bytes(layout, experts)
+        self._memory = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=timeout_s, fix=_FIX)
+        words = self._memory.view(0, (2, layout.layers, experts), torch.int64).numpy()
+        self._version_LE, self._checksum_LE = words[0], words[1]
+        self._experts = [self._layer(layer) for layer in range(layout.layers)]
+        self._pin: _Pin | None = None
+        self._pin_pages(group)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the node that the store takes."""
+        return self._memory.num_bytes
+
+    def experts(self, layer: int) -> ExpertWeights:
+        """[E, ...] weights of a layer in canonical order; an expert's are there once `version` says so."""
+        return self._experts[layer]
+
+    def version(self, layer: int, expert: int) -> int:
+        """The version of an expert's weights that lies here; 0: none."""
+        return int(self._version_LE[layer, expert])
+
+    def withdraw(self, layer: int, expert: int) -> None:
+        """Say that an expert's weights are about to be written: until they are announced, none lie here."""
+        self._version_LE[layer, expert] = 0
+
+    def announce(self, layer: int, expert: int, version: int) -> None:
+        """Say that an expert's weights of a version have been written completely."""
+        if self._is_checked:
+            self._checksum_LE[layer, expert] = self._checksum(layer, expert)
+        self._version_LE[layer, expert] = version
+
+    def check(self, layer: int, expert: int) -> None:
+        """In checked mode, raise if an expert's bytes are not those that were announced."""
+        if self._is_checked and (found := self._checksum(layer, expert)) != self._checksum_LE[layer, expert]:
+            raise TransferError(
+                f"host store: expert {expert} in layer index {layer} has checksum {found:#010x}, written with "
+                f"{int(self._checksum_LE[layer, expert]):#010x}; its memory was overwritten or is faulty: end this "
+                "step and load the last checkpoint"
+            )
+
+    def is_complete(self, version: int) -> bool:
+        """Whether every expert's weights of this version are there."""
+        return bool((self._version_LE >= version).all())
+
+    def close(self) -> None:
+        """Let go of the memory; tensors made of it keep theirs, unpinned. Closing twice is allowed."""
+        if self._pin is not None:
+            self._pin.close()
+        self._pin, self._experts = None, []
+        # Not a slice of the words: that would keep the memory mapped.
+        self._version_LE = self._checksum_LE = np.zeros((0, 0), dtype=np.int64)
+        self._memory.close()
+
+    def _pin_pages(self, group: Any) -> None:
+        """Register the memory where a device reads it; if one rank may not, none goes on."""
+        failure = ""
+        if self._layout.device.type == "cuda":
+            try:
+                self._pin = _Pin(self._memory.view(0, (self.num_bytes,), torch.uint8))
+            except TransferError as error:
+                failure = str(error)
+        try:
+            exchange_outcomes(("", failure), group)
+        except TransferError:
+            # Unmapping pages that are still registered would leave the driver with addresses that are gone.
+            self.close()
+            raise
+
+    def _layer(self, layer: int) -> ExpertWeights:
+        offset, tensors = self._first + layer * self._layer_bytes, list[torch.Tensor | None]()
+        for shape in self._layout.shapes:
+            if shape is None:
+                tensors.append(None)
+                continue
+            tensor = self._memory.view(offset, (self._num_experts, *shape), self._layout.dtype)
+            tensors.append(tensor)
+            offset += aligned(tensor.nbytes)
+        return ExpertWeights(*tensors)
+
+    def _checksum(self, layer: int, expert: int) -> int:
+        found = 0
+        for tensor in self._experts[layer].tensors():
+            found = zlib.crc32(tensor[expert].reshape(-1).view(torch.uint8).numpy(), found)
+        return found
+
+
+def store_bytes(layout: Layout, experts: int) -> int:
+    """Host memory of a node's store: a version and a checksum per expert, and all weights."""
+    return _words_bytes(layout, experts) + layout.layers * layout.bytes_of(experts, layout.dtype)
+
+
+def check_store_budget(layout: Layout, experts: int, options: TransferOptions) -> None:
+    """Raise if the store of a node exceeds the budget; the same on all ranks, before anything is allocated."""
+    needed, budget = store_bytes(layout, experts), options.store_bytes
+    if budget is not None and needed > budget:
+        raise TransferError(
+            f"host store: {experts} experts in {layout.layers} layers need {needed:,} bytes per node; store_bytes is "
+            f"{budget:,}: raise it, or pull inside nodes only (path='peer', no cross-node replicas)"
+        )
+
+
+def _words_bytes(layout: Layout, experts: int) -> int:
+    return aligned(2 * 8 * layout.layers * experts)
+
+
+class _Pin:
+    """Pages registered with the CUDA driver of this process."""
+
+    def __init__(self, bytes_N: torch.Tensor) -> None:
+        self._bytes_N: torch.Tensor | None = bytes_N
+        error = int(torch.cuda.cudart().cudaHostRegister(bytes_N.data_ptr(), bytes_N.nbytes, 0))
+        if error:
+            self._bytes_N = None
+            raise TransferError(
+                f"host store: {bytes_N.nbytes:,} bytes could not be pinned (CUDA error {error}); raise the "
+                "locked-memory limit with `ulimit -l unlimited`, or use path='peer'"
+            )
+
+    def close(self) -> None:
+        if self._bytes_N is not None:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._bytes_N.data_ptr())
+        self._bytes_N = None
+
+
+# `Refresher`: a thread that writes home weights to the host store, the first to be pulled first.
+#
+# After a version begins, only those experts are written that the plan pulls by the host path, each by its home, in the
+# order in which the itinerary first uses them. On a device the copies run in a lane of their own, and an expert is
+# announced once its copy is finished.
+#
+# Invariants (asserted by the tests):
+# 1. Exactly the experts that the plan pulls by the host path and that have their home here are written, in that order.
+# 2. After `pause` nothing is written or announced, and nothing will be before the next `start`. Nothing of a layer is
+#    before `open_layer`, nor after `close_layer`.
+# 3. A write that fails ends the step on all ranks, by name.
+
+
+class Entry(NamedTuple):
+    """An expert to be written to the store, and the slot where it lies."""
+
+    layer: int
+    expert: int
+    slot: int
+
+
+def first_uses(plan: Plan, *, rank: int, pullers: Collection[int], paths: Collection[str]) -> list[Entry]:
+    """Experts of `rank` that `pullers` pull by one of `paths`, in the order in which the plan first does."""
+    table, layers = plan.replica_table, plan.home_LE.shape[0]
+    itinerary = plan.itinerary
+    assert itinerary is not None, "an executed plan has an itinerary"
+    at = {itinerary.visit(i): i for i in range(len(itinerary))}
+    first: dict[tuple[int, int], int] = {}
+    for p in range(len(table)):
+        micro_step, layer = divmod(int(table.entry_P[p]), layers)
+        expert = int(table.expert_P[p])
+        if plan.home_LE[layer, expert] != rank or int(table.rank_P[p]) not in pullers:
+            continue
+        for phase, path in zip(PHASES, table.path_P2[p], strict=True):
+            # A visit that the itinerary does not expect may come all the same: last of all.
+            when = at.get(Visit(micro_step, phase, layer), len(at))
+            if PATHS[int(path)] in paths:
+                first[layer, expert] = min(when, first.get((layer, expert), when))
+    order = sorted(first, key=lambda key: (first[key], key))
+    return [Entry(layer, expert, int(plan.home_slot_LE[layer, expert])) for layer, expert in order]
+
+
+class Refresher:
+    """Writes this rank's homes to the store of its node."""
+
+    def __init__(self, node: NodeMemory, store: HostStore) -> None:
+        """Start the thread, with nothing to do."""
+        self._node, self._store = node, store
+        self._lane, self._announcer = Lane(node.device), Announcer(node.device)
+        self._changed = threading.Condition()
+        self._todo: list[Entry] = []
+        self._writing: Entry | None = None
+        self._open: set[int] = set()
+        self._version, self._begin = 0, REACHED
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="equipoise-refresher", daemon=True)
+        self._thread.start()
+
+    def start(self, entries: Iterable[Entry], *, version: int, layers: Iterable[int]) -> None:
+        """Write these experts, in this order, as weights of `version`; returns at once.
+
+        Args:
+            layers: those whose home weights are there; others are written once they are
+        """
+        with self._changed:
+            self._todo, self._version, self._open = list(entries), version, set(layers)
+            self._begin = Mark.now(self._node.device)
+            self._changed.notify_all()
+
+    def open_layer(self, layer: int) -> None:
+        """Write experts of a layer from now on: their weights are there."""
+        with self._changed:
+            self._open.add(layer)
+            self._changed.notify_all()
+
+    def close_layer(self, layer: int) -> None:
+        """Leave what is left of a layer, and wait until what has begun is written, on the device too."""
+        with self._changed:
+            self._open.discard(layer)
+            self._wait(lambda: self._writing is None or self._writing.layer != layer)
+            self._wait(self._lane.mark().is_reached)
+
+    def pause(self) -> None:
+        """Drop what is left, and wait until what has begun is written and announced."""
+        with self._changed:
+            self._todo.clear()
+            self._wait(self._is_settled)
+
+    def finish(self) -> None:
+        """Wait until everything given, of layers that are open, is written and announced."""
+        with self._changed:
+            self._wait(lambda: self._next() is None and self._is_settled())
+
+    def complete(self, *, version: int) -> None:
+        """Write all experts of the model, those of other nodes too. Every rank must call this, between windows."""
+        node, owned = self._node, self._node.layout.home_slots
+        layers = range(node.layout.layers)
+        entries = (Entry(layer, node.rank * owned + slot, slot) for layer in layers for slot in range(owned))
+        self.start(entries, version=version, layers=layers)
+        self.finish()
+        transfer = Transfer("refresh", path="host")
+        node.agree([0], transfer)
+        if len(set(node.node_R)) > 1:
+            for layer in layers:
+                self._cross(layer, version)
+            node.agree([0], transfer)
+
+    def close(self) -> None:
+        """End the thread. Closing twice is allowed."""
+        with self._changed:
+            self._is_closed = True
+            self._todo.clear()
+            self._changed.notify_all()
+        self._thread.join(1.0)
+        self._announcer.close()
+
+    def _cross(self, layer: int, version: int) -> None:
+        """Send what this rank owns to the first rank of every other node; if this is one, write what comes."""
+        node, rows = self._node, self._store.experts(layer)
+        first = {name: node.node_R.index(name) for name in dict.fromkeys(node.node_R)}
+        is_first = first[node.node_R[node.rank]] == node.rank
+        away = [rank for rank in range(len(node.node_R)) if rank not in node.peers]
+        pairs = [(True, node.rank, first[name]) for name in first if first[name] not in node.peers]
+        pairs += [(False, rank, rank) for rank in away] if is_first else []
+        messages = [
+            Message(tensor[self._owned(owner)], peer, is_leaving)
+            for is_leaving, owner, peer in pairs
+            for tensor in rows.tensors()
+        ]
+        coming = (
+            [e for rank in away for e in range(self._owned(rank).start, self._owned(rank).stop)] if is_first else []
+        )
+        for expert in coming:
+            self._store.withdraw(layer, expert)
+        if messages:
+            node.finish(messages, [Transfer("refresh", layer, path="p2p")] * len(messages))
+        for expert in coming:
+            self._store.announce(layer, expert, version)
+
+    def _owned(self, rank: int) -> slice:
+        """Experts that a rank owns."""
+        count = self._node.layout.home_slots
+        return slice(rank * count, (rank + 1) * count)
+
+    def _is_settled(self) -> bool:
+        return self._writing is None and self._announcer.is_done()
+
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        transfer = Transfer("refresh", path="host")
+        self._node.watchdog.wait(is_ready, transfer, pause=self._changed.wait)
+        if self._announcer.failure is not None:
+            raise self._node.watchdog.abort(f"{transfer} failed: {self._announcer.failure}")
+
+    def _run(self) -> None:
+        while (item := self._take()) is not None:
+            entry, version, begin = item
+            try:
+                self._write(entry, version, begin)
+            except RuntimeError as error:
+                words = Transfer("refresh", entry.layer, entry.expert, "host")
+                self._announcer.failure = self._node.watchdog.abort(f"{words} failed: {error}")
+            with self._changed:
+                self._writing = None
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[Entry, int, Mark] | None:
+        """Wait for the next expert whose layer is open; None once closed."""
+        with self._changed:
+            while not self._is_closed:
+                self._writing = self._next()
+                if self._writing is not None:
+                    self._todo.remove(self._writing)
+                    return self._writing, self._version, self._begin
+                self._changed.wait()
+        return None
+
+    def _next(self) -> Entry | None:
+        return next((entry for entry in self._todo if entry.layer in self._open), None)
+
+    def _write(self, entry: Entry, version: int, begin: Mark) -> None:
+        home, rows = self._node.home(self._node.rank, entry.layer), self._store.experts(entry.layer)
+        self._store.withdraw(entry.layer, entry.expert)
+        with self._lane.work(after=begin):
+            copied = copy_expert(rows, entry.expert, home, entry.slot)
+        self._node.counters.refresh(copied)
+        say = partial(self._store.announce, entry.layer, entry.expert, version)
+        self._announcer.after(self._lane.mark(), say)
+
+
+# Experts of other nodes on their way to this node's host store, where a recompute window pulls them.
+#
+# In recompute no gradient returns, so a replica may stand in another node than its expert's home (`Plan.cross_node`).
+# It
+# is pulled from the host store of its own node. Homes of that node cannot write it there, so once a layer's homes
+# hold a
+# version, each needed expert is sent once per node, from its home to a rank of the node, which writes it to the store;
+# the ranks take turns, so that all of the node's links bring experts.
+#
+# Invariants (asserted by the tests):
+# 1. Exactly the experts that a node's ranks pull from another node are brought to it, each once per version, and no
+# rank
+#    of the node receives more than one of a layer's above another; as many as the planner charges it for.
+# 2. A replica of another node is refused by name in an update window, and where it is not pulled by the host path.
+
+
+class Crossing(NamedTuple):
+    """An expert that a node needs from another."""
+
+    layer: int
+    expert: int
+    source: int
+    """Home rank."""
+    source_slot: int
+    target: int
+    """The rank of the node that needs it whose turn it is."""
+
+
+def crossings(plan: Plan) -> list[Crossing]:
+    """What every node needs from others under this plan, in layer order; the same on all ranks."""
+    layer_P, expert_P, far_P = _far(plan)
+    node_R = np.array(plan.cluster.node_R)
+    node_P = node_R[plan.replica_table.rank_P]
+    needed = np.unique(np.stack([layer_P, expert_P, node_P], axis=1)[far_P], axis=0).tolist()
+    ranks_N = [np.flatnonzero(node_R == node).tolist() for node in range(node_R.max() + 1)]
+    turns = {(layer, node): cycle(ranks_N[node]) for layer, _, node in needed}
+    return [
+        Crossing(
+            layer,
+            expert,
+            int(plan.home_LE[layer, expert]),
+            int(plan.home_slot_LE[layer, expert]),
+            next(turns[layer, node]),
+        )
+        for layer, expert, node in needed
+    ]
+
+
+def crossings_by_layer(plan: Plan) -> dict[int, list[Crossing]]:
+    """The same, layer by layer."""
+    return {layer: list(ways) for layer, ways in groupby(crossings(plan), key=lambda way: way.layer)}
+
+
+def bring_far(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
+    """Bring experts of other nodes, of one layer, to the store. Every rank of the group must call this.
+
+    Args:
+        version: of their weights
+    """
+    messages: list[Message] = []
+    transfers: list[Transfer] = []
+    coming = [way for way in ways if way.target == node.rank]
+    for way in coming:
+        store.withdraw(way.layer, way.expert)
+    # Both sides go through the ways in the same order.
+    for way in ways:
+        if node.rank not in (way.source, way.target):
+            continue
+        is_leaving = way.source == node.rank
+        peer = way.target if is_leaving else way.source
+        experts = node.home(node.rank, way.layer) if is_leaving else store.experts(way.layer)
+        for tensor in experts.tensors():
+            row = tensor.detach()[way.source_slot if is_leaving else way.expert]
+            row = row.contiguous().cpu() if is_leaving else row
+            messages.append(Message(row, peer, is_leaving))
+            transfers.append(Transfer("refresh", way.layer, way.expert, "p2p", peer))
+            node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
+    if messages:
+        node.finish(messages, transfers)
+    for way in coming:
+        store.announce(way.layer, way.expert, version)
+
+
+def check_far(plan: Plan, *, rank: int, host_paths: Collection[str]) -> None:
+    """Refuse replicas of this rank that come from another node where they cannot.
+
+    Args:
+        host_paths: the plan's names of paths that lead to the host store
+    """
+    layer_P, expert_P, far_P = _far(plan)
+    for p in np.flatnonzero(far_P & (plan.replica_table.rank_P == rank)).tolist():
+        expert, layer = int(expert_P[p]), int(layer_P[p])
+        words = (
+            f"rank {rank}: the replica of expert {expert} in layer index {layer} has its home on rank "
+            f"{int(plan.home_LE[layer, expert])}, in another node"
+        )
+        if plan.loads.stage != "recompute":
+            raise TransferError(
+                f"{words}, where an {plan.loads.stage} window's gradient cannot return; only recompute windows may "
+                "cross nodes: plan this one without cross-node replicas"
+            )
+        path = PATHS[int(plan.replica_table.path_P2[p, 0])]
+        if path not in host_paths:
+            raise TransferError(
+                f"{words}, where path {path!r} does not reach; only the host store does: plan the pull by 'host', and "
+                "do not force path='peer'"
+            )
+
+
+def _far(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[P] layer and expert of every replica, and whether it stands in another node than its home."""
+    table, node_R = plan.replica_table, np.array(plan.cluster.node_R)
+    layer_P = table.entry_P % plan.home_LE.shape[0]
+    home_P = plan.home_LE[layer_P, table.expert_P]
+    return layer_P, table.expert_P, node_R[home_P] != node_R[table.rank_P]

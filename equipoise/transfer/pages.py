@@ -1,0 +1,533 @@
+"""Pieces of memory that processes can map, and ranges of addresses over one piece or several in a row.
+
+    Pages   physical memory without an address, handed to other processes as an open file
+    Span    addresses under which pages are seen; what `view` gives keeps them mapped
+    Pager   makes both: `HostPager` here (memfd, mmap), `CudaPager` in `cuda_pages` (CUDA's virtual memory)
+
+The same pages may be seen in several spans: that is how replica slots lie behind the home slots of every layer
+(`arena`). Knows sizes and descriptors. Does not know experts or ranks.
+
+Invariants (asserted by the tests):
+1. Two spans over the same pages show the same bytes; pages in a row are seen without a gap.
+2. A span is unmapped when nothing refers to it any more, and pages are freed when they are released and no span shows
+   them, in no process. No descriptor is left behind.
+3. Pages that do not fit are refused before allocation.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import secrets
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from equipoise.core.errors import TransferError
+
+# Open files handed from one process of a node to others, over a Unix socket in the abstract namespace.
+#
+# A `Counter` is where others come; `take` fetches. Descriptors go in messages of at most `MOST`, each taken before the
+# next is sent, or descriptors of two messages would come as one.
+#
+# Invariants (asserted by the tests):
+# 1. Every wait is bounded; a peer that ends in between is a `TransferError` on the other side.
+# 2. Whoever receives descriptors closes them; those sent are closed by the counter. No name is left.
+
+
+MOST = 200
+"""Descriptors in one message; Linux allows 253."""
+
+Export = Callable[[], int]
+"""Makes a descriptor that the counter closes."""
+
+
+class Counter:
+    """Where other processes of the node come for descriptors."""
+
+    def __init__(self) -> None:
+        self.address = f"\0equipoise-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.address)
+        self._socket.listen(128)
+
+    def hand_out(self, exports: Sequence[Export], *, times: int, timeout_s: float) -> None:
+        """Serve so many processes, each with all descriptors."""
+        self._socket.settimeout(timeout_s)
+        for _ in range(times):
+            try:
+                connection, _ = self._socket.accept()
+                with connection:
+                    # An accepted socket has no bound of its own.
+                    connection.settimeout(timeout_s)
+                    for start in range(0, len(exports), MOST):
+                        _send(connection, exports[start : start + MOST])
+            except OSError as error:
+                raise TransferError(
+                    f"shared memory: {times} ranks of this node should have fetched it within {timeout_s:g} s each, "
+                    f"not all did ({error}); see the other ranks' logs"
+                ) from error
+
+    def close(self) -> None:
+        """Leave; closing twice is allowed."""
+        self._socket.close()
+
+
+def take(address: str, count: int, use: Callable[[int], None], *, source: int, timeout_s: float) -> None:
+    """Fetch so many descriptors from a counter and use them one by one; each is closed afterwards.
+
+    Args:
+        source: rank that stands at the counter, for words
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(address)
+            for start in range(0, count, MOST):
+                _take(connection, min(MOST, count - start), use)
+        except OSError as error:
+            raise TransferError(
+                f"shared memory: rank {source} of this node could not be reached ({error}); "
+                "ranks of one node must share a network namespace"
+            ) from error
+
+
+def _send(connection: socket.socket, exports: Sequence[Export]) -> None:
+    with ExitStack() as exported:
+        descriptors: list[int] = []
+        for export in exports:
+            descriptors.append(export())
+            exported.callback(os.close, descriptors[-1])
+        socket.send_fds(connection, [b"f"], descriptors)
+        if not connection.recv(1):
+            raise ConnectionError("a rank ended before it took them")
+
+
+def _take(connection: socket.socket, count: int, use: Callable[[int], None]) -> None:
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+    try:
+        if len(descriptors) != count:
+            raise TransferError(
+                f"shared memory: {len(descriptors)} descriptors came instead of {count}; another rank of this node "
+                "ended, or the limit on open files is reached: raise it with `ulimit -n`"
+            )
+        for descriptor in descriptors:
+            use(descriptor)
+        connection.send(b"k")
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+# Memory that the ranks of one node share: made by one of them, handed to the others as an open file, named nowhere.
+#
+# Steps of `share_memory`, called by every rank of the group at the same time:
+# 1. The first rank of each node checks that the memory is there and reserves it (`memfd_create`, `posix_fallocate`).
+# 2. Every rank hears of every node's outcome; if one failed, all of them raise the same error.
+# 3. The others fetch the descriptor (`handover`), map it, and close it.
+#
+# Invariants (asserted by the tests):
+# 1. After step 3 no file, socket or name is left: only the mapping and the descriptor that Python keeps with it, and
+# both
+#    end with the process.
+# 2. A size that does not fit memory, or the locked-memory limit where it is to be locked, is refused before
+# allocation.
+# 3. A mapping lives exactly as long as something refers to it: `close` drops this object's reference, a tensor made by
+#    `view` keeps its own, so that no tensor ever points to memory that is gone.
+
+
+_FIX = "raise the container's memory limit, or use fewer ranks per node, slots or depth"
+_CAP_IPC_LOCK = 14
+"""Bit of the capability that lifts the locked-memory limit (linux/capability.h)."""
+
+
+class SharedMemory:
+    """One process's mapping of a node's memory."""
+
+    def __init__(self, descriptor: int, num_bytes: int, *, is_locked: bool = False) -> None:
+        """Map an open file; the caller keeps and closes the descriptor."""
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, num_bytes)
+        self.num_bytes = num_bytes
+        if is_locked:
+            _lock(self.view(0, (num_bytes,), torch.uint8).data_ptr(), num_bytes)
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor over the bytes from `offset` on; it keeps the mapping alive."""
+        if self._map is None:
+            raise TransferError("the node's shared memory is closed; open it again before use")
+        count = int(torch.Size(shape).numel())
+        if count == 0:
+            return torch.empty(*shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(*shape)
+
+    def close(self) -> None:
+        """Let go of the mapping. It ends as soon as no tensor refers to it; closing twice is allowed."""
+        self._map = None
+
+
+def share_memory(
+    num_bytes: int,
+    *,
+    group: Any,
+    node_R: Sequence[int],
+    timeout_s: float,
+    is_locked: bool = False,
+    fix: str = _FIX,
+) -> SharedMemory:
+    """Map one piece of memory in all ranks of each node. Every rank of `group` must call this.
+
+    Args:
+        num_bytes: size of one node's piece
+        group: the EP group; carries a few bytes about who made what
+        node_R: node of each rank of the group
+        timeout_s: longest wait for another rank
+        is_locked: keep the pages in memory (needed where a device reads them)
+        fix: what to do where it does not fit, for the error
+    """
+    rank = dist.get_rank(group)
+    peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
+    maker = _Maker(num_bytes, is_locked=is_locked, fix=fix) if rank == peers[0] else None
+    with closing(maker) if maker is not None else nullcontext():
+        mine = ("", "") if maker is None else (maker.counter.address, maker.failure)
+        outcomes = exchange_outcomes(mine, group)
+        if maker is not None:
+            maker.hand_out(len(peers) - 1, timeout_s=timeout_s)
+            return SharedMemory(maker.descriptor, num_bytes, is_locked=is_locked)
+        first = peers[0]
+        return _fetch(outcomes[first][0], num_bytes, source=first, timeout_s=timeout_s, is_locked=is_locked)
+
+
+def exchange_outcomes(mine: tuple[str, str], group: Any) -> list[tuple[str, str]]:
+    """Tell all ranks an address and a failure, and return theirs; if one failed, all raise its words."""
+    outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(outcomes, mine, group=group)
+    except RuntimeError as error:
+        raise TransferError(f"shared memory: a rank of the group is gone or unreachable: {error}") from error
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]
+    if failures:
+        raise TransferError(failures[0])
+    return outcomes
+
+
+class _Maker:
+    """The rank that reserves a node's memory and hands the descriptor out."""
+
+    def __init__(self, num_bytes: int, *, is_locked: bool, fix: str) -> None:
+        self.failure, self.descriptor, self.counter = "", -1, Counter()
+        try:
+            self.descriptor = reserve(num_bytes, is_locked=is_locked, fix=fix)
+        except TransferError as error:
+            self.failure = str(error)
+
+    def hand_out(self, times: int, *, timeout_s: float) -> None:
+        self.counter.hand_out([lambda: os.dup(self.descriptor)], times=times, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.counter.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def _fetch(address: str, num_bytes: int, *, source: int, timeout_s: float, is_locked: bool) -> SharedMemory:
+    found: list[SharedMemory] = []
+    take(
+        address,
+        1,
+        lambda descriptor: found.append(SharedMemory(descriptor, num_bytes, is_locked=is_locked)),
+        source=source,
+        timeout_s=timeout_s,
+    )
+    return found[0]
+
+
+def reserve(num_bytes: int, *, is_locked: bool = False, fix: str = _FIX) -> int:
+    """Reserve anonymous memory and return its descriptor, or raise if it does not fit."""
+    check_room(num_bytes, available=available_bytes(), is_locked=is_locked, fix=fix)
+    descriptor = os.memfd_create("equipoise", os.MFD_CLOEXEC)
+    try:
+        # Reserved now: a page that cannot be had later would end the process with SIGBUS.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise TransferError(
+            f"shared memory: {num_bytes:,} bytes could not be reserved ({error.strerror}); {fix}"
+        ) from error
+    return descriptor
+
+
+def check_room(num_bytes: int, *, available: int, is_locked: bool = False, fix: str = _FIX) -> None:
+    """Raise if a node's memory cannot hold `num_bytes`, or its process may not lock them."""
+    if num_bytes > available:
+        raise TransferError(
+            f"shared memory: {num_bytes:,} bytes are needed on this node, {available:,} are available; {fix}"
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if is_locked and limit != resource.RLIM_INFINITY and num_bytes > limit and not _may_lock_anything():
+        raise TransferError(
+            f"shared memory: {num_bytes:,} bytes must be locked, the locked-memory limit is {limit:,}; "
+            "raise it with `ulimit -l unlimited` or `docker run --ulimit memlock=-1`"
+        )
+
+
+def available_bytes() -> int:
+    """Bytes that this process may still allocate: the machine's, or its control group's if that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    machine = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
+        return machine
+    return min(machine, int(limit.read_text()) - int(used.read_text()))
+
+
+def _may_lock_anything() -> bool:
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
+    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _lock(address: int, num_bytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)) != 0:
+        raise TransferError(
+            f"shared memory: {num_bytes:,} bytes could not be locked ({os.strerror(ctypes.get_errno())}); "
+            "raise the limit with `ulimit -l unlimited`"
+        )
+
+
+_PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Pages(Protocol):
+    """Physical memory without an address."""
+
+    @property
+    def num_bytes(self) -> int:
+        """A whole number of the pager's granules."""
+        ...
+
+    def export(self) -> int:
+        """Return a descriptor for another process; the caller closes it."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the memory; spans that show it keep it. Releasing twice is allowed."""
+        ...
+
+
+class Span:
+    """A range of addresses over pages."""
+
+    def __init__(self, bytes_N: torch.Tensor) -> None:
+        """Take over the one tensor that keeps the range mapped."""
+        self._bytes_N = bytes_N
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor over the bytes from `offset` on; it keeps the range mapped."""
+        num_bytes = int(torch.Size(shape).numel()) * dtype.itemsize
+        return self._bytes_N[offset : offset + num_bytes].view(dtype).view(*shape)
+
+
+class Pager(Protocol):
+    """Makes pages and spans of one kind of memory."""
+
+    @property
+    def granule(self) -> int:
+        """Pages come in multiples of this many bytes."""
+        ...
+
+    def check(self, num_bytes: int, *, sharers: int) -> None:
+        """Raise unless there is room for `sharers` processes to allocate `num_bytes` each."""
+        ...
+
+    def make(self, num_bytes: int) -> Pages:
+        """Allocate pages."""
+        ...
+
+    def open(self, descriptor: int, num_bytes: int) -> Pages:
+        """Take pages that another process exported; the caller keeps and closes the descriptor."""
+        ...
+
+    def map(self, pages: Sequence[Any]) -> Span:
+        """Show pages of this pager in a row."""
+        ...
+
+
+def whole(num_bytes: int, granule: int) -> int:
+    """Round up to whole granules, at least one."""
+    return max(-(-num_bytes // granule), 1) * granule
+
+
+class HostPages:
+    """Pages in memory of the machine, behind a descriptor."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Take over a descriptor."""
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+
+    def export(self) -> int:
+        """Return a second descriptor of the same memory."""
+        return os.dup(self.descriptor)
+
+    def release(self) -> None:
+        """Close the descriptor."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+class HostPager:
+    """Makes pages in memory of the machine."""
+
+    granule = mmap.PAGESIZE
+
+    def __init__(self, *, is_locked: bool = False) -> None:
+        """
+        Args:
+            is_locked: keep the pages in memory
+        """
+        self._is_locked = is_locked
+
+    def check(self, num_bytes: int, *, sharers: int) -> None:
+        """Raise unless the machine has room for all."""
+        check_room(sharers * num_bytes, available=available_bytes(), is_locked=self._is_locked)
+
+    def make(self, num_bytes: int) -> HostPages:
+        """Reserve memory."""
+        return HostPages(reserve(num_bytes, is_locked=self._is_locked), num_bytes)
+
+    def open(self, descriptor: int, num_bytes: int) -> HostPages:
+        """Take memory that another process reserved."""
+        return HostPages(os.dup(descriptor), num_bytes)
+
+    def map(self, pages: Sequence[HostPages]) -> Span:
+        """Map descriptors behind one another."""
+        total = sum(one.num_bytes for one in pages)
+        libc = _libc()
+        base = libc.mmap(None, total, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        if base == _MAP_FAILED:
+            raise _map_error(total)
+        addresses, at = _HostAddresses(base, total), base
+        for one in pages:
+            flags = _MAP_SHARED | _MAP_FIXED
+            if libc.mmap(at, one.num_bytes, _PROT_READ_WRITE, flags, one.descriptor, 0) == _MAP_FAILED:
+                raise _map_error(one.num_bytes)
+            at += one.num_bytes
+        if self._is_locked and libc.mlock(base, total) != 0:
+            raise _map_error(total, "raise the limit with `ulimit -l unlimited`")
+        return Span(torch.from_numpy(np.asarray(addresses)))
+
+
+class _HostAddresses:
+    """Unmapped with the last array made of it; numpy and torch keep a reference."""
+
+    def __init__(self, base: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (base, False), "version": 3}
+        # The process's end unmaps everything by itself.
+        weakref.finalize(self, _libc().munmap, base, num_bytes).atexit = False
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    integer, size = ctypes.c_int, ctypes.c_size_t
+    libc.mmap.argtypes = [ctypes.c_void_p, size, integer, integer, integer, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = libc.mlock.argtypes = [ctypes.c_void_p, size]
+    return libc
+
+
+def _map_error(num_bytes: int, fix: str = "raise the limit on mappings (vm.max_map_count)") -> TransferError:
+    reason = os.strerror(ctypes.get_errno())
+    return TransferError(f"shared memory: {num_bytes:,} bytes could not be mapped ({reason}); {fix}")
+
+
+# Every rank of a node makes pages, and maps those of all the others.
+#
+# Steps of `share_pages`, called by every rank of the group at the same time:
+# 1. Each rank checks that there is room for its whole node; if one finds none, all raise the same error.
+# 2. Each rank makes its pages; again all raise if one could not.
+# 3. Rank by rank, each hands its descriptors over (`handover`), the others of its node map the pages.
+#
+# Invariants (asserted by the tests):
+# 1. What a rank writes to its pages, the ranks of its node read, and no other rank.
+# 2. After step 3 no socket, name or descriptor is left.
+
+
+class NodePages(NamedTuple):
+    """What a rank has of its node's pages."""
+
+    own: list[Pages]
+    """To be mapped again or released by the caller."""
+    spans: dict[int, list[Span]]
+    """By rank of the node, this one included: its pages one by one."""
+
+
+def share_pages(
+    sizes: Sequence[int], *, pager: Pager, group: Any, node_R: Sequence[int], timeout_s: float
+) -> NodePages:
+    """Make pages of these sizes and map those of the node. Every rank of `group` must call this.
+
+    Args:
+        sizes: bytes of each piece, whole granules, the same on every rank
+        group: the EP group; carries a few bytes about who made what
+        node_R: node of each rank of the group
+        timeout_s: longest wait for another rank
+    """
+    rank = dist.get_rank(group)
+    peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
+    failure, own = "", []
+    try:
+        pager.check(sum(sizes), sharers=len(peers))
+    except TransferError as error:
+        failure = str(error)
+    exchange_outcomes(("", failure), group)
+    try:
+        for size in sizes:
+            own.append(pager.make(size))
+    except TransferError as error:
+        failure = str(error)
+    with closing(Counter()) as counter, _released_on_error(own):
+        outcomes = exchange_outcomes((counter.address, failure), group)
+        spans = {rank: [pager.map([one]) for one in own]}
+        for source in peers:
+            if source == rank:
+                counter.hand_out([one.export for one in own], times=len(peers) - 1, timeout_s=timeout_s)
+            else:
+                spans[source] = _fetch_pages(
+                    outcomes[source][0], sizes, pager=pager, source=source, timeout_s=timeout_s
+                )
+    return NodePages(own, {peer: spans[peer] for peer in peers})
+
+
+@contextmanager
+def _released_on_error(own: Sequence[Pages]) -> Iterator[None]:
+    try:
+        yield
+    except TransferError:
+        for pages in own:
+            pages.release()
+        raise
+
+
+def _fetch_pages(address: str, sizes: Sequence[int], *, pager: Pager, source: int, timeout_s: float) -> list[Span]:
+    spans: list[Span] = []
+
+    def map_next(descriptor: int) -> None:
+        pages = pager.open(descriptor, sizes[len(spans)])
+        try:
+            spans.append(pager.map([pages]))
+        finally:
+            pages.release()
+
+    take(address, len(sizes), map_next, source=source, timeout_s=timeout_s)
+    return spans

@@ -1,0 +1,160 @@
+"""`Mailboxes`: replica gradients on their way home, handed over in both directions by a tag in shared memory.
+
+Each rank has slots x (depth + 1) mailboxes of one expert each, which only it fills and only the expert's home empties.
+A mailbox's tag is 0 while it is free; otherwise it names what lies in it, complete:
+    bits 40..62  window, counted from 1
+    bits 28..39  micro-step
+    bits 16..27  layer index
+    bits  0..15  expert
+A negative tag names what is being put into it. So a home finds what it waits for by name, whatever the order in which
+others filled their boxes, and a box is filled again only once its home has set the tag back to 0. On a device a tag is
+set once the copy or addition it announces is finished there (`streams.Announcer`), so that handing in does not wait for
+the device. The home's thread does wait, for the tag: until the other device has come that far it feeds no more layers.
+
+Knows gradients and tags. Does not know pulls or autograd.
+
+Invariants (asserted by the tests):
+1. The replicas' gradients of an expert are added to its home's in ascending rank order.
+2. Each gradient is added exactly once; a second one of the same name is refused.
+3. A box is never filled while its home may still read it, never read before it is complete.
+4. At the end of a window no box is occupied, or the window fails by name.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+
+from equipoise.core.errors import TransferError
+from equipoise.core.plan import Plan
+from equipoise.core.value import require_int
+from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.edges import copy_expert
+from equipoise.transfer.node import NodeMemory
+from equipoise.transfer.pulls import needs_of
+from equipoise.transfer.waits import TAGS, Announcer, Mark, Standstill, Transfer
+
+
+class Mailboxes:
+    """The returns of one rank, out and in."""
+
+    def __init__(self, node: NodeMemory) -> None:
+        self._node = node
+        self._announcer = Announcer(node.device)
+        self._handed_in: set[tuple[int, int]] = set()
+        self._window = 0
+
+    def open_window(self, window: int) -> None:
+        """Begin a window, counted from 1."""
+        self._window, self._handed_in = window, set()
+
+    def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> float:
+        """Put the gradients of this rank's replicas into free boxes; return the seconds waited for one.
+
+        A box is free once its home has read it. Homes read in the order of the backward pass, as boxes are filled, so
+        the wait is for layers behind this one and never for this one.
+        """
+        needs = needs_of(plan, micro_step, layer, rank=self._node.rank)
+        if gradients.num_slots != len(needs):
+            raise self._node.watchdog.abort(
+                f"micro-step {micro_step}, layer index {layer}: {gradients.num_slots} gradients handed in for "
+                f"{len(needs)} replicas"
+            )
+        if needs and (micro_step, layer) in self._handed_in:
+            raise self._node.watchdog.abort(
+                f"micro-step {micro_step}, layer index {layer}: gradients handed in twice in one window"
+            )
+        self._handed_in.add((micro_step, layer))
+        self._check_near([need.source for need in needs], micro_step, layer)
+        waited = 0.0
+        boxes, tags = self._node.mailboxes(self._node.rank), self._tags(self._node.rank)
+        for slot, need in enumerate(needs):
+            transfer = Transfer("return", layer, need.expert, self._node.direct_path, need.source)
+            waited += self._node.watchdog.wait(partial(_holds, tags, 0), transfer)
+            box, name = int(np.flatnonzero(tags == 0)[0]), self._name(micro_step, layer, need.expert)
+            tags[box] = -name
+            copy_expert(boxes, box, gradients, slot)
+            self._announce(tags, box, name)
+        return waited
+
+    def collect(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> float:
+        """Add what replicas of this rank's home experts returned, in place; return the seconds waited."""
+        homes = plan.home_LE[layer]
+        mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == self._node.rank)
+        self._check_near([replica.rank for replica in mine], micro_step, layer)
+        waited = 0.0
+        for expert, rank in mine:
+            tags, name = self._tags(rank), self._name(micro_step, layer, expert)
+            transfer = Transfer("return", layer, expert, self._node.direct_path, rank)
+            standstill = Standstill(self._node.device)
+            waited += self._node.watchdog.wait(partial(_holds, tags, name), transfer)
+            standstill.end()
+            box = int(np.flatnonzero(tags == name)[0])
+            added = _add_expert(gradients, int(plan.home_slot_LE[layer, expert]), self._node.mailboxes(rank), box)
+            self._announce(tags, box, 0)
+            self._node.counters.stop(self._node.direct_path, standstill)
+            self._node.counters.arrive(self._node.direct_path, added)
+            self._node.counters.returns += 1
+        return waited
+
+    def finish(self) -> None:
+        """Wait until every tag that is due has been set."""
+        transfer = Transfer("return", path=self._node.direct_path)
+        self._node.watchdog.wait(self._announcer.is_done, transfer)
+        if self._announcer.failure is not None:
+            raise self._node.watchdog.abort(f"{transfer} failed: {self._announcer.failure}")
+
+    def close(self) -> None:
+        """End the announcer's thread. Closing twice is allowed."""
+        self._announcer.close()
+
+    def check_empty(self) -> None:
+        """Raise if a gradient of this rank was never read; called once all ranks have finished the window."""
+        occupied = self._tags(self._node.rank)
+        left = occupied[occupied != 0]
+        if len(left):
+            expert, layer, micro_step = int(left[0]) & 0xFFFF, int(left[0]) >> 16 & 0xFFF, int(left[0]) >> 28 & 0xFFF
+            raise self._node.watchdog.abort(
+                f"the returned gradient of expert {expert}, layer index {layer}, micro-step {micro_step} was never "
+                "collected by its home; every backward pass of the window must run on all ranks"
+            )
+
+    def _check_near(self, ranks: Iterable[int], micro_step: int, layer: int) -> None:
+        """Refuse returns across nodes: a recompute window may have replicas there, and must not run backward."""
+        far = sorted(set(ranks) - set(self._node.peers))
+        if far:
+            raise self._node.watchdog.abort(
+                f"micro-step {micro_step}, layer index {layer}: gradients of replicas cannot return between this rank "
+                f"and rank {far[0]}, in another node; run backward in update windows only"
+            )
+
+    def _announce(self, tags: np.ndarray, box: int, name: int) -> None:
+        """Hand a box over once the device has done with it."""
+        self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
+
+    def _tags(self, rank: int) -> np.ndarray:
+        return self._node.words[rank][TAGS:]
+
+    def _mark(self, tags: np.ndarray, box: int, name: int) -> None:
+        """Hand a box over: the last thing done to it on either side."""
+        tags[box] = name
+
+    def _name(self, micro_step: int, layer: int, expert: int) -> int:
+        window = require_int("window", self._window, low=1, high=2**23 - 1, error=TransferError)
+        require_int("micro-step of a window", micro_step, low=0, high=2**12 - 1, error=TransferError)
+        require_int("layer index", layer, low=0, high=2**12 - 1, error=TransferError)
+        require_int("expert", expert, low=0, high=2**16 - 1, error=TransferError)
+        return window << 40 | micro_step << 28 | layer << 16 | expert
+
+
+def _holds(tags: np.ndarray, name: int) -> bool:
+    return bool((tags == name).any())
+
+
+def _add_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
+    """Add one expert's gradients to those in a slot and return the bytes read."""
+    added = 0
+    for into, out_of in zip(target.tensors(), source.tensors(), strict=True):
+        into[target_slot].add_(out_of[source_slot])
+        added += int(out_of[source_slot].nbytes)
+    return added

@@ -1,0 +1,93 @@
+"""Dispatches made ahead: they are those the layer would make, and packing them changes nothing."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import settings
+
+from equipoise.core import LoadMatrix
+from equipoise.core.errors import InfeasiblePlanError
+from equipoise.layer.dispatch import (
+    SourceSplit,
+    planned_counts,
+    prepare_dispatch,
+    prepare_entry,
+    prepared_bytes,
+    with_relay,
+)
+from equipoise.layer.relay import Nodes
+from tests.layer.cases import random_plan, random_routing, static_plan
+from tests.layer.test_dispatch import cases, play
+
+
+@cases
+@settings(max_examples=30, deadline=None)
+def test_with_planned_routes_the_prepared_dispatch_equals_the_exchanged_one(seed, ranks, slots, tokens, pad):
+    routing = random_routing(seed, ranks=ranks, tokens=tokens, layers=1)
+    plan = random_plan(routing, seed, slots=slots)
+    ways, _ = play(routing, plan, pad=pad)
+    for rank, way in enumerate(ways):
+        ids_TK = torch.from_numpy(routing.ids[0][0][rank])
+        split, counts = SourceSplit.of(plan, 0, 0, source=rank), planned_counts(plan, 0, 0, rank=rank)
+        prepared = prepare_dispatch(ids_TK, split, counts, home_slots=plan.home_slots, pad=pad).dispatch
+        assert (prepared.send_R, prepared.receive_R) == (way.send_R, way.receive_R)
+        assert torch.equal(prepared.place_N, way.place_N) and torch.equal(prepared.index_TK, way.index_TK)
+        assert torch.equal(prepared.groups.home_end_S, way.groups.home_end_S)
+        assert torch.equal(prepared.groups.replica_end_S, way.groups.replica_end_S)
+
+
+def test_partial_coverage_cannot_be_prepared():
+    routing = random_routing(3, ranks=2)
+    plan = static_plan(routing)
+    coverage = torch.ones(plan.loads.load_MLRE.shape[:3]).numpy()
+    coverage[1, 0, 1] = 0.5
+    loads = LoadMatrix(plan.loads.load_MLRE, coverage_MLR=coverage)
+    partial = type(plan)(**{**fields_of(plan), "loads": loads})
+    with pytest.raises(InfeasiblePlanError, match=r"coverage is down to 0\.500"):
+        prepare_entry(torch.from_numpy(routing.ids[0][0][0]), partial, (0, 0), rank=0)
+
+
+def fields_of(plan):
+    return {f: getattr(plan, f) for f in plan.__dataclass_fields__ if plan.__dataclass_fields__[f].init}
+
+
+def alone(rows_NX, send_R, receive_R):
+    """An exchange in a group of one."""
+    assert send_R == receive_R == [len(rows_NX)]
+    return rows_NX
+
+
+@pytest.mark.parametrize("is_two_level", [False, True], ids=["direct", "two levels"])
+def test_packing_changes_no_value(is_two_level):
+    routing = random_routing(3, ranks=1)
+    ids_TK = torch.from_numpy(routing.ids[0][0][0])
+    prepared = prepare_entry(ids_TK, static_plan(routing), (0, 0), rank=0)
+    if is_two_level:
+        way = with_relay(prepared.dispatch, nodes=Nodes((0,), 0), swap=alone)
+        prepared = dataclasses.replace(prepared, dispatch=way)
+    packed = prepared.packed()
+    again = packed.unpack("cpu")
+    assert packed.flat_X.dtype == torch.int32 and again.dispatch.index_TK.dtype == torch.int64
+    assert again.dispatch.is_same_way(prepared.dispatch)
+    assert again.dispatch.groups.home_end_S.dtype == torch.int32, "grouped products want it"
+    assert torch.equal(again.dispatch.token_N, prepared.dispatch.token_N)
+    assert torch.equal(again.dispatch.source_P, prepared.dispatch.source_P)
+    assert torch.equal(again.ids_TK, ids_TK) and not int(again.count_mismatches(ids_TK))
+    assert int(again.count_mismatches((ids_TK + 1) % 8)) == ids_TK.numel()
+
+
+def test_the_bytes_of_a_window_are_foreseen():
+    routing = random_routing(4, ranks=2)
+    plan = random_plan(routing, 4, slots=1)
+    found = []
+    for rank in range(2):
+        total = 0
+        for m in range(2):
+            for layer in range(2):
+                ids_TK = torch.from_numpy(routing.ids[m][layer][rank])
+                packed = prepare_entry(ids_TK, plan, (m, layer), rank=rank).packed()
+                # The ends of 5 slots are beyond what grows with rows.
+                total += packed.flat_X.nbytes - 4 * 5
+        found.append(total)
+    assert prepared_bytes(plan) == max(found)

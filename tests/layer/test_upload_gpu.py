@@ -1,0 +1,50 @@
+"""Dispatches brought to a CUDA device: in order, out of order, and while earlier ones are in use."""
+
+import pytest
+import torch
+
+from equipoise.layer.dispatch import Uploader, prepare_entry
+from tests.layer.cases import random_routing, static_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Made:
+    """All dispatches of a window, pinned; those in `late` are made only when asked for."""
+
+    def __init__(self, prepared, late=()):
+        self._packed = {entry: one.packed(is_pinned=True) for entry, one in prepared.items()}
+        self._late = set(late)
+
+    def take(self, micro_step, layer):
+        return self._packed[micro_step, layer]
+
+    def is_made(self, micro_step, layer):
+        return (micro_step, layer) not in self._late
+
+
+@pytest.mark.parametrize("late", [(), ((0, 1), (1, 0))], ids=["made ahead", "made late"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 1, 0, 2, 3]], ids=["in order", "any order"])
+def test_what_is_brought_is_what_was_made(order, late):
+    routing = random_routing(14, ranks=1, tokens=4000)
+    plan = static_plan(routing)
+    entries = [(m, layer) for m in range(2) for layer in range(2)]
+    prepared = {
+        (m, layer): prepare_entry(torch.from_numpy(routing.ids[m][layer][0]), plan, (m, layer), rank=0)
+        for m, layer in entries
+    }
+    uploader, sums = Uploader(Made(prepared, late), plan), []
+    for at in order:
+        way = uploader.bring(entries[at], device="cuda").dispatch
+        # Read late, so that memory given away too early would be overwritten by the uploads to come.
+        torch.cuda._sleep(10_000_000)
+        sums.append((entries[at], way.index_TK.clone(), way.source_P.clone(), way.groups.home_end_S.clone()))
+        del way
+    for entry, index_TK, source_P, end_S in sums:
+        wanted = prepared[entry].dispatch
+        assert torch.equal(index_TK.cpu(), wanted.index_TK)
+        assert torch.equal(source_P.cpu(), wanted.source_P)
+        assert torch.equal(end_S.cpu(), wanted.groups.home_end_S)

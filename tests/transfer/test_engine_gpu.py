@@ -1,0 +1,181 @@
+"""The transfer engine on a CUDA device, shared by several processes: mapped and pinned pulls, bf16 parity, leaks."""
+
+import functools
+import gc
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from equipoise.transfer.cuda_pages import CudaPager
+from equipoise.transfer.pages import share_pages
+from equipoise.transfer.waits import Announcer, Lane, Mark
+from tests.layer.cases import cluster_of, model_of, random_routing, static_plan
+from tests.layer.stack import Run, run_dense
+from tests.transfer.own_ranks import KILLED, run_ranks
+from tests.transfer.play import play_windows
+from tests.transfer.training import run_both
+from tests.transfer.windows import LAYOUTS, random_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+BIG = 2**28
+
+
+def free_bytes():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_pages_are_seen_in_a_row_and_behind_several_others_and_are_freed():
+    pager = CudaPager(torch.device("cuda", 0))
+    # The first round loads kernels, which take memory for good.
+    for is_measured in (False, True):
+        free = free_bytes()
+        fronts, shared = [pager.make(pager.granule) for _ in range(3)], pager.make(8 * pager.granule)
+        rows = [pager.map([front, shared]).view(0, (9, pager.granule // 2), torch.bfloat16) for front in fronts]
+        rows[0][1:].fill_(7)
+        for number, row in enumerate(rows):
+            row[0].fill_(number)
+        assert [[int(row[0, -1]), int(row[1, 0]), int(row[8, -1])] for row in rows] == [[0, 7, 7], [1, 7, 7], [2, 7, 7]]
+        assert not is_measured or free - free_bytes() == 11 * pager.granule, "each page exists once"
+        for pages in (*fronts, shared):
+            pages.release()
+        del row
+        rows.clear()
+        assert not is_measured or free_bytes() == free
+
+
+def test_marks_lanes_and_announcements_keep_their_order():
+    device = torch.device("cuda", 0)
+    lane, announcer, said = Lane(device), Announcer(device), []
+    source, target = torch.zeros(2**20, device=device), torch.zeros(2**20, device=device)
+    torch.cuda._sleep(200_000_000)
+    source.fill_(3)
+    written = Mark.now(device)
+    announcer.after(written, lambda: said.append(written.is_reached()))
+    with lane.work(after=written):
+        target.copy_(source)
+    copied = lane.mark()
+    announcer.after(copied, lambda: said.append(copied.is_reached()))
+    assert not written.is_reached() and not copied.is_reached() and said == [], "nothing has waited"
+    copied.hold_up(device)
+    assert bool((target == 3).all())
+    while not announcer.is_done():
+        time.sleep(0.001)
+    assert said == [True, True]
+    announcer.close()
+
+
+CASES = {
+    "plan": ("4 as one node", {"path": "plan"}),
+    "peer": ("4 as one node", {"path": "peer"}),
+    "host": ("4 as one node", {"path": "host", "is_checked": True}),
+    "arena": ("4 as one node", {"path": "plan", "buffers": "arena"}),
+    "two nodes": ("4 as two nodes", {"path": "plan"}),
+    "arena, two nodes": ("4 as two nodes", {"path": "host", "buffers": "arena"}),
+}
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("case", CASES)
+def test_windows_have_every_bit(pool, case):
+    layout, transfer = CASES[case]
+    plans = [random_plan(LAYOUTS[layout], seed=w, slots=2, fewest=1, micro_steps=3, layers=4) for w in range(3)]
+    plans.append(random_plan(LAYOUTS[layout], seed=5, slots=2, fewest=1, micro_steps=3, layers=4, stage="recompute"))
+    options = {"transfer": transfer, "kind": BF16, "has_bias": case == "arena"}
+    results = pool.run(play_windows, 4, plans, options, timeout_s=120.0)
+    paths = {path for moved in results for path in moved["bytes"]}
+    wanted = {"plan": {"peer", "host", "store"}, "peer": {"peer"}, "host": {"peer", "host", "store"}}[transfer["path"]]
+    assert paths == wanted | ({"p2p"} if "two nodes" in case else set())
+    for moved in results:
+        assert moved["pulls"] > 0 and moved["returns"] > 0 and moved["on_demand"] == 0
+        assert moved["is_clean"], "mappings or descriptors are left"
+
+
+@functools.cache
+def planned(seed, slots):
+    """Routes, and the planner's plan for them on two nodes of two ranks, levelling rows whatever it costs."""
+    import equipoise as eq
+    from tests.planner import reference
+
+    routing = random_routing(seed, ranks=4, tokens=200)
+    given = {"cluster": cluster_of(4, nodes=2), "model": model_of(routing)}
+    # The reference needs no compiling, and gives the same plan.
+    made = eq.plan(routing.loads(), slots=slots, objective="skew", planner=reference.plan_layer, **given)
+    return made, routing
+
+
+@functools.cache
+def exact(seed, slots, run_seed):
+    _, routing = planned(seed, slots)
+    return run_dense(routing, Run(seed=run_seed, device="cuda", dtype=torch.bfloat16))[0].expert_grads
+
+
+def rms_error(outcomes, wanted):
+    squares, count = 0.0, 0
+    for layer, tensors in enumerate(wanted):
+        # Owners are contiguous, so their gradients in rank order are in logical order.
+        for got, tensor in zip(zip(*(o.expert_grads[layer] for o in outcomes), strict=True), tensors, strict=True):
+            squares += float((torch.cat(got).double() - tensor.cpu()).square().sum())
+            count += tensor.numel()
+    return (squares / count) ** 0.5
+
+
+def same_gradients(a, b):
+    pairs = zip(a.expert_grads, b.expert_grads, strict=True)
+    return all(torch.equal(x, y) for p, q in pairs for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("buffers", ["separate", "arena"])
+@pytest.mark.parametrize("path", ["peer", "host"])
+@pytest.mark.parametrize("slots", [0, 2], ids=["placement alone", "replicas"])
+def test_training_in_bf16_is_static_training(pool, slots, path, buffers):
+    plan, routing = planned(41, slots)
+    assert plan.displaced_LE.any() and bool(len(plan.replica_table)) == bool(slots)
+    run = Run(seed=2, device="cuda", dtype=torch.bfloat16, transfer={"path": path, "buffers": buffers})
+    given = (plan, static_plan(routing, nodes=2), routing, run)
+    results = [pool.run(run_both, 4, *given, timeout_s=120.0) for _ in range(2 if slots else 1)]
+    static, moved, sent = zip(*results[0], strict=True)
+    assert not slots or any(path in bytes_by_path for bytes_by_path in sent)
+    for a, b in zip(static, moved, strict=True):
+        assert all(map(torch.equal, a.outputs, b.outputs)), "outputs differ"
+        assert slots or all(map(torch.equal, a.hidden_grads, b.hidden_grads)), "input gradients differ"
+        assert slots or same_gradients(a, b), "weight gradients differ"
+    wanted = exact(41, slots, 2)
+    ratio = rms_error(moved, wanted) / rms_error(static, wanted)
+    print(f"slots {slots}, {path}, {buffers}: gradient error ratio {ratio:.4f}")
+    assert ratio <= 1.1, f"gradient error ratio {ratio:.3f}"
+    for again in results[1:]:
+        for (_, a, _), (_, b, _) in zip(results[0], again, strict=True):
+            assert same_gradients(a, b), "two runs differ"
+
+
+def hold_and_die(group):
+    """Map pages of all ranks, and be killed."""
+    import torch.distributed as dist
+
+    torch.zeros(1, device="cuda")
+    pager = CudaPager(torch.device("cuda", 0))
+    shared = share_pages([BIG], pager=pager, group=group, node_R=(0, 0), timeout_s=20)
+    for spans in shared.spans.values():
+        spans[0].view(0, (BIG,), torch.uint8).fill_(1)
+    dist.barrier(group)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_ranks_leave_no_device_memory():
+    free = free_bytes()
+    assert run_ranks(hold_and_die, 2) == [KILLED, KILLED]
+    end = time.monotonic() + 20
+    while free_bytes() < free - BIG // 4 and time.monotonic() < end:
+        time.sleep(0.2)
+    assert free_bytes() >= free - BIG // 4

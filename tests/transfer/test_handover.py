@@ -1,0 +1,86 @@
+"""Descriptors change hands within a bound, and none is left open."""
+
+import gc
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from equipoise.core import TransferError
+from equipoise.transfer import pages
+from equipoise.transfer.pages import Counter, take
+
+
+@pytest.fixture
+def counter():
+    """A counter, and the promise that no descriptor is left when it has closed."""
+    before = open_files()
+    counter = Counter()
+    yield counter
+    counter.close()
+    assert open_files() == before
+
+
+def open_files():
+    # Else what earlier tests left to the collector may be closed in the middle of one.
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def file_with(content):
+    """An export of an anonymous file with this content."""
+
+    def export():
+        descriptor = os.memfd_create("test")
+        os.write(descriptor, content)
+        return descriptor
+
+    return export
+
+
+@pytest.mark.parametrize("count", [1, pages.MOST, 2 * pages.MOST + 3])
+def test_descriptors_come_in_order_whatever_their_number(counter, count):
+    exports = [file_with(b"%d" % number) for number in range(count)]
+    clerk = threading.Thread(target=counter.hand_out, args=(exports,), kwargs={"times": 2, "timeout_s": 20})
+    clerk.start()
+    for _ in range(2):
+        seen = []
+        take(counter.address, count, lambda fd, seen=seen: seen.append(os.pread(fd, 9, 0)), source=0, timeout_s=20)
+        assert seen == [b"%d" % number for number in range(count)]
+    clerk.join()
+
+
+def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(counter):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(counter.address)
+        begin = time.monotonic()
+        with pytest.raises(TransferError, match=r"fetched it within 0\.2 s each, not all did"):
+            counter.hand_out([file_with(b"")], times=1, timeout_s=0.2)
+        assert time.monotonic() - begin < 30.0
+
+
+def test_a_process_that_ends_before_it_takes_anything_is_told(counter):
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.connect(counter.address)
+    with pytest.raises(TransferError, match="not all did"):
+        counter.hand_out([file_with(b"")], times=1, timeout_s=5.0)
+
+
+def test_nobody_at_the_counter_is_told_within_the_bound(counter):
+    with pytest.raises(TransferError, match="rank 3 of this node could not be reached"):
+        take(counter.address, 1, lambda fd: None, source=3, timeout_s=0.2)
+
+
+def test_too_few_descriptors_name_the_limit(counter):
+    clerk = threading.Thread(target=serve_one, args=(counter,))
+    clerk.start()
+    with pytest.raises(TransferError, match=r"1 descriptors came instead of 2.*ulimit -n"):
+        take(counter.address, 2, lambda fd: None, source=0, timeout_s=20)
+    clerk.join()
+
+
+def serve_one(counter):
+    with pytest.raises(TransferError, match="not all did"):
+        counter.hand_out([file_with(b"")], times=1, timeout_s=20)

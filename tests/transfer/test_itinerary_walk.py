@@ -1,0 +1,164 @@
+"""The walk alone, without threads: any order of visits and fills, and what buffers may hold then."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core.plan import Visit
+from equipoise.transfer.pulls import Walk
+from tests.transfer.windows import random_plan
+
+
+def open_walk(plan, rank):
+    """A walk whose layers all have their home weights."""
+    walk = Walk(plan, rank=rank)
+    for layer in range(plan.loads.num_layers):
+        walk.open(layer)
+    return walk
+
+
+class Machine:
+    """Plays the puller: fills at random moments, and remembers what the buffers really contain."""
+
+    def __init__(self, plan, rank, seed):
+        self.plan, self.rank, self.rng = plan, rank, np.random.default_rng(seed)
+        self.walk = open_walk(plan, rank=rank)
+        self.content = [None] * (plan.itinerary.depth + 1)
+        self.leased = None
+
+    def turn(self):
+        """Begin or end a fill, as the thread would at any moment."""
+        filling = self.walk.filling
+        if filling is not None:
+            self.content[filling.buffer] = filling.key
+            self.walk.end()
+            return True
+        fill = self.walk.next_fill()
+        if fill is None:
+            return False
+        assert fill.buffer != self.leased or self.is_urgent(fill), "the buffer in use would be overwritten"
+        self.content[fill.buffer] = "half"
+        self.walk.begin(fill)
+        return True
+
+    def is_urgent(self, fill):
+        return fill.key == self.wanted
+
+    def visit(self, visit):
+        """Announce a visit, let the thread run until it is served, and return whether it was on demand."""
+        self.wanted = (visit.micro_step, visit.layer)
+        fill, is_on_demand = self.walk.announce(visit)
+        self.leased = fill.buffer if fill.needs else None
+        replicas = self.plan.replicas(visit.micro_step, visit.layer)
+        assert [need.expert for need in fill.needs] == [r.expert for r in replicas if r.rank == self.rank]
+        while fill.needs and not self.walk.holds(fill):
+            assert self.turn(), "a visit is never served"
+        assert not fill.needs or self.content[fill.buffer] == self.wanted, "served from a wrong buffer"
+        for _ in range(self.rng.integers(0, 4)):
+            self.turn()
+            assert not fill.needs or self.content[fill.buffer] == self.wanted, "overwritten while in use"
+        return is_on_demand
+
+
+plans = st.builds(
+    random_plan,
+    st.sampled_from([(0, 0), (0, 0, 0), (0, 1, 0, 1)]),
+    seed=st.integers(0, 999),
+    layers=st.integers(1, 4),
+    micro_steps=st.integers(1, 3),
+    slots=st.integers(0, 2),
+    depth=st.integers(1, 3),
+    stage=st.sampled_from(["update", "recompute"]),
+    order=st.sampled_from(["plain", "1f1b"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, seed=st.integers(0, 999))
+def test_visits_in_order_are_never_on_demand(plan, seed):
+    machine = Machine(plan, 1, seed)
+    rng = np.random.default_rng(seed)
+    for at in range(len(plan.itinerary)):
+        for _ in range(rng.integers(1, 3)):
+            assert not machine.visit(plan.itinerary.visit(at)), f"visit {at} was on demand"
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, seed=st.integers(0, 999), data=st.data())
+def test_any_order_is_served_from_the_right_buffer(plan, seed, data):
+    machine = Machine(plan, 0, seed)
+    micro_steps, layers = plan.loads.num_micro_steps, plan.loads.num_layers
+    one = st.builds(
+        Visit,
+        st.integers(0, micro_steps - 1),
+        st.sampled_from(["forward", "backward"]),
+        st.integers(0, layers - 1),
+    )
+    for visit in data.draw(st.lists(one, max_size=12)):
+        machine.visit(visit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, seed=st.integers(0, 999))
+def test_nothing_is_filled_before_its_time(plan, seed):
+    itinerary, walk = plan.itinerary, open_walk(plan, 0)
+    for at in range(len(itinerary)):
+        filled = set()
+        while (fill := walk.next_fill()) is not None:
+            walk.begin(fill)
+            walk.end()
+            filled.add(fill.key)
+        first = max(at - 1, 0)
+        due = [
+            itinerary.visit(v)
+            for v in range(at, min(at + itinerary.depth, len(itinerary)))
+            if itinerary.ready_from_V[v] <= first
+        ]
+        assert filled <= {(visit.micro_step, visit.layer) for visit in due}
+        fill, _ = walk.announce(itinerary.visit(at))
+        if fill.needs and not walk.holds(fill):
+            walk.begin(fill)
+            walk.end()
+
+
+def test_weights_that_may_have_changed_are_pulled_again():
+    plan = random_plan((0, 0), seed=2, slots=1, fewest=1, layers=1, micro_steps=1)
+    walk = open_walk(plan, 0)
+    assert plan.itinerary.resident_V[1], "the backward visit should find its forward visit's replicas"
+    fill = walk.next_fill()
+    walk.begin(fill)
+    walk.end()
+    assert walk.holds(walk.announce(plan.itinerary.visit(0))[0])
+    walk.forget()
+    again, _ = walk.announce(plan.itinerary.visit(1))
+    assert again.needs and not walk.holds(again) and walk.next_fill() == again
+
+
+def test_a_fill_that_was_given_up_holds_nothing_and_is_filled_again():
+    plan = random_plan((0, 0), seed=5, slots=1, fewest=1)
+    walk = open_walk(plan, 0)
+    walk.announce(plan.itinerary.visit(0))
+    fill = walk.next_fill()
+    walk.begin(fill)
+    walk.end(is_filled=False)
+    assert not walk.holds(fill) and walk.filling is None
+    walk.announce(plan.itinerary.visit(0))
+    assert walk.next_fill() == fill
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans, seed=st.integers(0, 999))
+def test_a_closed_layer_is_not_filled_and_what_was_filled_of_it_is_forgotten(plan, seed):
+    walk, rng, layers = Walk(plan, rank=0), np.random.default_rng(seed), plan.loads.num_layers
+    assert walk.next_fill() is None, "at first all layers are closed"
+    for at in range(len(plan.itinerary)):
+        changed = int(rng.integers(layers))
+        (walk.open if rng.random() < 0.6 else walk.close)(changed)
+        while (fill := walk.next_fill()) is not None:
+            assert walk.is_open(fill.layer)
+            walk.begin(fill)
+            walk.end()
+        assert all(held is None or walk.is_open(held[1]) for held in walk._holds)
+        visit = plan.itinerary.visit(at)
+        if walk.is_open(visit.layer):
+            walk.announce(visit)

@@ -1,0 +1,77 @@
+"""Shapes and bytes of transfers, before anything is allocated."""
+
+import pytest
+import torch
+
+from equipoise.core import ModelShape, TransferError
+from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import Layout, TransferOptions, allocate_experts, check_budget
+
+
+def weights(*, slots=2, width=4, hidden=8, dtype=torch.float32, has_bias=False, device="cpu"):
+    shapes = [(slots, 2 * width, hidden), (slots, hidden, width)]
+    shapes += [(slots, 2 * width), (slots, hidden)] if has_bias else []
+    return ExpertWeights(*(torch.zeros(*shape, dtype=dtype, device=device) for shape in shapes))
+
+
+def test_replica_memory_of_a_real_model_is_under_two_percent():
+    model = ModelShape.preset("qwen3-30b-a3b")
+    layout = Layout(
+        shapes=((2 * model.expert_width, model.hidden), (model.hidden, model.expert_width), None, None),
+        dtype=torch.bfloat16,
+        grad_dtype=torch.float32,
+        layers=model.layers,
+        home_slots=model.experts // 8,
+        slots=2,
+        depth=1,
+    )
+    owned = model.layers * layout.home_bytes
+    assert owned == model.layers * model.experts // 8 * model.expert_bytes
+    assert layout.replica_bytes == 4 * model.expert_bytes and layout.mailbox_bytes == layout.replica_bytes
+    assert layout.replica_bytes + layout.mailbox_bytes <= 0.02 * owned
+    assert layout.extra_bytes == layout.replica_bytes + layout.mailbox_bytes + layout.outbox_bytes
+
+
+def test_bytes_are_those_of_the_tensors_rounded_up_to_lines():
+    layout = Layout.of([weights(has_bias=True)] * 3, TransferOptions(slots=3, depth=2, grad_dtype=torch.float64))
+    assert layout.home_bytes == 2 * 64 * 4 + 2 * 32 * 4 + 2 * 8 * 4 + 2 * 8 * 4
+    assert layout.outbox_bytes == 2 * layout.home_bytes
+    buffer = allocate_experts(layout, 3, torch.float32)
+    held = sum(-(-tensor.nbytes // 64) * 64 for tensor in buffer.tensors())
+    assert layout.replica_bytes == 3 * held
+    assert layout.num_mailboxes == 9
+
+
+REFUSED = {
+    "width": ([weights(), weights(width=5)], "layer index 1: an expert tensor is torch.float32 (2, 10, 8)"),
+    "dtype": ([weights(), weights(dtype=torch.float64)], "layer index 1: an expert tensor is torch.float64"),
+    "slots": ([weights(), weights(slots=3)], "all must be alike"),
+    "bias": ([weights(), weights(has_bias=True)], "layer index 1: some layers have expert biases"),
+    "device": ([weights(device="meta")], "is on meta; all must be on the CPU, or all on one CUDA device"),
+    "nothing": ([], "no layer was given"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_layers_that_are_not_alike_are_refused(case):
+    homes, words = REFUSED[case]
+    with pytest.raises(TransferError) as raised:
+        Layout.of(homes, TransferOptions(slots=1))
+    assert words in str(raised.value)
+
+
+def test_the_budget_is_inclusive_and_its_error_shows_the_sum():
+    homes = [weights()]
+    need = Layout.of(homes, TransferOptions(slots=1)).extra_bytes
+    for budget in (None, need):
+        options = TransferOptions(slots=1, budget_bytes=budget)
+        check_budget(Layout.of(homes, options), options)
+    options = TransferOptions(slots=1, budget_bytes=need - 1)
+    with pytest.raises(TransferError, match=rf"1 slots at depth 1 need {need:,} bytes .* budget is {need - 1:,}"):
+        check_budget(Layout.of(homes, options), options)
+
+
+@pytest.mark.parametrize("bad", [{"slots": -1}, {"slots": 1, "depth": 0}, {"slots": 1, "timeout_s": 0.0}], ids=str)
+def test_options_that_make_no_sense_are_refused(bad):
+    with pytest.raises(TransferError, match="must be"):
+        TransferOptions(**bad)
