@@ -105,3 +105,8 @@ def require_kind(name: str, value: Any, *kinds: type, error: type[EquipoiseError
     if not isinstance(value, kinds):
         wanted = " or a ".join(kind.__name__ for kind in kinds)
         raise error(f"{name} is a {type(value).__name__}; it must be a {wanted}")
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 slot`, `2 slots`, `4,096 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from equipoise.sim.summary import plural as plural  # one way of writing it, for the terminal's summary, too
+from equipoise.core.value import plural as plural  # the other chapters of the room take it from here
 
 # Figures as people read them: shares, seconds, bytes, counts. ASCII, one way of writing each, for page and terminal.
 #

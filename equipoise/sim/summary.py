@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from equipoise.core import Cluster
 from equipoise.core.plan import Sends
+from equipoise.core.value import plural
 from equipoise.cost import Profile
 from equipoise.planner import PlanOptions
 from equipoise.planner.baselines import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
@@ -322,11 +323,6 @@ def wrapped(rows: Sequence[Sequence[str]]) -> list[str]:
         shown -= 1
     lines = table([row[:shown] for row in rows])
     return lines if shown == len(rows[0]) else [*lines, *wrapped([[row[0], *row[shown:]] for row in rows])]
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 slot`, `2 slots`, `4,096 tokens`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _percent(share: float | None) -> str:
