@@ -45,13 +45,14 @@ from benchmarks.plain_layer import VISIT, HeldBank, Inputs, Shape, fused_moe, pl
 from benchmarks.results import Limit, publish
 from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core.options import TransferOptions
 from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import PreparedDispatch, SourceSplit, prepare_dispatch
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planner import plan
 from equipoise.transfer.bank import ExpertWeights, ReplicaBank
 from equipoise.transfer.cuda_pages import CudaPager
-from equipoise.transfer.node import Arena, Layout, TransferOptions
+from equipoise.transfer.node import Arena, Layout
 from equipoise.transfer.pages import HostPager
 from tests.layer.reference import dense_experts
 

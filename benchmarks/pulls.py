@@ -46,12 +46,11 @@ from benchmarks.transfer import OneRank
 from benchmarks.turns import WARM, added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import Cluster
-from equipoise.core.options import PlanOptions
+from equipoise.core.options import PlanOptions, TransferOptions
 from equipoise.core.plan import Path as PathName
 from equipoise.core.plan import Visit
 from equipoise.planner.assemble import build_itinerary
 from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.node import TransferOptions
 from equipoise.transfer.pulls import Need, Puller, Walk
 from equipoise.transfer.waits import VERSION
 

@@ -40,10 +40,11 @@ from benchmarks.results import Limit, publish
 from benchmarks.turns import measure_in_turn, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
+from equipoise.core.options import CopyMethod, TransferOptions
 from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.copies import CopyWay, make_copier
+from equipoise.transfer.copies import make_copier
 from equipoise.transfer.host_store import HostStore, Refresher
-from equipoise.transfer.node import NodeMemory, TransferOptions
+from equipoise.transfer.node import NodeMemory
 from equipoise.transfer.pulls import HostPath, MappedPath, Need, Path
 from equipoise.transfer.waits import Lane, Mark
 
@@ -155,7 +156,7 @@ def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> di
 
         return work
 
-    names: tuple[CopyWay, ...] = ("plain", "parallel", "kernel") if bench.is_gpu else ("plain",)
+    names: tuple[CopyMethod, ...] = ("plain", "parallel", "kernel") if bench.is_gpu else ("plain",)
     ways: dict[str, Path] = {name: MappedPath(rank.node, make_copier(bench.device, name)) for name in names}
     works = {"alone": beside(ways["plain"], 0), **{word: beside(path) for word, path in ways.items()}}
     times = run_in_turn(works, bench)

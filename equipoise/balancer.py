@@ -1,49 +1,38 @@
-"""`Balancer`: the story of the package. Every EP rank does equal work in every micro-step, because the load is known.
+"""`Balancer`, the story of the package: the load of every micro-step is known, so every rank gets equal work.
 
 What happens in one window, in this order, the same on every rank of an EP group:
-1. Take routes: `routes[m][l]`, the [T, K] ids that micro-step m and layer l will replay, -1 if unknown (`submit`).
+1. Take routes: `routes[m][l]` are the [T, K] expert ids that micro-step m and layer l replay, -1 if unknown (`submit`).
 2. Count the load they make, and
-3. plan in the background (`planning`): rows exchanged, layers shared out, plans compared, dispatches made ahead.
-4. Start publishing experts to their homes and pulling replicas (`begin`, by `runtime.engine`).
-5. Run the layers: each finds its entry of the plan by its visit, never by call order (`runtime.experts`).
-6. Collect gradients and weights to their owners, each layer behind its last turn, and report (`end`).
+3. plan in the background: exchange rows, share out layers, compare plans, make dispatches ahead (`planning`).
+4. Start publishing experts to their homes and pulling replicas (`begin`, by `transfer.engine`).
+5. Run the layers: each finds its entry of the plan by its visit, never by call order (`layer.experts`).
+6. Collect gradients and weights to their owners, each layer after its last visit, and report (`end`).
 
     balancer = Balancer(find_layers(net), cluster=cluster, model=shape, group=ep_group)
     with balancer.window(routes):
         ...             # micro-steps, forward and backward
     optimizer.step()    # sees complete gradients at their owners
-
-Knows the order of things, not how they are done. Does not know frameworks, optimizers or routers.
-
-Invariants (asserted by the tests):
-1. Losses and weights after training are those of static expert parallelism, within the bounds of `docs/runtime.md`.
-2. Between windows, and inside `canonical`, every owner holds its own experts in the same parameter objects.
-3. Disabled, the model is byte-identical to one that never saw a balancer: no memory, process or thread is added.
-4. What fails on one rank while planning raises on every rank.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, Stage
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError, Stage, TopologyError
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts, Window
-from equipoise.planning.background import idle_parts, working_parts
-from equipoise.planning.report import Tally, WindowReport
-from equipoise.planning.rows import (
-    WindowRoutes,
-    check_matched,
-    check_unattached,
-    count_rows,
-    find_layers,
-    in_plan_order,
-)
+from equipoise.planning.background import BackgroundPlanner, Planned, owners_plan
+from equipoise.planning.report import WindowMeter, WindowReport
+from equipoise.planning.rows import RankRows, WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.edges import GradientOf
-from equipoise.transfer.engine import suspended
+from equipoise.transfer.engine import Mover, Still, TransferEngine, suspended
 from equipoise.transfer.host_store import HostStore
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
@@ -64,71 +53,103 @@ class Balancer(AbstractContextManager["Balancer"]):
         worker: PlanWorker | None = None,
         gradient_of: GradientOf | None = None,
     ) -> None:
-        """Say who balances what; memory and processes come with the layers. Every rank must call this.
+        """Describe what is balanced; `attach` allocates memory and starts processes. Every rank must call this.
 
         Args:
-            layers: by module path, each with its index in `model.layer_numbers`; left out, an adapter attaches them
+            layers: by module path, each with its index in `model.layer_numbers`; without them, an adapter attaches some
             group: the EP group, able to move CPU tensors
-            enabled: False computes every expert at its owner and touches nothing
-            worker: a planning process to use, instead of an own one
-            gradient_of: where a parameter's gradient lies, if not in its `grad`; see `BalancerOptions.grad_dtype`
+            enabled: False computes every expert at its owner, and adds no memory, process, thread or communication
+            worker: a planning process to use instead of an own one
+            gradient_of: returns a parameter's gradient, if it is not in `grad`; see `BalancerOptions.grad_dtype`
         """
         self.cluster, self.model, self.group, self.enabled = cluster, model, group, enabled
         self.options = options or BalancerOptions()
-        self._working_parts = partial(working_parts, group=group, options=self.options, gradient_of=gradient_of)
         self.layers: dict[str, BalancedExperts] = {}
         self.report: WindowReport | None = None
-        self._parts = idle_parts([], cluster=cluster, model=model)
-        self._open: Tally | None = None
+        self._gradient_of = gradient_of
+        self._planner: BackgroundPlanner | None = None
+        self._engine: Mover = Still([])
+        self._unplanned: deque[RankRows] = deque()  # submitted windows of a disabled balancer
+        self._meter: WindowMeter | None = None
         if layers is not None:
             self.attach(layers, worker=worker)
 
     def attach(self, layers: Mapping[str, BalancedExperts], *, worker: PlanWorker | None = None) -> None:
         """Connect the ranks, share memory inside nodes, start planning processes; once. Every rank must call this."""
-        check_unattached(self.layers)
+        if self.layers:
+            raise TopologyError(
+                f"this balancer has {len(self.layers)} layers already, the first is `{next(iter(self.layers))}`; give "
+                "every model a balancer of its own, and close this one when its model is done"
+            )
         found = in_plan_order(layers, self.model)
-        make_parts = partial(self._working_parts, worker=worker) if self.enabled else idle_parts
-        self._parts, self.layers = make_parts(list(found.values()), cluster=self.cluster, model=self.model), found
+        homes = [experts.home for experts in found.values()]
+        if not self.enabled:
+            self._engine = Still(homes)
+        else:
+            with ExitStack() as opened:
+                engine = TransferEngine(
+                    homes,
+                    node_R=self.cluster.node_R,
+                    group=self.group,
+                    options=self.options,
+                    gradient_of=self._gradient_of,
+                )
+                opened.callback(engine.close)
+                self._planner = BackgroundPlanner(
+                    cluster=self.cluster,
+                    model=self.model,
+                    options=self.options,
+                    group=self.group,
+                    layers=list(found.values()),
+                    worker=worker,
+                )
+                opened.pop_all()  # from here on `close` frees the engine
+            self._engine = engine
+        self.layers = found
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is open: between `begin` and `end`."""
-        return self._open is not None
+        """Whether a window is open, that is between `begin` and `end`."""
+        return self._meter is not None
 
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
-        """Take the routes of the next window (`WindowRoutes`), count them, and have it planned; returns at once."""
-        self._parts.planner.submit(count_rows(routes, experts=self.model.experts, stage=stage), routes)
+        """Take the routes of the next window, count them, and plan the window in the background; returns at once."""
+        rows = count_rows(routes, experts=self.model.experts, stage=stage)
+        if self._planner is None:
+            self._unplanned.append(rows)
+        else:
+            self._planner.submit(rows, routes)
 
     def begin(self, *, with_weights: bool = True) -> None:
-        """Wait for the plan, and start publishing experts to their homes and pulling replicas, layer by layer.
+        """Wait for the plan, then start publishing experts to their homes and pulling replicas, layer by layer.
 
         Args:
             with_weights: False only where the optimizer keeps masters of its own and overwrites every owned parameter
-                before anyone reads one: then unchanged weights need not travel back when the window ends
+                before anyone reads one: unchanged weights then need not travel back when the window ends
         """
         if self.is_open:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
-        planned, mover = self._parts.planner.take(), self._parts.mover
-        window = Window(planned.plan, rank=self.group.rank(), bank=mover, ways=planned.ways)
-        tally = Tally(mover.counters, planned, window)
-        mover.open_window(planned.plan, with_weights=with_weights)
+        planned = self._take_plan()
+        window = Window(planned.plan, rank=self.group.rank(), bank=self._engine, ways=planned.dispatches)
+        meter = WindowMeter(self._engine.counters, planned, window)
+        self._engine.open_window(planned.plan, with_weights=with_weights)
         for experts in self.layers.values():
             experts.begin(window)
-        self._open = tally
+        self._meter = meter
 
     def visit(self, path: str, micro_step: int) -> Visit:
-        """The key by which a layer finds its entry of the plan; capture it outside any checkpointed function."""
+        """Return the key by which a layer finds its entry of the plan; call it outside any checkpointed function."""
         return Visit(micro_step, "forward", self.layers[path].layer)
 
     def end(self) -> WindowReport:
-        """Collect gradients and weights to their owners and say what the window moved; before the optimizer runs."""
-        if self._open is None:
+        """Collect gradients and weights to their owners and report the window; call it before the optimizer runs."""
+        if self._meter is None:
             raise InfeasiblePlanError("no window is open; begin one before it ends")
-        self._parts.mover.close_window()
-        tally, self._open = self._open, None
+        self._engine.close_window()
+        meter, self._meter = self._meter, None
         if self.enabled:
-            check_matched(self.layers.values(), self.group)
-        self.report = tally.report()
+            self._check_matched()
+        self.report = meter.report()
         return self.report
 
     @contextmanager
@@ -141,20 +162,67 @@ class Balancer(AbstractContextManager["Balancer"]):
         self.end()
 
     def canonical(self) -> AbstractContextManager[None]:
-        """Hold every expert at its owner, for whatever reads or writes weights inside a window. Every rank enters."""
-        return self._parts.mover.canonical() if self.is_open else nullcontext()
+        """Hold every expert at its owner, to read or write weights inside a window. Every rank must enter."""
+        return self._engine.canonical() if self.is_open else nullcontext()
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Stop all transfers, for whatever frees or moves parameters, as an off-load does. Every rank enters."""
-        return suspended(self._parts.mover)
+        """Stop all transfers while parameters are freed or moved, as an off-load does. Every rank must enter."""
+        return suspended(self._engine)
 
     def complete_store(self) -> HostStore:
-        """Bring all experts to each node's host memory, between windows: for weight sync, export. Every rank calls."""
-        return self._parts.mover.complete_store()
+        """Copy all experts to each node's host memory between windows, for weight sync. Every rank must call this."""
+        return self._engine.complete_store()
 
     def close(self) -> None:
         """Free everything; parameters get memory of their own. Closing twice is allowed."""
-        self._parts.close()
+        try:
+            if self._planner is not None:
+                self._planner.close()
+        finally:
+            self._engine.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _take_plan(self) -> Planned:
+        if self._planner is not None:
+            return self._planner.take()
+        if not self._unplanned:
+            raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
+        rows = self._unplanned.popleft()
+        return Planned(owners_plan(len(rows.load_MLE), cluster=self.cluster, model=self.model))
+
+    def _check_matched(self) -> None:
+        """Raise on every rank if a row of any rank did not follow its prepared dispatch."""
+        # Reduced on the CPU, which every EP group is able to do.
+        total_L = torch.stack([experts.mismatches for experts in self.layers.values()]).cpu()
+        dist.all_reduce(total_L, group=self.group)
+        for experts in self.layers.values():
+            experts.check_matched()
+        if total_L.any():
+            raise RoutesError(
+                f"{int(total_L.sum())} rows of other ranks did not follow their prepared dispatch; drop this step's "
+                "gradients and replay the recorded routes"
+            )
+
+
+def find_layers(net: nn.Module) -> dict[str, BalancedExperts]:
+    """Return the balanced experts of a model by module path."""
+    return {path: module for path, module in net.named_modules() if isinstance(module, BalancedExperts)}
+
+
+def in_plan_order(layers: Mapping[str, BalancedExperts], model: ModelShape) -> dict[str, BalancedExperts]:
+    """Sort layers by their index in plans; raise an error that names the path or layer that does not fit."""
+    paths: dict[int, str] = {}
+    for path, experts in layers.items():
+        if not 0 <= experts.layer < model.layers:
+            raise TopologyError(
+                f"`{path}` is layer index {experts.layer}; {model.name!r} has MoE layers 0..{model.layers - 1}"
+            )
+        if experts.layer in paths:
+            raise TopologyError(f"`{path}` and `{paths[experts.layer]}` are both layer index {experts.layer}")
+        paths[experts.layer] = path
+    missing = [model.layer_numbers[index] for index in range(model.layers) if index not in paths]
+    if missing:
+        raise TopologyError(f"no balanced experts were given for layer {missing[0]}; give all {model.layers} of them")
+    return {paths[index]: layers[paths[index]] for index in sorted(paths)}

@@ -1,86 +1,26 @@
-"""`PlanOptions`: the deeper knobs of the planner. The one dial users turn is `slots`.
+"""Options: how windows are planned, how transfers run, and both together for a balancer.
 
-Knows no loads. Config is never changed after construction; unknown names are errors, because this is a dataclass.
+The one dial users turn is `slots`. Options are frozen and checked when they are made. They are passed on as objects: a
+`BalancerOptions` is a `PlanOptions` and a `TransferOptions`. Importing this module imports neither numba nor torch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
-from equipoise.core.errors import InfeasiblePlanError
+from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.core.loads import Stage
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Objective, Sends
 from equipoise.core.value import require_int
-
-# `BalancerOptions`: how windows are planned and transfers bounded. The one dial users turn is `slots`.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancerOptions:
-    """What a balancer needs to know beyond the model and the cluster; the planner checks what it is given of it."""
-
-    slots: int = 1
-    """Replica slots per rank; 0 for placement alone."""
-    objective: Objective = "seconds"
-    """`seconds` charges every cost and may decide to do nothing; `skew` levels rows whatever it costs."""
-    max_displaced: int | None = None
-    """Most experts per layer whose home may leave the owner; None sets no limit."""
-    order: Literal["plain", "recompute", "1f1b"] = "plain"
-    """Execution order of the update stage, see `planner.options`."""
-    cross_node: bool = False
-    """In recompute windows, take replicas from any node; the host store of every node then holds all experts."""
-    sends: Sends = "rows"
-    """What crosses nodes in every exchange, for the planner's prices: `tokens` where an engine sends them once per node
-    both ways (DeepEP). Our two-level dispatch does so one way only: `rows`."""
-    depth: int = 1
-    """Visits that pulls may run ahead."""
-    pipeline_stage: int = 0
-    pipeline_stages: int = 1
-    budget_bytes: int | None = None
-    """Most bytes per rank for replica buffers, mailboxes and outbox together."""
-    store_bytes: int | None = None
-    """Most bytes of host memory per node for the host store, which holds all routed experts of the model."""
-    timeout_s: float = 60.0
-    """Bound on every wait of a transfer."""
-    grad_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of accumulated gradients; None: as the weights. Example: `float32` for Megatron's `main_grad` of bf16 weights."""
-    path: Literal["plan", "peer", "host"] = "plan"
-    """Which way pulls go: as the plan says, or all of them by one path."""
-    buffers: Literal["auto", "separate", "arena"] = "auto"
-    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both; `auto`: an arena
-    where experts are on a CUDA device."""
-    is_checked: bool = False
-    """Keep a checksum of every expert in the host store, and compare it before a pull."""
-    is_prepared: bool = True
-    """Make every dispatch of a window ahead where all routes are known; False where other routes may come than those
-    submitted. Then each layer sorts its rows and exchanges counts, and follows whatever comes."""
-    prepared_bytes: int = 8 << 30
-    """Most bytes of host memory per rank for the dispatches of one window; beyond it layers exchange counts."""
-    planning_timeout_s: float = 300.0
-    """Bound on planning one window and on every exchange of it; the first one may have to compile the planner."""
-
-    @property
-    def planner_figures(self) -> Mapping[str, Any]:
-        """The fields of `PlanOptions` that are set here."""
-        names = ("max_displaced", "cross_node", "sends", "order", "depth", "pipeline_stage", "pipeline_stages")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def transfer_figures(self) -> Mapping[str, Any]:
-        """The fields of `TransferOptions` that are set here."""
-        names = ("slots", "depth", "budget_bytes", "store_bytes", "timeout_s", "path", "buffers", "is_checked")
-        return {name: getattr(self, name) for name in names}
-
 
 Order = Literal["plain", "recompute", "1f1b"]
 """Execution order of the update stage: every forward, then every backward of a micro-step (`plain`); the same with the
 forward repeated inside backward (`recompute`); or pipelined, one forward, one backward (`1f1b`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """How to plan."""
 
@@ -125,7 +65,7 @@ class PlanOptions:
                 )
 
     def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage) -> int:
-        """Replica slots per rank: as asked for, or as many as the byte budget holds in depth + 1 buffers."""
+        """Return the replica slots per rank: `slots`, or as many as `memory_bytes` holds in depth + 1 buffers."""
         if self.memory_bytes is None:
             wanted = 1 if slots is None else slots
             return require_int("slots", wanted, low=0, error=InfeasiblePlanError)
@@ -136,6 +76,80 @@ class PlanOptions:
         return self.memory_bytes // ((self.depth + 1) * replica_bytes(model, stage))
 
 
+ForcedPath = Literal["plan", "peer", "host"]
+Buffers = Literal["auto", "separate", "arena"]
+CopyMethod = Literal["auto", "plain", "kernel", "parallel"]
+GradDtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """How much memory transfers may use, and how long they may take."""
+
+    slots: int = 1
+    """Replica slots per rank; 0 for placement alone."""
+    depth: int = 1
+    """Visits that pulls may run ahead; there are depth + 1 replica buffers."""
+    budget_bytes: int | None = None
+    """Most bytes per rank for replica buffers, mailboxes and outbox together; None sets no limit."""
+    store_bytes: int | None = None
+    """Most bytes of host memory per node for the host store, which holds all routed experts; None sets no limit."""
+    timeout_s: float = 60.0
+    """Bound on every single wait of a transfer."""
+    grad_dtype: GradDtype | None = None
+    """Of accumulated gradients; None: as the weights. Example: `float32` for Megatron's `main_grad` of bf16 weights."""
+    is_locked: bool = False
+    """Keep the shared pages in memory."""
+    path: ForcedPath = "plan"
+    """How pulls travel: as the plan says, or all of them by one path."""
+    buffers: Buffers = "auto"
+    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both; `auto`: an arena
+    where experts are on a CUDA device."""
+    is_checked: bool = False
+    """Keep a checksum of every expert in the host store, and compare it before a pull."""
+    copies: CopyMethod = "auto"
+    """How a visit's replicas are copied inside a node; `auto`: on a CUDA device by one kernel, or by copy engines side
+    by side where the node's experts are on several devices."""
+
+    def __post_init__(self) -> None:
+        require_int("slots", self.slots, low=0, error=TransferError)
+        require_int("depth", self.depth, low=1, error=TransferError)
+        if not self.timeout_s > 0:
+            raise TransferError(f"timeout_s is {self.timeout_s}; it must be above 0")
+        choices = {"path": ForcedPath, "buffers": Buffers, "copies": CopyMethod}
+        if self.grad_dtype is not None:
+            choices["grad_dtype"] = GradDtype
+        for name, known in choices.items():
+            if getattr(self, name) not in get_args(known):
+                raise TransferError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(known))}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancerOptions(PlanOptions, TransferOptions):
+    """What a balancer needs to know beyond the model and the cluster."""
+
+    objective: Objective = "seconds"
+    """`seconds` charges every cost and may decide to do nothing; `skew` levels rows whatever it costs."""
+    is_prepared: bool = True
+    """Make every dispatch of a window ahead where all routes are known. False where other routes may be replayed than
+    those submitted: each layer then sorts its rows, exchanges counts, and follows the actual routes."""
+    prepared_bytes: int = 8 << 30
+    """Most bytes of host memory per rank for the dispatches of one window; beyond it layers exchange counts."""
+    planning_timeout_s: float = 300.0
+    """Bound on planning one window and on every exchange of it; the first one may have to compile the planner."""
+
+    def __post_init__(self) -> None:
+        PlanOptions.__post_init__(self)
+        TransferOptions.__post_init__(self)
+        if self.memory_bytes is not None:
+            raise InfeasiblePlanError(
+                f"BalancerOptions.memory_bytes is {self.memory_bytes}; a balancer allocates its slots once, so give "
+                "slots, and budget_bytes as a limit on what they take"
+            )
+
+
 def replica_bytes(model: ModelShape, stage: Stage) -> int:
-    """Bytes one replica slot takes in one buffer: the weights, and in updates the gradient on its way home."""
+    """Return the bytes of one replica slot in one buffer: weights, and in updates the gradient that returns home."""
     return model.expert_bytes * (2 if stage == "update" else 1)

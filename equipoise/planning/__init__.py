@@ -1,16 +1,9 @@
-"""Who plans, and when: windows are planned in the background of training, shared out over the ranks.
+"""Planning beside training: windows are planned in the background, shared out over the ranks.
 
-    options.py     BalancerOptions: slots, what is minimised, bounds
-    layers.py      a model's balanced experts, by module path, in the order of plans
-    rows.py        the rows one rank will send, counted from the routes it replays; all ranks' rows as one LoadMatrix
-    exchange.py    an own gloo group: every rank's object to every rank
-    desk.py        the planning itself, a share of the layers first and then the whole; runs in the worker alone
-    worker.py      the worker process: persistent, spawned, holds numba so that training processes need not
-    background.py  one window after another: exchange rows, plan shares, gather them, assemble, compare digests
-    ways.py        the dispatches of a window, made ahead where all ranks know all their routes
-    owners.py      no plan at all: every expert at its owner
-    parts.py       what a balancer is made of, working or idle
-    report.py      what one window was promised and what it moved
-
-Only `desk.py` imports the planner. Knows the planner, the runtime and core; `balancer.py` knows this room.
+rows.py        the rows one rank sends, counted from the routes it replays; all ranks' rows as one LoadMatrix
+background.py  BackgroundPlanner: exchange rows, plan shares, assemble, compare digests, one window after another
+worker.py      PlanWorker: the planning process, which holds numba so that training processes need not
+server.py      PlanServer: what runs in that process; the only file here that imports the planner
+dispatches.py  the dispatches of a window, made ahead where all ranks know all their routes
+report.py      what a plan promised for one window and what the window moved
 """

@@ -1,11 +1,4 @@
-"""`WindowReport`: what one window was promised, what it moved on this rank, and what training waited for.
-
-Knows plans and counters. Does not know how a report is shown.
-
-Invariants (asserted by the tests):
-1. Counts are those of the window alone.
-2. `is_as_planned` is true only where every layer of every micro-step ran and got exactly the rows of the plan.
-"""
+"""`WindowReport`: what a plan promised for one window, what this rank moved, and how long training waited."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import Plan
 from equipoise.layer.experts import Window
 from equipoise.planning.background import Planned
 from equipoise.transfer.waits import Counters
@@ -36,15 +28,15 @@ class WindowReport:
     replicas: int
     """Replicas of all micro-steps, layers and ranks."""
     planning_s: float
-    """Planning in the background."""
+    """Seconds of planning, in the background."""
     waited_s: float
-    """What training waited for the plan."""
+    """Seconds that training waited for the plan."""
     counts: Mapping[str, int]
     """Pulls, returns, publishes, collects, on-demand visits and pulls shifted to another path, of this rank."""
     bytes: Mapping[str, int]
     """Bytes that reached this rank, by path."""
     exposed_s: Mapping[str, float]
-    """Seconds this rank stood still for transfers, by path."""
+    """Seconds this rank waited for transfers, by path."""
     dispatch: str = "exchanged"
     """`prepared` where all dispatches were made ahead, else `exchanged` and why; the same on all ranks."""
     dispatch_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -62,23 +54,27 @@ class WindowReport:
         return planned is not None and arrived is not None and np.array_equal(planned, arrived)
 
 
-class Tally:
-    """Counters where a window began."""
+class WindowMeter:
+    """Remembers the counters at a window's beginning, to report what the window alone has moved."""
 
     def __init__(self, counters: Counters, planned: Planned, window: Window) -> None:
         self._counters, self._planned, self._window = counters, planned, window
-        self._before = _copy(counters)
+        self._before = _snapshot(counters)
 
     def report(self) -> WindowReport:
-        """Say what has been counted since."""
+        """Return the report of the window up to now."""
         moved: dict[str, Any] = {
             name: {key: value - self._before[name].get(key, 0) for key, value in now.items()}
-            for name, now in _copy(self._counters).items()
+            for name, now in _snapshot(self._counters).items()
         }
         plan, traffic = self._planned.plan, self._window.traffic
         return WindowReport(
-            **_promise(plan),
             **moved,
+            digest=plan.digest(),
+            predicted_s=plan.seconds.total,
+            static_s=plan.static_seconds,
+            displaced=int(plan.displaced_LE.sum()),
+            replicas=len(plan.replica_table),
             planning_s=self._planned.planning_s,
             waited_s=self._planned.waited_s,
             dispatch=self._planned.dispatch,
@@ -88,17 +84,6 @@ class Tally:
         )
 
 
-def _promise(plan: Plan) -> dict[str, Any]:
-    """What the plan says of itself."""
-    return {
-        "digest": plan.digest(),
-        "predicted_s": plan.seconds.total,
-        "static_s": plan.static_seconds,
-        "displaced": int(plan.displaced_LE.sum()),
-        "replicas": len(plan.replica_table),
-    }
-
-
-def _copy(counters: Counters) -> dict[str, dict[str, Any]]:
+def _snapshot(counters: Counters) -> dict[str, dict[str, Any]]:
     counts = {name: getattr(counters, name) for name in _COUNTS}
     return {"counts": counts, "bytes": dict(counters.bytes), "exposed_s": dict(counters.exposed_s)}

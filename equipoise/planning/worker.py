@@ -1,19 +1,13 @@
-"""`PlanWorker`: the process that plans for one training rank: persistent, never forked, and the only one with numba.
+"""`PlanWorker`: the process that plans for one training rank; it persists, is never forked, and alone imports numba.
 
-It is a fresh interpreter that imports this package and not the training script, so scripts need no main guard, and
-ranks that may not have children of `multiprocessing` (daemons) can have it.
+The process is a fresh interpreter that imports this package and not the training script, so scripts need no main guard,
+and daemonic ranks, which may not have children of `multiprocessing`, can start it. It ends with its parent, even with a
+killed one, because its standard input ends. It ignores Ctrl-C and ends when its rank does.
 
-Messages, one pickle each, over the worker's standard input and output:
-    to the worker    (method of Desk, or "open" for a new desk; arguments)
+Messages, one pickle each, over the process's standard input and output:
+    to the process   (method of PlanServer, or "open" for a new server; arguments)
     back             (True, result) or (False, error)
-An error of this package comes back as itself, any other as an InfeasiblePlanError with its traceback.
-
-Invariants (asserted by the tests):
-1. The worker ends with its parent, also with a killed one, because its standard input ends.
-2. A worker that died is an error that says so, never a hang.
-3. A worker plans for one balancer at a time, because plans start from the homes of the one before: a second one whose
-   first window comes before the other has closed is refused.
-4. Ctrl-C does not end a worker, nor make it speak: it ends when its rank does.
+An error of this package is sent back as itself, any other as an InfeasiblePlanError with its traceback.
 """
 
 import os
@@ -29,12 +23,12 @@ from typing import IO, Any
 from equipoise.core.errors import EquipoiseError, InfeasiblePlanError
 
 _SERVE = (
-    # First of all: Ctrl-C is the rank's to hear, and imports take seconds.
+    # Before the imports, which take seconds: the rank handles Ctrl-C.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import sys; sys.path.insert(0, sys.argv[1]); from equipoise.planning.worker import serve; serve()"
 )
 _END_S = 5.0
-"""How long an idle worker may take to end before it is killed."""
+"""Seconds that an idle worker may take to end before it is killed."""
 
 
 class PlanWorker:
@@ -55,7 +49,7 @@ class PlanWorker:
         return self._process.pid
 
     def lend(self, planner: object) -> None:
-        """Let one balancer's planner have the worker until it is taken back, or raise if another has it."""
+        """Reserve the worker for one balancer's planner: plans start from the homes of the plan before."""
         if self._lent_to not in (None, planner):
             raise InfeasiblePlanError(
                 f"the planning process {self.pid} plans for another balancer; close that one first, or give each a "
@@ -64,26 +58,23 @@ class PlanWorker:
         self._lent_to = planner
 
     def take_back(self, planner: object) -> None:
-        """Note that a planner has closed, whether it had the worker or not."""
+        """Release the worker where this planner had it."""
         if self._lent_to is planner:
             self._lent_to = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """Have the worker's desk do something, and wait for it; callers in several threads take turns."""
-        with self._turn:
-            return self._call(method, *args)
-
-    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the process's `PlanServer` and wait for its result; threads take turns."""
         assert self._process.stdin is not None and self._process.stdout is not None, "pipes are asked for above"
-        try:
-            pickle.dump((method, args), self._process.stdin)
-            self._process.stdin.flush()
-            is_good, value = pickle.load(self._process.stdout)
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-            raise InfeasiblePlanError(
-                f"the planning process {self.pid} ended with code {self._process.poll()}; see its standard error, and "
-                "start the balancer anew"
-            ) from error
+        with self._turn:
+            try:
+                pickle.dump((method, args), self._process.stdin)
+                self._process.stdin.flush()
+                is_good, value = pickle.load(self._process.stdout)
+            except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+                raise InfeasiblePlanError(
+                    f"the planning process {self.pid} ended with code {self._process.poll()}; see its standard error, "
+                    "and make a new balancer"
+                ) from error
         if not is_good:
             raise value
         return value
@@ -91,7 +82,7 @@ class PlanWorker:
     def close(self) -> None:
         """End the process. Closing twice is allowed."""
         assert self._process.stdin is not None and self._process.stdout is not None, "pipes are asked for above"
-        # What was still to be written to a worker that died does not matter any more.
+        # A process that died reads nothing more.
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -99,13 +90,13 @@ class PlanWorker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # Last, because a thread may be reading an answer: it has ended by now.
+        # Last: a thread that was reading an answer has ended by now.
         self._process.stdout.close()
 
 
 def serve() -> None:
     """Run in the worker: answer messages until the parent is gone."""
-    # Whatever else is printed in this process must not get between the answers.
+    # Prints of this process must not mix with the answers, so they go to standard error.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answer_all(sys.stdin.buffer, answers)
@@ -113,9 +104,9 @@ def serve() -> None:
 
 def answer_all(messages: IO[bytes], answers: IO[bytes]) -> None:
     """Answer every message of a stream."""
-    from equipoise.planning.server import Desk
+    from equipoise.planning.server import PlanServer
 
-    desk: Desk | None = None
+    server: PlanServer | None = None
     while True:
         try:
             method, args = pickle.load(messages)
@@ -123,9 +114,9 @@ def answer_all(messages: IO[bytes], answers: IO[bytes]) -> None:
             return
         try:
             if method == "open":
-                desk, result = Desk(*args), None
+                server, result = PlanServer(*args), None
             else:
-                result = getattr(desk, method)(*args)
+                result = getattr(server, method)(*args)
             answer = (True, result)
         except EquipoiseError as error:
             answer = (False, error)

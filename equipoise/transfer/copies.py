@@ -19,17 +19,17 @@ Invariants (asserted by the tests):
 import logging
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from equipoise.core.errors import TransferError
+from equipoise.core.options import CopyMethod
 from equipoise.transfer.cuda_pages import call_driver, load_driver
 
 TRACKS = 4
 """Two experts of two matrices: what a rank with two slots pulls for a visit."""
 
-CopyWay = Literal["auto", "plain", "kernel", "parallel"]
 _LOG = logging.getLogger(__name__)
 
 
@@ -109,7 +109,7 @@ class ParallelCopies:
             main.wait_event(end)
 
 
-def make_copier(device: torch.device, way: CopyWay = "auto", *, sources: Iterable[torch.Tensor] = ()) -> Copier:
+def make_copier(device: torch.device, way: CopyMethod = "auto", *, sources: Iterable[torch.Tensor] = ()) -> Copier:
     """Choose how copies inside a node are made.
 
     Args:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from equipoise.core.errors import TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.core.plan import PATHS, Plan, Visit
 from equipoise.transfer.bank import ExpertWeights, NoReplicas, ReplicaBank
 from equipoise.transfer.edges import GradientOf, WindowEdges
@@ -45,7 +46,7 @@ from equipoise.transfer.host_store import (
     crossings_by_layer,
     first_uses,
 )
-from equipoise.transfer.node import NodeMemory, Registration, TransferOptions
+from equipoise.transfer.node import NodeMemory, Registration
 from equipoise.transfer.pulls import HostPath, MappedPath, Path, Puller, Walk
 from equipoise.transfer.returns import Mailboxes
 from equipoise.transfer.waits import REACHED, RETIRED, VERSION, Counters, Lane, Mark, Transfer

@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from equipoise.core.errors import TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.core.plan import PATHS, PHASES, Plan, Visit
 from equipoise.transfer.bank import ExpertWeights
 from equipoise.transfer.edges import copy_expert
-from equipoise.transfer.node import Layout, NodeMemory, TransferOptions, aligned
+from equipoise.transfer.node import Layout, NodeMemory, aligned
 from equipoise.transfer.pages import exchange_outcomes, share_memory
 from equipoise.transfer.waits import REACHED, Announcer, Lane, Mark, Message, Transfer
 

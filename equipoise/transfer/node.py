@@ -25,16 +25,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
-from equipoise.core.value import require_int
+from equipoise.core.options import TransferOptions
 from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.copies import CopyWay
 from equipoise.transfer.cuda_pages import CudaPager
 from equipoise.transfer.pages import (
     HostPager,
@@ -58,50 +57,6 @@ from equipoise.transfer.waits import MESSAGE_BYTES, TAGS, Connection, Counters, 
 
 _ALIGN = 64
 """Bytes of a cache line."""
-
-
-ForcedPath = Literal["plan", "peer", "host"]
-Buffers = Literal["auto", "separate", "arena"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferOptions:
-    """How much memory transfers may use, and how long they may take."""
-
-    slots: int
-    """Replica slots per rank, as in the plans to come."""
-    depth: int = 1
-    """Visits that pulls may run ahead; there are depth + 1 replica buffers."""
-    budget_bytes: int | None = None
-    """Most bytes per rank for replica buffers, mailboxes and outbox together; None: no bound but the memory itself."""
-    store_bytes: int | None = None
-    """Most bytes of host memory per node for the host store; None: no bound but the memory itself."""
-    timeout_s: float = 60.0
-    """Bound on every single wait."""
-    grad_dtype: torch.dtype | None = None
-    """Of accumulated gradients; None: as the weights."""
-    is_locked: bool = False
-    """Keep the shared pages in memory."""
-    path: ForcedPath = "plan"
-    """Which way pulls go: as the plan says, or all of them by one path."""
-    buffers: Buffers = "auto"
-    """`arena`: home and replica slots of a layer are one tensor, and one grouped product covers both; `auto`: an arena
-    where experts are on a CUDA device."""
-    is_checked: bool = False
-    """Keep a checksum of every expert in the host store, and compare it before a pull."""
-    copies: CopyWay = "auto"
-    """How a visit's replicas are copied inside a node; `auto`: on a CUDA device by one kernel, or by copy engines side
-    by side where the node's experts are on several devices."""
-
-    def __post_init__(self) -> None:
-        require_int("slots", self.slots, low=0, error=TransferError)
-        require_int("depth", self.depth, low=1, error=TransferError)
-        if not self.timeout_s > 0:
-            raise TransferError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        for name, known in (("path", ForcedPath), ("buffers", Buffers), ("copies", CopyWay)):
-            if getattr(self, name) not in get_args(known):
-                words = ", ".join(get_args(known))
-                raise TransferError(f"{name} is {getattr(self, name)!r}; it must be one of {words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +85,7 @@ class Layout:
         return cls(
             shapes=tuple(None if t is None else tuple(t.shape[1:]) for t in first),
             dtype=first.gate_up_SFD.dtype,
-            grad_dtype=options.grad_dtype or first.gate_up_SFD.dtype,
+            grad_dtype=first.gate_up_SFD.dtype if options.grad_dtype is None else getattr(torch, options.grad_dtype),
             layers=len(homes),
             home_slots=first.num_slots,
             slots=options.slots,

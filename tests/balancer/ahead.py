@@ -89,7 +89,7 @@ def other_routes_than_counted(group, case):
         for by_layer in routes:
             by_layer[0] = np.roll(by_layer[0], 1, axis=0)[:, ::-1] if len(by_layer[0]) > 1 else by_layer[0]
         routes[0][0] = np.full_like(routes[0][0], 0)
-        balancer._parts.planner.submit(counted, routes)
+        balancer._planner.submit(counted, routes)
         balancer.begin()
         try:
             net(window[0], 0)

@@ -104,7 +104,7 @@ def die_in(trainer, where):
     elif where == "backward":
         block.attention.register_hook(die)
     else:
-        relocator = trainer.balancer._parts.mover._edges._relocator
+        relocator = trainer.balancer._engine._edges._relocator
         relocator.__class__ = KillingRelocator
         relocator.kind = where
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from equipoise.balancer import in_plan_order
 from equipoise.core import ModelShape, TopologyError
-from equipoise.planning.rows import in_plan_order
 from tests.balancer import work
 from tests.parity.case import ParityCase
 from tests.parity.verdict import judge
@@ -108,7 +108,7 @@ def test_owners_hold_their_experts_outside_windows_and_inside_canonical(pool, no
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        ("another plan", "ranks [1] planned otherwise than rank 0"),
+        ("another plan", "ranks [1] made another plan than rank 0"),
         ("a killed worker", "rank 1 could not plan: the planning process"),
         ("another window", "rank 1 has micro-steps, layers, experts and stage (1, 2, 4, 'update')"),
     ],

@@ -103,7 +103,7 @@ def metrics_of(group, config, steps):
 def planned_in_the_tail(group, config):
     """What happened in a step whose rollout does not end before a plan was made: events in order, and its metrics."""
     trainer, events, is_planned = trainer_of(group, config), [], threading.Event()
-    planner, generate = trainer.learner.balancer._parts.planner, trainer.engine.generate
+    planner, generate = trainer.learner.balancer._planner, trainer.engine.generate
     whole = planner._whole
 
     def planned(loads, shares):

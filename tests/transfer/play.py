@@ -2,9 +2,9 @@
 
 import torch
 
+from equipoise.core.options import TransferOptions
 from equipoise.transfer.bank import ExpertWeights
 from equipoise.transfer.engine import TransferEngine
-from equipoise.transfer.node import TransferOptions
 from equipoise.transfer.pulls import needs_of
 from tests.transfer.windows import all_experts, assert_same_bits, experts_at, owned_parameters, take
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from equipoise.core import TransferError
-from equipoise.transfer.node import Arena, Layout, TransferOptions
+from equipoise.core.options import TransferOptions
+from equipoise.transfer.node import Arena, Layout
 from equipoise.transfer.pages import HostPager
 from tests.transfer.play import play_windows
 from tests.transfer.test_layout import weights

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from equipoise.core import TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.transfer.copies import Copy, make_copier
-from equipoise.transfer.node import TransferOptions
 from equipoise.transfer.pulls import MappedPath
 from tests.transfer.play import Rank, run_window
 from tests.transfer.windows import random_plan

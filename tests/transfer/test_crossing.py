@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from equipoise.core import TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.core.plan import PATHS, Visit
 from equipoise.transfer.engine import TransferEngine
 from equipoise.transfer.host_store import check_far, crossings
-from equipoise.transfer.node import TransferOptions
 from tests.transfer.play import Rank, play_windows, run_window
 from tests.transfer.windows import HIDDEN, LAYOUTS, WIDTH, all_experts, owned_parameters, random_plan
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core import TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.core.plan import Visit
 from equipoise.transfer.edges import Relocator
 from equipoise.transfer.engine import TransferEngine
-from equipoise.transfer.node import TransferOptions
 from equipoise.transfer.pulls import MappedPath, needs_of
 from equipoise.transfer.returns import Mailboxes
 from tests.transfer.play import Rank, run_window, stack

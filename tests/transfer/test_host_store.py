@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core import TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.core.plan import PATHS, Visit
 from equipoise.transfer import edges
 from equipoise.transfer.host_store import first_uses
-from equipoise.transfer.node import TransferOptions
 from equipoise.transfer.pulls import HostPath, needs_of
 from tests.transfer.play import Rank, play_windows, run_window
 from tests.transfer.windows import LAYOUTS, assert_same_bits, random_plan, take

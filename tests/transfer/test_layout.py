@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, TransferError
+from equipoise.core.options import TransferOptions
 from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.node import Layout, TransferOptions, allocate_experts, check_budget
+from equipoise.transfer.node import Layout, allocate_experts, check_budget
 
 
 def weights(*, slots=2, width=4, hidden=8, dtype=torch.float32, has_bias=False, device="cpu"):
@@ -33,7 +34,7 @@ def test_replica_memory_of_a_real_model_is_under_two_percent():
 
 
 def test_bytes_are_those_of_the_tensors_rounded_up_to_lines():
-    layout = Layout.of([weights(has_bias=True)] * 3, TransferOptions(slots=3, depth=2, grad_dtype=torch.float64))
+    layout = Layout.of([weights(has_bias=True)] * 3, TransferOptions(slots=3, depth=2, grad_dtype="float64"))
     assert layout.home_bytes == 2 * 64 * 4 + 2 * 32 * 4 + 2 * 8 * 4 + 2 * 8 * 4
     assert layout.outbox_bytes == 2 * layout.home_bytes
     buffer = allocate_experts(layout, 3, torch.float32)

@@ -6,10 +6,10 @@ Knows the runtime. Does not know the planner: plans come from the test.
 import torch
 import torch.distributed as dist
 
+from equipoise.core.options import TransferOptions
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.transfer.bank import ExpertWeights, NoReplicas
 from equipoise.transfer.engine import TransferEngine
-from equipoise.transfer.node import TransferOptions
 from tests.layer import stack
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
-from equipoise.planning.rows import WindowWays
+from equipoise.planning.dispatches import WindowDispatches
 from tests.layer.cases import random_routing, static_plan
 from tests.layer.stack import Run, build_layers
 
@@ -35,13 +35,13 @@ def never(*_):
 def test_every_entry_is_what_its_layer_would_prepare(group):
     routes, plan, layers = window(group)
     routes = [[ids.astype(np.uint8) for ids in by_layer] for by_layer in routes]
-    ways = WindowWays(routes, timeout_s=60.0)
-    threading.Thread(target=ways.make, args=(plan, layers), kwargs={"rank": 0, "swap": never}).start()
+    dispatches = WindowDispatches(routes, timeout_s=60.0)
+    threading.Thread(target=dispatches.make, args=(plan, layers), kwargs={"rank": 0, "swap": never}).start()
     for m, layer in np.ndindex(2, 2):
         layers[layer].window = FakeWindow(plan)
         wanted = layers[layer].prepare(torch.from_numpy(routes[m][layer].astype(np.int64)), m)
         for _ in range(2):
-            assert ways.take(m, layer).unpack("cpu").dispatch.is_same_way(wanted.dispatch)
+            assert dispatches.take(m, layer).unpack("cpu").dispatch.is_same_way(wanted.dispatch)
 
 
 class FakeWindow:
@@ -56,33 +56,33 @@ class FakeWindow:
 def test_an_error_is_raised_where_its_entry_is_asked_for_and_later_ones_say_why_they_are_missing(group):
     routes, plan, layers = window(group)
     routes[0][1] = routes[0][1][1:]
-    ways = WindowWays(routes, timeout_s=60.0)
-    ways.make(plan, layers, rank=0, swap=never)
-    assert ways.take(0, 0) is not None
-    assert ways.is_made(0, 0) and not ways.is_made(1, 0)
+    dispatches = WindowDispatches(routes, timeout_s=60.0)
+    dispatches.make(plan, layers, rank=0, swap=never)
+    assert dispatches.take(0, 0) is not None
+    assert dispatches.is_made(0, 0) and not dispatches.is_made(1, 0)
     with pytest.raises(RoutesError, match="rows from these ids, but the plan says"):
-        ways.take(0, 1)
+        dispatches.take(0, 1)
     with pytest.raises(TransferError, match=r"micro-step 1, layer index 0 .* ended with an earlier entry's error"):
-        ways.take(1, 0)
+        dispatches.take(1, 0)
 
 
 def test_closing_ends_a_wait(group):
     routes, _, _ = window(group)
-    ways = WindowWays(routes, timeout_s=60.0)
+    dispatches = WindowDispatches(routes, timeout_s=60.0)
     begin = time.monotonic()
-    threading.Timer(0.1, ways.close).start()
+    threading.Timer(0.1, dispatches.close).start()
     with pytest.raises(TransferError, match="or the window is over"):
-        ways.take(0, 0)
+        dispatches.take(0, 0)
     assert time.monotonic() - begin < 30
 
 
 def test_an_entry_outside_the_window_is_refused(group):
     routes, _, _ = window(group)
     with pytest.raises(InfeasiblePlanError, match=r"micro-step 2, layer index 0; the window has 2 micro-steps"):
-        WindowWays(routes, timeout_s=60.0).take(2, 0)
+        WindowDispatches(routes, timeout_s=60.0).take(2, 0)
 
 
 def test_a_wait_is_bounded(group):
     routes, _, _ = window(group)
     with pytest.raises(TransferError, match=r"within 0\.05 s"):
-        WindowWays(routes, timeout_s=0.05).take(0, 0)
+        WindowDispatches(routes, timeout_s=0.05).take(0, 0)

@@ -8,7 +8,7 @@ import pytest
 import equipoise as eq
 from equipoise.core import LoadMatrix
 from equipoise.core.options import BalancerOptions
-from equipoise.planning.server import Desk
+from equipoise.planning.server import PlanServer
 from tests.layer.cases import cluster_of, model_of, random_routing
 
 RANKS, LAYERS = 4, 5
@@ -23,8 +23,8 @@ def window(seed, *, coverage=None):
     return LoadMatrix(loads.load_MLRE, coverage_MLR=np.full(shape, coverage)), model_of(routing)
 
 
-def desks(model, options):
-    return [Desk(cluster_of(RANKS, nodes=2), model, options) for _ in range(RANKS)]
+def servers(model, options):
+    return [PlanServer(cluster_of(RANKS, nodes=2), model, options) for _ in range(RANKS)]
 
 
 @pytest.mark.parametrize("objective", ["skew", "seconds"])
@@ -32,11 +32,11 @@ def desks(model, options):
 def test_shares_give_the_plans_of_the_planner_window_by_window(objective, limit):
     options = BalancerOptions(slots=1, objective=objective, max_displaced=limit)
     _, model = window(0)
-    ranks, warm = desks(model, options), None
+    ranks, warm = servers(model, options), None
     for seed in (1, 2, 3):
         loads, _ = window(seed)
-        shares = [desk.share(loads, range(rank, LAYERS, RANKS)) for rank, desk in enumerate(ranks)]
-        plans = [desk.whole(loads, shares) for desk in ranks]
+        shares = [server.share(loads, range(rank, LAYERS, RANKS)) for rank, server in enumerate(ranks)]
+        plans = [server.whole(loads, shares) for server in ranks]
         warm = eq.plan(
             loads,
             cluster=cluster_of(RANKS, nodes=2),
@@ -51,18 +51,18 @@ def test_shares_give_the_plans_of_the_planner_window_by_window(objective, limit)
 
 def test_no_layer_is_planned_twice():
     loads, model = window(4)
-    ranks = desks(model, BalancerOptions(objective="skew"))
-    shares = [desk.share(loads, range(rank, LAYERS, RANKS)) for rank, desk in enumerate(ranks)]
-    for desk in ranks:
-        desk.whole(loads, shares)
-    assert sum(desk.num_planned for desk in ranks) == LAYERS
+    ranks = servers(model, BalancerOptions(objective="skew"))
+    shares = [server.share(loads, range(rank, LAYERS, RANKS)) for rank, server in enumerate(ranks)]
+    for server in ranks:
+        server.whole(loads, shares)
+    assert sum(server.num_planned for server in ranks) == LAYERS
 
 
 def test_partly_known_loads_are_shared_out_too():
     loads, model = window(5, coverage=0.5)
-    desk = Desk(cluster_of(RANKS, nodes=2), model, BalancerOptions(objective="skew"))
-    plan = desk.whole(loads, [desk.share(loads, range(LAYERS))])
-    assert desk.num_planned == LAYERS
+    server = PlanServer(cluster_of(RANKS, nodes=2), model, BalancerOptions(objective="skew"))
+    plan = server.whole(loads, [server.share(loads, range(LAYERS))])
+    assert server.num_planned == LAYERS
     assert plan.estimated_share > 0.4
 
 
@@ -70,8 +70,8 @@ def test_partly_known_loads_are_shared_out_too():
 def test_a_layer_that_nobody_planned_is_planned_and_never_guessed(given):
     loads, model = window(6)
     other, _ = window(7)
-    desk = Desk(cluster_of(RANKS, nodes=2), model, BalancerOptions(objective="skew"))
-    share = pickle.dumps({}) if given == "none" else desk.share(other, range(LAYERS))
-    plan = desk.whole(loads, [share])
+    server = PlanServer(cluster_of(RANKS, nodes=2), model, BalancerOptions(objective="skew"))
+    share = pickle.dumps({}) if given == "none" else server.share(other, range(LAYERS))
+    plan = server.whole(loads, [share])
     wanted = eq.plan(loads, cluster=cluster_of(RANKS, nodes=2), model=model, slots=1, objective="skew")
     assert plan.digest() == wanted.digest()
