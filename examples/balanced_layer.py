@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from equipoise import Cluster, ModelShape
-from equipoise.balancer import Balancer, BalancerOptions, find_layers
-from equipoise.core.plan import Visit
-from equipoise.launch import run_ranks
-from equipoise.layer.experts import BalancedExperts
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.torch import BalancedExperts, Balancer, BalancerOptions, ExpertWeights, Visit, find_layers, run_ranks
 
 RANKS, EXPERTS, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 32, 16
 MICRO_STEPS, TOKENS, WINDOWS = 2, 64, 3

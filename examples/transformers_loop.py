@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from equipoise import Cluster
-from equipoise.adapters import transformers as adapter
-from equipoise.balancer import Balancer, BalancerOptions
-from equipoise.launch import run_ranks
+from equipoise.torch import Balancer, BalancerOptions, run_ranks
+from equipoise.torch import transformers as adapter
 
 RANKS, WINDOWS, MICRO_STEPS, VOCAB = 2, 3, 2, 64
 FIGURES = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2}

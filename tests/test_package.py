@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "equipoise").rglob("*.py"))
 # Rooms that may need torch; every other one must not.
-TORCH_ROOMS = {"runtime", "adapters", "rl", "planning", "balancer", "parity", "calibrate"}
+TORCH_ROOMS = {"torch", "layer", "transfer", "launch", "adapters", "rl", "planning", "balancer", "calibrate"}
 HEAVY = ["numpy", "numba", "scipy", "torch", "transformers", "typer", "rich"]
 
 IMPORT_ALL_WITHOUT_TORCH = """
@@ -87,6 +88,87 @@ def test_a_star_import_brings_exactly_the_public_names():
 def test_an_unknown_name_is_an_attribute_error_that_names_it():
     with pytest.raises(AttributeError, match="'equipoise' has no attribute 'balance_everything'"):
         _ = equipoise.balance_everything
+
+
+PUBLIC = [
+    *(
+        "read_routes",
+        "write_routes",
+        "count_routes",
+        "diagnose",
+        "count_loads",
+        "skew",
+        "plan",
+        "plan_step",
+        "simulate",
+    ),
+    *(
+        "write_report",
+        "Cluster",
+        "ModelShape",
+        "Routes",
+        "SampleRoutes",
+        "RouteCounts",
+        "Schedule",
+        "LoadMatrix",
+        "Plan",
+    ),
+    *("PlanOptions", "StepSetting", "EquipoiseError", "RoutesError", "ScheduleError", "LoadsError", "TopologyError"),
+    *("InfeasiblePlanError", "TransferError", "AdapterError", "TrainingError"),
+]
+PUBLIC_TORCH = [
+    *("Balancer", "BalancerOptions", "WindowReport", "find_layers", "BalancedExperts", "LayerOptions", "ExpertWeights"),
+    *("Visit", "save_experts", "load_experts", "run_ranks", "transformers"),
+]
+
+
+def test_the_public_names_are_the_decided_ones():
+    import equipoise.torch
+
+    assert equipoise.__all__ == PUBLIC
+    assert equipoise.torch.__all__ == PUBLIC_TORCH
+    for name in PUBLIC_TORCH:
+        assert getattr(equipoise.torch, name).__doc__, f"{name} has no docstring"
+    with pytest.raises(AttributeError, match="no attribute 'balance_everything'"):
+        _ = equipoise.torch.balance_everything
+
+
+def imported_by(text):
+    """The modules of the package that a piece of Python imports."""
+    tree = ast.parse(text)
+    named = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    named |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return {name for name in named if name and name.split(".")[0] == "equipoise"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_imports_the_public_faces_alone(path):
+    assert imported_by(path.read_text()) <= {"equipoise", "equipoise.torch"}
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_documents_import_the_public_faces_alone(path):
+    shown = re.findall(r"^\s*(?:from|import) (equipoise[\w.]*)", path.read_text(), re.MULTILINE)
+    assert set(shown) <= {"equipoise", "equipoise.torch"}
+
+
+def test_no_class_name_means_two_things():
+    named = Counter(
+        node.name for path in SOURCES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in named.items() if count > 1] == []
+
+
+def test_rooms_and_chapters_have_the_decided_size():
+    files = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
+    lines = {path: len(path.read_text().splitlines()) for path in files}
+    rooms = Counter(str(path.parent.relative_to(ROOT)) for path in files)
+    assert {room: count for room, count in rooms.items() if count > 12} == {}, "a room has at most 12 files"
+    assert len(SOURCES) <= 150 and sum(lines.values()) <= 30_000
+    assert statistics.median(lines.values()) >= 150, "a file is a chapter"
+    assert len([path for path in files if lines[path] < 60]) <= 15
 
 
 def test_every_error_is_public():

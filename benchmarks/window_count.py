@@ -1,0 +1,122 @@
+"""Count the files and functions of the package that one window enters on a training rank.
+
+    python -m benchmarks.window_count
+
+Two gloo ranks train one balanced layer for one window, from `submit` to `end`: two micro-steps, forward and backward,
+one replica slot. Rank 0 notes every function of the package that it enters, in all of its threads; the planning process
+is another one and is not counted. A newcomer who follows a window has to read these. Aims: at most 25 files and 200
+functions for the window, at most 12 files for one forward pass of the layer.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise import Cluster, ModelShape
+from equipoise.torch import BalancedExperts, Balancer, BalancerOptions, ExpertWeights, Visit, find_layers, run_ranks
+
+RANKS, EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS, MICRO_STEPS = 2, 8, 2, 32, 16, 64, 2
+MOST_FILES, MOST_FUNCTIONS, MOST_FORWARD_FILES = 25, 200, 12
+SHAPE = ModelShape.preset("qwen3-30b-a3b", experts=EXPERTS, layers=1, top_k=TOP_K, hidden=HIDDEN, expert_width=WIDTH)
+
+
+Entered = tuple[str, CodeType]
+"""A thread's name and what it entered."""
+
+
+class Net(nn.Module):
+    """A projection in place of attention, and the routed experts that this rank owns."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.attention = nn.Linear(HIDDEN, HIDDEN)
+        owned = EXPERTS // RANKS
+        weights = ExpertWeights(torch.randn(owned, 2 * WIDTH, HIDDEN) * 0.1, torch.randn(owned, HIDDEN, WIDTH) * 0.1)
+        self.experts = BalancedExperts(weights, layer=0, group=group)
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, visit: Visit) -> Tensor:
+        """Apply both, the home weights first, as an adapter does."""
+        home = self.experts.enter(visit)
+        x_TD = x_TD + self.attention(x_TD)
+        return x_TD + self.experts(x_TD, ids_TK, torch.full((len(ids_TK), TOP_K), 1 / TOP_K), visit, home=home)
+
+
+@contextmanager
+def entered(into: set[Entered]) -> Iterator[None]:
+    """Collect the functions of the package that any thread enters meanwhile."""
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not frame.f_globals.get("__name__", "").startswith("equipoise."):
+            return
+        # Comprehensions and what dataclasses generate are nothing to read.
+        if not code.co_name.startswith("<") and not code.co_filename.startswith("<"):
+            into.add((threading.current_thread().name, code))
+
+    threading.setprofile_all_threads(note) if sys.version_info >= (3, 12) else threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile_all_threads(None) if sys.version_info >= (3, 12) else threading.setprofile(None)
+
+
+def train(group: Any) -> dict[str, Any]:
+    """Train two windows on one rank and count the second."""
+    net, window, forward = Net(group), set[Entered](), set[Entered]()
+    options = BalancerOptions(slots=1, objective="skew")
+    cluster = Cluster.preset("h200", nodes=1, ranks_per_node=RANKS)
+    popular = torch.arange(EXPERTS, dtype=torch.float).exp2()
+    routes = [[torch.multinomial(popular.expand(TOKENS, -1), TOP_K)] for _ in range(MICRO_STEPS)]
+    # Threads that start before they are watched are not seen on Python 3.11, so watching starts with the balancer and
+    # what was entered before the window is forgotten.
+    with entered(window):
+        balancer = Balancer(find_layers(net), cluster=cluster, model=SHAPE, group=group, options=options)
+        window.clear()
+        balancer.submit(routes)
+        balancer.begin()
+        for m, (ids_TK,) in enumerate(routes):
+            x_TD = torch.randn(TOKENS, HIDDEN)
+            before = set(window)
+            window.clear()
+            out_TD = net(x_TD, ids_TK, balancer.visit("experts", m))
+            forward |= window
+            window |= before
+            out_TD.square().mean().backward()
+        balancer.end()
+        counted = set(window)
+    balancer.close()
+    by_file: dict[str, list[str]] = {}
+    for code in {code for _, code in counted}:
+        by_file.setdefault(code.co_filename.rpartition("equipoise/")[2], []).append(code.co_qualname)
+    main = threading.main_thread().name
+    in_forward = {code.co_filename.rpartition("equipoise/")[2] for thread, code in forward if thread == main}
+    return {
+        "files": len(by_file),
+        "functions": sum(map(len, by_file.values())),
+        "forward_files": len(in_forward),
+        "forward": sorted(in_forward),
+        "by_file": {name: sorted(names) for name, names in sorted(by_file.items())},
+    }
+
+
+def main() -> None:
+    """Print the functions by file, then one JSON document."""
+    counted = run_ranks(train, RANKS)[0]
+    for name, functions in counted["by_file"].items():
+        print(f"{name:<28} {len(functions):>3}  {', '.join(functions)}")
+    print(f"window: {counted['files']} files (aim {MOST_FILES}), {counted['functions']} functions ({MOST_FUNCTIONS})")
+    print(f"forward of a layer: {counted['forward_files']} files (aim {MOST_FORWARD_FILES}): {counted['forward']}")
+    print(json.dumps({name: counted[name] for name in ("files", "functions", "forward_files")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The public face of the half that needs torch: balance the experts of a model while it trains.
+
+    from equipoise.torch import Balancer, transformers as adapter
+
+    balancer = Balancer(cluster=cluster, model=adapter.inspect(model).shape, group=ep_group)
+    handle = adapter.install(model, balancer)
+
+`import equipoise` has the other half: routes, loads, plans, simulation and reports, without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from equipoise.balancer import Balancer, find_layers
+from equipoise.core.options import BalancerOptions
+from equipoise.core.plan import Visit
+from equipoise.launch import run_ranks
+from equipoise.layer.checkpoint import load_experts, save_experts
+from equipoise.layer.experts import BalancedExperts, LayerOptions
+from equipoise.planning.report import WindowReport
+from equipoise.transfer.bank import ExpertWeights
+
+if TYPE_CHECKING:
+    from equipoise.adapters import transformers
+
+__all__ = [
+    "Balancer",
+    "BalancerOptions",
+    "WindowReport",
+    "find_layers",
+    "BalancedExperts",
+    "LayerOptions",
+    "ExpertWeights",
+    "Visit",
+    "save_experts",
+    "load_experts",
+    "run_ranks",
+    "transformers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Adapters import their framework, so each is imported only when it is asked for.
+    if name == "transformers":
+        return import_module("equipoise.adapters.transformers")
+    raise AttributeError(f"module 'equipoise.torch' has no attribute {name!r}")
