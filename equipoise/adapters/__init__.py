@@ -1,12 +1,9 @@
-"""One file per framework: find its MoE layers, put balanced experts in their place, take them out again.
+"""One adapter per framework: find its MoE layers, replace their experts by balanced ones, and restore them.
 
-    protocol.py      Adapter: the face all adapters share; MicroBatch, and routes and schedules from it
-    replay.py        Turn: a forward's name and routes, travelling with its data; Recorded; counters
-    shards.py        experts cut to their owners and gathered again
-    transformers.py  the adapter of Hugging Face transformers: install, uninstall, checkpoints
-        transformers_model.py     inspect: what is there, what is unsupported
-        transformers_families.py  names, layouts and gates of each family; add one here
-        transformers_routers.py   hooks: record, replay, and how a turn reaches its layers
+    protocol.py      what adapters share: their face, replay, micro-batches, experts cut to their owners
+    transformers.py  Hugging Face transformers: install, uninstall, checkpoints
+        transformers_model.py     inspect: what is there and what is unsupported; add a model family here
+        transformers_routers.py   hooks that record and replay routes
 
-May import balancer, runtime, routes and core, and the one framework a file is named after; never another adapter.
+An adapter imports the one framework it is named after, and never another adapter.
 """

@@ -1,13 +1,8 @@
-"""What every adapter offers, and the micro-batches it takes routes and schedules from.
+"""What all adapters share: their face, replay of routes, micro-batches, and experts cut to their owners.
 
-Knows token ids, masks and routes of samples. Does not know any framework, nor plans.
-
-Rows are in the order in which a router sees them: the batch flattened, sample after sample, padding included.
-
-Invariants (asserted by the tests):
-1. A token's ids stand at the token's place of the flattened batch, whatever the padding side; nothing is shifted.
-2. A token without a route has -1 in every layer, never an expert; padding has what its policy says.
-3. The rows of `routes_from` and the tokens of `schedule_from` are those the model forwards, one by one.
+A `ForwardPass` is made once per forward pass and given to every layer call, so that a layer that is computed again in
+backward finds the same routes, whichever pass is current then. Rows are in the order in which a router sees them: the
+batch flattened, sample after sample, padding included.
 """
 
 from collections.abc import Sequence
@@ -16,35 +11,23 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
 from equipoise.core import ModelShape, PaddingPolicy, Piece, RoutesError, SampleRoutes, Schedule, ScheduleError, Stage
 from equipoise.core.value import int64_array
 
-# `Turn`: the name and the routes of one forward pass, travelling with its data; and what routers really chose.
-#
-# A turn is made once per forward and given to every layer call, so that a layer that is computed again in backward
-# finds the same routes, whatever turn has become current meanwhile.
-#
-# Invariants (asserted by the tests):
-# 1. A row whose id is given is computed with it; a row of a token with an id of -1 is routed by the model itself.
-# 2. Ids of a wrong shape, or outside the model's experts, are refused by layer before they are used.
-# 3. A layer that is computed again in backward is neither recorded nor counted a second time.
-# 4. Rows of several calls are recorded in call order, layer by layer: a generation with KV cache gives one row per
-# token.
-
-
 _TRACKER = ModuleTracker()
-"""Asked only whether a backward is running; it tracks nothing."""
+"""Tells whether a backward pass is running; it tracks nothing."""
 
 RouteIds: TypeAlias = Tensor | Sequence[Any]
-"""[L, T, K] ids as one tensor or array, or one [T, K] per MoE layer; -1 where the model shall route itself."""
+"""[L, T, K] ids as one tensor or array, or one [T, K] per MoE layer; -1 where the model routes itself."""
 
 
 @dataclass(slots=True)
 class ReplayCounters:
-    """What replay did since the counters were made. Kept on the device; reading one waits for it."""
+    """Counts of replayed rows, kept on the device; reading one synchronizes."""
 
     calls: int = 0
     """Router calls, recomputation in backward left out."""
@@ -126,7 +109,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ForwardPass:
     """One forward pass: which micro-step it is, which routes it replays, where its choices are kept."""
 
     counters: ReplayCounters
@@ -157,7 +140,7 @@ class Turn:
 
     def given(self, layer: int, like_TK: Tensor) -> Tensor:
         """[T, K] ids given to one layer, or an error if they are for other tokens."""
-        assert self.ids_L is not None, "only a turn that replays has ids"
+        assert self.ids_L is not None, "only a pass that replays has ids"
         given_TK = self.ids_L[layer]
         if given_TK.shape != like_TK.shape:
             raise RoutesError(
@@ -173,7 +156,7 @@ def known_tokens(ids_TK: Tensor) -> Tensor:
 
 
 def is_in_backward() -> bool:
-    """Whether this runs inside autograd's backward, as the second forward of activation checkpointing does."""
+    """Return whether this runs inside autograd's backward, as the second forward of activation checkpointing does."""
     return _TRACKER.is_bw
 
 
@@ -357,3 +340,32 @@ def _padding_rows(batch: MicroBatch, model: ModelShape) -> np.ndarray:
         return np.broadcast_to(np.arange(model.top_k), shape)
     place_PL = np.arange(batch.num_padding)[:, None] * model.hidden_layers + np.array(model.layer_numbers)
     return (place_PL[:, :, None] * model.top_k + np.arange(model.top_k)) % model.experts
+
+
+def cut(full: Tensor, group: Any) -> Tensor:
+    """Return a copy of the experts this rank owns, [E / R, ...]."""
+    owned = full.shape[0] // dist.get_world_size(group)
+    return full.detach()[dist.get_rank(group) * owned :][:owned].clone()
+
+
+def gather(shard: Tensor, group: Any, *, to: int | None = None) -> Tensor | None:
+    """Concatenate the owners' experts, [E, ...]. Every rank of `group` must call this.
+
+    Args:
+        shard: [E / R, ...] experts this rank owns, or anything else kept per owned expert
+        to: the only rank of the group that gets the result; None: every rank does
+
+    Returns: [E, ...] on the shard's device, or None on a rank that gets nothing
+    """
+    # As bytes and on the host: gloo moves neither every dtype nor every device.
+    mine = shard.detach().contiguous().cpu().flatten().view(torch.uint8)
+    is_target = to in (None, dist.get_rank(group))
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_target else None
+    if to is None:
+        dist.all_gather(parts, mine, group=group)
+    else:
+        dist.gather(mine, parts, dst=dist.get_global_rank(group, to), group=group)
+    if parts is None:
+        return None
+    full = torch.cat(parts).view(shard.dtype)
+    return full.view(-1, *shard.shape[1:]).to(shard.device)

@@ -1,32 +1,25 @@
-"""The transformers adapter: balance the experts of a Hugging Face MoE model in anyone's own training loop.
+"""The transformers adapter: balance the experts of a Hugging Face MoE model in your own training loop.
 
     found = inspect(model)                                          # what is there, and what is unsupported
     balancer = Balancer(cluster=cluster, model=found.shape, group=ep_group)
-    handle = install(model, balancer)                               # experts are cut to their owners
+    handle = install(model, balancer)                               # each rank keeps the experts it owns
     with balancer.window(routes):
-        with handle.micro_step(m, ids=routes[m]):                   # names the forward, replays its routes
+        with handle.micro_step(m, ids=routes[m]):                   # names the forward pass, replays its routes
             loss = model(input_ids=..., use_cache=False).logits ...
         loss.backward()
     optimizer.step()                                                # made after install
     uninstall(model)                                                # the model as it was, with the trained weights
 
-What install changes, and uninstall restores:
-1. Every experts module holds the parameters of the experts this rank owns, [E / R, ...], gpt-oss's in the runtime's
-   layout [out, in]. The full parameters stay the same objects and hold no memory meanwhile.
+What `install` changes, and `uninstall` restores byte by byte:
+1. Every experts module holds the parameters of the experts this rank owns, [E / R, ...], gpt-oss's transposed to
+   [out, in]. The full parameters stay the same objects and hold no memory meanwhile.
 2. `equipoise` is registered in transformers' `ALL_EXPERTS_FUNCTIONS`, and chosen by a copy of the configuration that
    only this model's experts modules see: another model made from the same configuration is not touched.
 3. Hooks, see `transformers_routers`. Forward functions, routers, shared experts and dense layers stay as they are.
 4. `model.save_pretrained` writes the canonical checkpoint; every rank must call it.
 
-Knows the order of these steps. Tested with transformers 5.17; a router that makes its gates otherwise than known, as
-another version may, is refused at install.
-
-Invariants (asserted by the tests, per family):
-1. Losses and all gradients are those of the whole model in one process, within fp32 rounding.
-2. With homes displaced and no replica, outputs and input gradients have the same bits as static expert parallelism.
-3. After uninstall: the same parameter objects, hooks, forward functions, configuration and state dict, byte by byte.
-4. `save_pretrained` writes the same bytes as the whole model would.
-5. A refused install changes nothing, and is refused on every rank.
+Tested with transformers 5.17. A router whose gates differ from the known ones, as in another version, is refused.
+A refused install changes nothing and is refused on every rank.
 """
 
 import copy
@@ -41,8 +34,17 @@ import transformers
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from equipoise.adapters.protocol import MicroBatch, Recorded, ReplayCounters, RouteIds, routes_from, schedule_from
-from equipoise.adapters.transformers_model import FAMILIES, Family, Found, FoundLayer, check_router, inspect
+from equipoise.adapters.protocol import (
+    MicroBatch,
+    Recorded,
+    ReplayCounters,
+    RouteIds,
+    cut,
+    gather,
+    routes_from,
+    schedule_from,
+)
+from equipoise.adapters.transformers_model import FAMILIES, Family, Found, check_router, inspect
 from equipoise.adapters.transformers_routers import Routers, record, replay, wrap_routers
 from equipoise.balancer import Balancer
 from equipoise.core.errors import AdapterError
@@ -66,52 +68,6 @@ __all__ = [
 ]
 
 
-# Experts cut to their owners and put together again: contiguous shares of the first axis, rank by rank.
-#
-# Invariants (asserted by the tests):
-# 1. Gathering what was cut gives the same bytes, in any dtype.
-# 2. A parameter that lends its experts stays the same object; it holds no memory until it gets them back.
-
-
-def cut(full: Tensor, group: Any) -> Tensor:
-    """Return a copy of the experts this rank owns, [E / R, ...]."""
-    owned = full.shape[0] // dist.get_world_size(group)
-    return full.detach()[dist.get_rank(group) * owned :][:owned].clone()
-
-
-def gather(shard: Tensor, group: Any, *, to: int | None = None) -> Tensor | None:
-    """Put the owners' experts together, [E, ...]. Every rank of `group` must call this.
-
-    Args:
-        shard: [E / R, ...] experts this rank owns, or anything else kept per owned expert
-        to: the only rank of the group that gets the result; None: every rank does
-
-    Returns: [E, ...] on the shard's device, or None on a rank that gets nothing
-    """
-    # As bytes and on the host: gloo moves neither every dtype nor every device.
-    mine = shard.detach().contiguous().cpu().flatten().view(torch.uint8)
-    is_target = to in (None, dist.get_rank(group))
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))] if is_target else None
-    if to is None:
-        dist.all_gather(parts, mine, group=group)
-    else:
-        dist.gather(mine, parts, dst=dist.get_global_rank(group, to), group=group)
-    if parts is None:
-        return None
-    full = torch.cat(parts).view(shard.dtype)
-    return full.view(-1, *shard.shape[1:]).to(shard.device)
-
-
-def lend(parameter: Tensor) -> None:
-    """Free the memory of a parameter whose experts live at their owners meanwhile."""
-    parameter.data = parameter.data.new_empty(0)
-
-
-def give_back(parameter: Tensor, full: Tensor) -> None:
-    """Fill a parameter that was lent."""
-    parameter.data = full
-
-
 NAME = "equipoise"
 """Our function's name among transformers' experts functions."""
 KEPT = "_equipoise"
@@ -124,7 +80,7 @@ def balanced_experts(module: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, gates
 
 
 class _LentExperts:
-    """One experts module, its full parameters kept aside while balanced experts stand in their place."""
+    """One experts module, with its full parameters kept aside while balanced experts replace them."""
 
     def __init__(self, module: Any, family: Family) -> None:
         self.module, self._family = module, family
@@ -137,7 +93,7 @@ class _LentExperts:
         return tuple(self._full)
 
     def cut(self, group: Any) -> ExpertWeights:
-        """This rank's experts in the runtime's layout."""
+        """Return this rank's experts in the layout of `BalancedExperts`."""
         return ExpertWeights(*(self.exchanged(cut(full, group)) for full in self._full.values()))
 
     def swap(self, balanced: BalancedExperts, *, config: Any, layer: Any) -> None:
@@ -145,14 +101,14 @@ class _LentExperts:
         for (name, full), parameter in zip(self._full.items(), balanced.home.tensors(), strict=True):
             parameter.requires_grad_(full.requires_grad)
             self.module._parameters[name] = parameter
-            lend(full)
+            full.data = full.data.new_empty(0)  # the same object, without memory until `restore`
         self.module.config = config
         setattr(self.module, KEPT, layer)
 
     def restore(self, group: Any) -> None:
         """Put the full parameters back, with the owners' values. Every rank must call this."""
         for name, full in self._full.items():
-            give_back(full, self.gathered(self.module._parameters[name], group))
+            full.data = self.gathered(self.module._parameters[name], group)
             self.module._parameters[name] = full
         self.module.config = self._config
         delattr(self.module, KEPT)
@@ -163,7 +119,7 @@ class _LentExperts:
         return None if full is None else self.exchanged(full)
 
     def exchanged(self, weights: Tensor) -> Tensor:
-        """Weights from transformers' layout to the runtime's, or back: where the two differ, by their last axes."""
+        """Convert weights from transformers' layout to that of `BalancedExperts`, or back."""
         if self._family.is_transposed and weights.ndim == 3:
             return weights.transpose(1, 2).contiguous()
         return weights
@@ -193,17 +149,17 @@ class Installed:
         }
 
     def micro_step(self, micro_step: int, *, ids: RouteIds | None = None, record: bool = False) -> Any:
-        """Put around the forward of one micro-step, in a `with`; backward may come later, also checkpointed.
+        """Wrap the forward pass of one micro-step in a `with` block; backward may run later, also checkpointed.
 
         Args:
             micro_step: its number in the balancer's window
             ids: what this rank's tokens replay, see `RouteIds`; None: the model routes itself
             record: give a `Recorded`, which then holds the ids that were used
         """
-        return self.routers.turn(micro_step, ids=ids, record=record)
+        return self.routers.forward_pass(micro_step, ids=ids, record=record)
 
     def full(self, name: str, shard: Tensor, *, to: int | None = None) -> Tensor | None:
-        """Put together what is kept per owned expert, such as optimizer state. Every rank must call this.
+        """Gather what is kept per owned expert, such as optimizer state. Every rank must call this.
 
         Args:
             name: of the expert parameter that `shard` is shaped like
@@ -214,7 +170,7 @@ class Installed:
         return self._lent[name.rpartition(".")[0]].gathered(shard, self.balancer.group, to=to)
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
-        """The state dict of the whole model, in canonical order. Every rank must call this.
+        """Return the state dict of the whole model in canonical order. Every rank must call this.
 
         Args:
             to: the only rank that gets it, the others get {}; None: every rank
@@ -226,12 +182,12 @@ class Installed:
             return {name: experts.get(name, tensor) for name, tensor in self.model.state_dict().items()}
 
     def stored_state_dict(self) -> dict[str, Tensor]:
-        """The state dict of the whole model, its experts in the node's host store. Every rank must call this.
+        """Return the state dict of the whole model, with experts in the node's host store. Every rank must call this.
 
-        No expert travels between ranks of a node: each writes its own to memory that all of them read; those of other
-        nodes are brought there too. Outside windows only, and only where the balancer is enabled.
+        No expert travels between ranks of a node: each writes its own to memory that all of them read, and receives
+        those of other nodes. Call it outside windows, and only where the balancer is enabled.
 
-        Returns: the canonical order; experts are on the CPU, and as they are until the next window opens
+        Returns: the canonical order; experts are on the CPU and unchanged until the next window opens
         """
         self._refuse_inside("read the host store")
         store = self.balancer.complete_store()
@@ -244,7 +200,7 @@ class Installed:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the weights of the whole model; each rank keeps those of its experts. Outside windows only."""
+        """Load the weights of the whole model; each rank keeps those of its experts. Call it outside windows."""
         self._refuse_inside("load a state dict")
         own = self.model.state_dict()
         wrong = sorted(set(own) ^ set(state))
@@ -273,18 +229,18 @@ class Installed:
                 type(self.model).save_pretrained(self.model, path, state_dict=state, **options)
                 is_written += 1
         finally:
-            # Also where writing failed: the other ranks wait for the word.
+            # Also where writing failed: the other ranks wait for this message.
             dist.broadcast(is_written, dist.get_global_rank(group, 0), group=group)
         if not is_first and not is_written:
             raise AdapterError(f"the first rank of the EP group could not write {str(path)!r}; see its error")
 
     def _refuse_inside(self, what: str) -> None:
-        """Experts are at their homes while a window is open, and their gradients still to be collected."""
+        """Raise inside a window: experts are at their homes, and their gradients are not collected yet."""
         if self.balancer.is_open:
             raise AdapterError(f"cannot {what}: a window of the balancer is open; end it first")
 
     def _share(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole model, in the layout it has while installed."""
+        """Return this rank's part of a tensor of the whole model, in the layout it has while installed."""
         lent = self._lent.get(name.rpartition(".")[0])
         return tensor if lent is None else lent.exchanged(cut(tensor, self.balancer.group))
 
@@ -301,7 +257,7 @@ class Installed:
 def install(
     model: nn.Module, balancer: Balancer, *, options: LayerOptions | None = None, worker: PlanWorker | None = None
 ) -> Installed:
-    """Cut the experts to their owners and let the balancer run them. Every rank of its group must call this.
+    """Let each rank keep the experts it owns, and the balancer run them. Every rank of its group must call this.
 
     Args:
         model: the whole model, the same on every rank; make optimizers after this
@@ -321,7 +277,8 @@ def install(
     # From here on nothing fails: the model is either as it was, or wholly installed.
     ALL_EXPERTS_FUNCTIONS.register(NAME, balanced_experts)
     handle = Installed(model, balancer, found, lent)
-    config = _choosing(next(iter(lent.values())).module.config)
+    config = copy.copy(next(iter(lent.values())).module.config)
+    config._experts_implementation_internal = NAME
     for layer, (path, one) in zip(handle.routers.layers, lent.items(), strict=True):
         layer.balanced = balanced[path]
         one.swap(balanced[path], config=config, layer=layer)
@@ -337,15 +294,8 @@ def uninstall(model: nn.Module) -> None:
     getattr(model, KEPT).uninstall()
 
 
-def _choosing(config: Any) -> Any:
-    """A copy of the configuration that chooses our experts function."""
-    chosen = copy.copy(config)
-    chosen._experts_implementation_internal = NAME
-    return chosen
-
-
 def _agreed(model: nn.Module, balancer: Balancer) -> Found:
-    """What `inspect` finds, or an error on every rank if any of them must refuse. Every rank must call this."""
+    """Inspect the model, or raise on every rank if any of them must refuse. Every rank must call this."""
     found, reason = None, None
     try:
         found = _checked(model, balancer)
@@ -380,11 +330,7 @@ def _checked(model: nn.Module, balancer: Balancer) -> Found:
             raise AdapterError(
                 f"the model has {name} {there}, the balancer was made for {wanted}; give it inspect(model).shape"
             )
-    _check_routers(model, found.layers, FAMILIES[found.family])
-    return found
-
-
-def _check_routers(model: nn.Module, layers: tuple[FoundLayer, ...], family: Family) -> None:
-    for layer in layers:
+    for layer in found.layers:
         router = model.get_submodule(layer.router_path)
-        check_router(router, family, path=layer.router_path, version=transformers.__version__)
+        check_router(router, FAMILIES[found.family], path=layer.router_path, version=transformers.__version__)
+    return found

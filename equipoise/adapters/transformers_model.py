@@ -1,10 +1,14 @@
-"""`inspect`: the MoE layers of a transformers model, and what about it is unsupported. Changes nothing.
+"""`inspect` finds the MoE layers of a transformers model and what is unsupported; `Family` knows each model type.
 
-Knows module paths, configurations and the ways in which a model can be unfit. Does not know balancers or ranks.
+Gates of given ids are computed from the live router logits exactly as the family computes them for its own choice:
 
-Invariants (asserted by the tests):
-1. Layers are found by what they hold, named by module path and numbered globally; dense layers are not among them.
-2. Every reason names the module or setting, and what to change.
+    qwen3_moe, olmoe   softmax over all experts in fp32, divided by the sum of the k where `norm_topk_prob`
+    mixtral            softmax over all experts in fp32, divided by the sum of the k, left in fp32
+    deepseek_v3        sigmoid, divided by the sum of the k where `norm_topk_prob`, times `routed_scaling_factor`;
+                       groups and the correction bias decide which experts are chosen, never the gates
+    gpt_oss            softmax over the k chosen logits
+
+To add a family, add an entry to `FAMILIES`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,21 +22,6 @@ from equipoise.core import ModelShape
 from equipoise.core.errors import AdapterError
 from equipoise.layer.expert_block import Activation
 
-# The MoE families of transformers that the adapter knows: module and tensor names, layouts, and how gates are made.
-#
-# One `Family` per `model_type`. Knows the router and experts classes of each, and nothing of how they are wrapped.
-#
-# Gates of given ids come from the live router logits exactly as the family makes them from its own choice:
-#
-#     qwen3_moe, olmoe   softmax over all experts in fp32, divided by the sum of the k where `norm_topk_prob`
-#     mixtral            softmax over all experts in fp32, divided by the sum of the k, left in fp32
-#     deepseek_v3        sigmoid, divided by the sum of the k where `norm_topk_prob`, times `routed_scaling_factor`;
-#                        groups and the correction bias decide which experts are chosen, never the gates
-#     gpt_oss            softmax over the k chosen logits
-#
-# Invariants (asserted by the tests):
-# 1. For the ids a router chose itself, these gates have the same bits as its own, and so have their gradients.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -44,7 +33,7 @@ class Family:
     """(router, logits_TE, ids_TK) -> gates_TK"""
     activation: Activation = "swiglu"
     is_transposed: bool = False
-    """Weights are kept [E, in, out]; the runtime wants [E, out, in]."""
+    """Weights are kept [E, in, out]; `BalancedExperts` wants [E, out, in]."""
     tensors: tuple[str, ...] = ("gate_up_proj", "down_proj")
     """Parameters of the experts module, in the order of `ExpertWeights`."""
 

@@ -1,18 +1,10 @@
-"""`Routers`: the routers of one transformers model wrapped for record and replay. Indices are replaced, gates are live.
+"""`Routers` wraps the routers of one transformers model for record and replay: ids are replaced, gates are live.
 
-Knows hooks and how keyword arguments reach decoder layers. Does not know balancers; `LayerTurn.balanced` is the seam.
-
-How a turn reaches a layer, also when the layer is computed again in backward:
-1. A pre-hook of the module that holds the decoder layers puts the current turn among the keyword arguments, which
-   every decoder layer gets. `GradientCheckpointingLayer` binds them outside the function that it checkpoints.
-2. A pre-hook of each decoder layer takes the turn out again, so that attention never sees it.
+How a forward pass reaches a layer, also when the layer is computed again in backward:
+1. A pre-hook of the module that holds the decoder layers adds the current pass to the keyword arguments, which every
+   decoder layer gets. `GradientCheckpointingLayer` binds them outside the function that it checkpoints.
+2. A pre-hook of each decoder layer takes the pass out again, so that attention never sees it.
 3. A hook of the router replaces ids, and gates by those of the new ids; a pre-hook of the experts counts their use.
-
-Invariants (asserted by the tests):
-1. Under both kinds of gradient checkpointing a layer computed again uses the routes of its own turn, also after
-   another turn has begun.
-2. With the ids that the model would choose itself, outputs and gradients have the same bits as without replay.
-3. After `unwrap`, every hook dictionary is as it was.
 """
 
 from collections.abc import Iterator
@@ -21,19 +13,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from equipoise.adapters.protocol import Recorded, ReplayCounters, RouteIds, Turn, check_ids
+from equipoise.adapters.protocol import ForwardPass, Recorded, ReplayCounters, RouteIds, check_ids
 from equipoise.adapters.transformers_model import FAMILIES, Family, Found, inspect
 from equipoise.core.errors import AdapterError
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts
 from equipoise.transfer.bank import ExpertWeights
 
-TURN = "equipoise_turn"
-"""The keyword argument by which a turn travels."""
+FORWARD_PASS = "equipoise_forward_pass"
+"""The keyword argument that carries a forward pass to the layers."""
 
 
-class LayerTurn:
-    """What one decoder layer is doing: its turn, from its pre-hook on."""
+class LayerHooks:
+    """The hooks of one decoder layer, and the forward pass it is in."""
 
     def __init__(self, family: Family, *, index: int | None) -> None:
         """Serve one layer.
@@ -42,32 +34,32 @@ class LayerTurn:
             index: of the MoE layer in plans and routes; None for a dense layer
         """
         self._family, self.index = family, index
-        self.turn: Turn | None = None
+        self.current: ForwardPass | None = None
         self.balanced: BalancedExperts | None = None
         """The balanced experts of the layer, where they are installed."""
         self._home: ExpertWeights | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before the decoder layer: take the turn, and let the home weights in before attention."""
-        self.turn = kwargs.pop(TURN, None)
+        """Before the decoder layer: take the pass, and enter the home weights before attention."""
+        self.current = kwargs.pop(FORWARD_PASS, None)
         if self.balanced is not None:
             self._home = self.balanced.enter(self._visit())
         return args, kwargs
 
     def route(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """After the router: put the turn's ids in place of its own, with gates from the live logits."""
-        if self.turn is None or self.index is None:
+        """After the router: replace its ids by those of the pass, with gates from the live logits."""
+        if self.current is None or self.index is None:
             return None
         logits_TE, _, own_TK = output
-        ids_TK = self.turn.choose(self.index, own_TK)
+        ids_TK = self.current.choose(self.index, own_TK)
         if ids_TK is own_TK:
             return None
         return logits_TE, self._family.gates(module, logits_TE, ids_TK), ids_TK
 
     def use(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
         """Before the experts: count the ids that reached them."""
-        if self.turn is not None and self.index is not None:
-            self.turn.use(self.index, args[1])
+        if self.current is not None and self.index is not None:
+            self.current.use(self.index, args[1])
 
     def compute(self, hidden_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """In place of the experts' own function: apply the balanced experts."""
@@ -76,12 +68,12 @@ class LayerTurn:
         return self.balanced(hidden_TD, ids_TK, gates_TK, self._visit(), home=home)
 
     def _visit(self) -> Visit:
-        if self.turn is None or self.turn.micro_step is None or self.index is None:
+        if self.current is None or self.current.micro_step is None or self.index is None:
             raise AdapterError(
                 f"MoE layer index {self.index} was called outside a micro-step; put `with handle.micro_step(m, ...):` "
                 "around the model's forward, inside a window of the balancer"
             )
-        return Visit(self.turn.micro_step, "forward", self.index)
+        return Visit(self.current.micro_step, "forward", self.index)
 
 
 class Routers:
@@ -92,14 +84,16 @@ class Routers:
         self.found = found or inspect(model)
         self.counters = ReplayCounters()
         self._model = model
-        self._turn: Turn | None = None
+        self._current: ForwardPass | None = None
         family, base = FAMILIES[self.found.family], model.get_submodule(self.found.base_path)
         by_path = {layer.path: layer for layer in self.found.layers}
         self._removers = [base.register_forward_pre_hook(self._start, with_kwargs=True)]
-        self.layers: list[LayerTurn] = []
-        for path, module in _decoder_layers(base, self.found):
+        self.layers: list[LayerHooks] = []
+        prefix = f"{self.found.base_path}." if self.found.base_path else ""
+        for number, module in enumerate(base.layers):
+            path = f"{prefix}layers.{number}"
             is_moe = path in by_path
-            layer = LayerTurn(family, index=len(self.layers) if is_moe else None)
+            layer = LayerHooks(family, index=len(self.layers) if is_moe else None)
             self._removers.append(module.register_forward_pre_hook(layer.enter, with_kwargs=True))
             if is_moe:
                 self.layers.append(layer)
@@ -109,26 +103,28 @@ class Routers:
                 self._removers.append(experts.register_forward_pre_hook(layer.use))
 
     @contextmanager
-    def turn(self, micro_step: int | None, *, ids: RouteIds | None = None, record: bool = False) -> Iterator[Any]:
+    def forward_pass(
+        self, micro_step: int | None, *, ids: RouteIds | None = None, record: bool = False
+    ) -> Iterator[Any]:
         """Name the forward passes of a `with` block; gives a `Recorded` where asked to record, else None."""
-        if self._turn is not None:
+        if self._current is not None:
             raise AdapterError("a forward pass is being replayed or recorded already; leave that `with` block first")
         recorded = Recorded(len(self.layers)) if record else None
         device = next(self._model.parameters()).device
         ids_L = None if ids is None else check_ids(ids, model=self.found.shape, device=device)
-        self._turn = Turn(counters=self.counters, micro_step=micro_step, ids_L=ids_L, recorded=recorded)
+        self._current = ForwardPass(counters=self.counters, micro_step=micro_step, ids_L=ids_L, recorded=recorded)
         try:
             yield recorded
         finally:
-            self._turn = None
+            self._current = None
 
     def replay(self, ids: RouteIds, *, record: bool = False) -> Any:
         """`with routers.replay(ids):` every forward in the block uses these ids, see `RouteIds`."""
-        return self.turn(None, ids=ids, record=record)
+        return self.forward_pass(None, ids=ids, record=record)
 
     def record(self) -> Any:
         """`with routers.record() as recorded:` keeps what the model chooses."""
-        return self.turn(None, record=True)
+        return self.forward_pass(None, record=True)
 
     def unwrap(self) -> None:
         """Take the hooks out; a backward that recomputes layers must be over. Unwrapping twice is allowed."""
@@ -137,14 +133,8 @@ class Routers:
         self._removers = []
 
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before the decoder layers: send the current turn with the data."""
-        return args, kwargs if self._turn is None else {**kwargs, TURN: self._turn}
-
-
-def _decoder_layers(base: Any, found: Found) -> Iterator[tuple[str, nn.Module]]:
-    prefix = f"{found.base_path}." if found.base_path else ""
-    for index, module in enumerate(base.layers):
-        yield f"{prefix}layers.{index}", module
+        """Before the decoder layers: pass the current forward pass on with the data."""
+        return args, kwargs if self._current is None else {**kwargs, FORWARD_PASS: self._current}
 
 
 def wrap_routers(model: nn.Module) -> Routers:

@@ -121,7 +121,7 @@ class Learner:
     ) -> tuple[Tensor, Any]:
         """Return (logits [T, V], recorded ids [L, T, K] or None) of one micro-batch. Every rank must call this."""
         ids = batch.ids_LTK if replay else None
-        with self.routers.turn(micro_step, ids=ids, record=record) as recorded:
+        with self.routers.forward_pass(micro_step, ids=ids, record=record) as recorded:
             logits_TV = self.model(**packed_inputs(self.model, batch.input_T, batch.position_T)).logits[0]
         return logits_TV, recorded.ids_LTK if record else None
 

@@ -1,6 +1,6 @@
 """What ranks do in the tests of shards; imports no framework."""
 
-from equipoise.adapters.transformers import cut, gather
+from equipoise.adapters.protocol import cut, gather
 
 
 def cut_and_gather(group, full):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.adapters.protocol import Recorded, ReplayCounters, Turn, check_ids
+from equipoise.adapters.protocol import ForwardPass, Recorded, ReplayCounters, check_ids
 from equipoise.core import ModelShape, RoutesError
 
 MODEL = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)
@@ -13,7 +13,7 @@ def test_a_row_whose_id_is_given_gets_it_and_a_token_with_minus_one_routes_itsel
     given = torch.tensor([[0, 1], [2, -1], [5, 4]])
     own = torch.tensor([[1, 0], [6, 7], [5, 3]])
     counters = ReplayCounters()
-    turn = Turn(counters=counters, ids_L=(given,))
+    turn = ForwardPass(counters=counters, ids_L=(given,))
     ids = turn.choose(0, own)
     assert ids.tolist() == [[0, 1], [6, 7], [5, 4]]
     turn.use(0, ids)
@@ -23,7 +23,7 @@ def test_a_row_whose_id_is_given_gets_it_and_a_token_with_minus_one_routes_itsel
 
 def test_rows_that_reach_the_experts_with_other_ids_are_not_counted_as_used():
     counters = ReplayCounters()
-    turn = Turn(counters=counters, ids_L=(torch.tensor([[0, 1], [2, 3]]),))
+    turn = ForwardPass(counters=counters, ids_L=(torch.tensor([[0, 1], [2, 3]]),))
     turn.choose(0, torch.tensor([[0, 1], [2, 3]]))
     turn.use(0, torch.tensor([[0, 1], [3, 2]]))
     assert (counters.given_rows, counters.used_rows) == (4, 2)
@@ -47,7 +47,7 @@ def test_a_recording_of_half_a_forward_is_refused():
 
 def test_what_runs_in_backward_is_neither_recorded_nor_counted():
     counters, recorded = ReplayCounters(), Recorded(1)
-    turn = Turn(counters=counters, ids_L=(torch.tensor([[0, 1]]),), recorded=recorded)
+    turn = ForwardPass(counters=counters, ids_L=(torch.tensor([[0, 1]]),), recorded=recorded)
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     y.register_hook(lambda grad: turn.use(0, turn.choose(0, torch.tensor([[1, 0]]))))

@@ -172,10 +172,14 @@ def install_and_uninstall(group, family, folder):
     # First, because transformers notes architecture and dtype in the configuration when it saves.
     model.save_pretrained(Path(folder) / f"plain{group.rank()}")
     before, other = footprint(model), type(model)(model.config)
+    full = [p for path, p in model.named_parameters() if ".experts." in path]
     other.load_state_dict(model.state_dict())
     with make_balancer(model, group) as balancer:
         handle = adapter.install(model, balancer, worker=kept_worker())
         shapes = {name: tuple(p.shape) for name, p in handle.expert_parameters.items()}
+        assert full and all(p.untyped_storage().nbytes() == 0 for p in full), (
+            "what is cut to its owners holds no memory"
+        )
         unknown = [torch.full((len(handle.found.layers), SAMPLES * TOKENS, handle.found.top_k), -1)]
         with torch.no_grad(), balancer.window(unknown, stage="recompute"):
             with handle.micro_step(0, record=True) as recorded:
