@@ -1,17 +1,16 @@
-"""Wire and file formats to `Routes` and back, one reader and writer per form; and the doctor.
+"""Recorded routes: readers of all wire and file formats, the native store, and the doctor.
 
-    registry.py    all forms, and the verbs: read_routes, stream_routes, stream_recordings, write_routes
-    interpret.py   recordings to routes: layer map, unknown rows, last row, turns. The only place that decides
-    layer_map.py   LayerMap: the wire's layer axis to global layer numbers
-    recording.py   Recording: one sample as decoded, nothing judged
+    registry.py    all formats, and the verbs: read_routes, stream_routes, stream_recordings, write_routes
     source.py      Source: files, folders and objects, opened without unpickling
-    format.py      Format: the face of a form, and how to add one
-    store.py       the native store: chunked, mapped, checksummed
-    vllm.py, sglang.py                     rollout engines
+    interpret.py   Recording, Format, LayerMap; recordings to routes: the only place that decides what rows mean
+    store.py       the native store: appended to, mapped, checksummed
+    wire.py        payloads and weight versions, shared by the readers of engine formats
+    vllm.py, sglang.py                                         rollout engines
     verl.py, slime.py, prime_rl.py, nemo_rl.py, megatron.py    trainers
     doctor/        diagnose: named checks over recordings
 
-All forms in one table: docs/formats.md. Importing this room imports neither torch nor numba.
+docs/formats.md has one table of all formats; `Format` says how to add one. Importing this room imports neither torch
+nor numba.
 """
 
 from equipoise.routes.doctor import diagnose

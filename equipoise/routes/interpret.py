@@ -1,23 +1,13 @@
-"""Turn recordings into routes: the one place where rows on a wire get their meaning.
+"""Turn recordings into routes: the one place that decides what recorded rows mean.
 
-Steps, for each sample:
+For each sample:
 1. Take the MoE layers out of the wire's layer axis, by global layer number.
 2. Decide which rows are unknown, and check every id against the model.
 3. Apply the last-row policy, and join the turns of the sample at their start offsets.
-4. Compare the rows with the tokens.
+4. Compare the number of rows with the number of tokens.
 
-Streams: holds the turns of one sample at a time. Does not know any format (readers decode) nor judge quality beyond
-what would make a route wrong (the doctor does). The way back, for writers, is `wire_rows` in `_layout.py`.
-
-Invariants (asserted by the tests):
-1. The layer axis is mapped by global number (`layer_map.py`). A dense layer that holds ids is an error.
-2. A row with a -1, and a row whose k > 1 ids are all equal, is unknown in that layer; no row gets a default expert.
-   Padding rows are dispatched as they stand, so for them only -1 means unknown.
-3. An id outside 0..experts-1 is an error that names sample, row, layer and value.
-4. A sample has one row per token, or one less; fewer only with `allow_short`; never more.
-5. Rows before a start offset are unknown unless earlier turns supply them; where turns overlap they must agree. A gap
-   too large to be real is an error before anything of its size is made.
-6. All recordings of a dump have the same layer axis.
+A row with a -1, and a row whose k > 1 ids are all equal, is unknown in that layer; no row gets a default expert.
+Padding rows are dispatched as recorded, so for them only -1 means unknown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,34 +23,30 @@ from equipoise.core.routes import id_dtype
 from equipoise.core.value import Value, frozen_array, require_int
 from equipoise.routes.source import Source
 
-# `Recording`: one sample as a wire or file holds it, nothing mapped and nothing judged yet.
-#
-# Readers only decode: they yield recordings. `interpret.py` turns recordings into `SampleRoutes` (layer map, missing
-# rows, turns, offsets), and the doctor looks at recordings themselves, because what is wrong with a dump is lost once
-# it
-# is mapped.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording(Value):
-    """One sample, or one turn of one sample: turns of a sample share its name and follow each other."""
+    """One sample, or one turn of a sample, as decoded: nothing is mapped or checked.
+
+    Turns of a sample share its name and follow each other. The doctor reads recordings, because mapping hides faults.
+    """
 
     name: str
-    """What the dump calls the sample: its id where it has one, else "line 3", "choice 0 of line 3", "row 7"."""
+    """Id of the sample in the dump, or its place: "line 3", "choice 0 of line 3", "row 7"."""
     rows: np.ndarray
     """[rows, layers on the wire, K] integers exactly as decoded, any integer dtype."""
     start: int = 0
     """Token of the sample that the first row belongs to (`routed_experts_prompt_start`, `routed_experts_start_len`)."""
     num_tokens: int | None = None
-    """Tokens of the sample up to the end of this turn, prompt and response; None where the dump does not say."""
+    """Tokens of the sample up to the end of this turn, prompt and response; None if the dump does not say."""
     tokens: np.ndarray | None = None
-    """Token ids of the sample up to the end of this turn, where the dump has them."""
+    """Token ids of the sample up to the end of this turn, if the dump has them."""
     padding: np.ndarray | None = None
     """[rows] bool, True for rows that were forwarded but belong to no token."""
     layer_numbers: tuple[int, ...] | None = None
-    """Global layer numbers of the wire's layer axis where the dump names them; None: to be mapped by its length."""
+    """Global layer numbers of the wire's layer axis if the dump names them; None: the length determines them."""
     weight_version: str = ""
-    """The engine's name for the weights that made these rows; empty where it is not recorded."""
+    """The engine's name for the weights that made these rows; empty if it is not recorded."""
 
     def __post_init__(self) -> None:
         rows = np.asarray(self.rows)
@@ -83,10 +69,10 @@ class Recording(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One form in which an engine or trainer hands out routes.
+    """One format in which an engine or trainer records routes.
 
-    To add one, write a module with a `matches`, a `read` and a `write` function whose docstring is the format's spec,
-    make a `Format` of them, and add it to `FORMATS` in `registry.py`.
+    To add one, write a module with a `matches` and a `read` function whose docstring is the format's spec, make a
+    `Format` of them, and add it to `FORMATS` in `registry.py`, to `docs/formats.md` and to `tests/routes/writers.py`.
     """
 
     name: str
@@ -94,37 +80,29 @@ class Format:
     summary: str
     """One line for `--help` and for errors that list candidates."""
     suffixes: tuple[str, ...]
-    """File suffixes this form is written to, first one preferred."""
+    """File suffixes of this format; the first is the one that is written."""
     matches: Callable[[Source], bool]
-    """Whether the content (never the file name) can be this form; must not raise on foreign content."""
+    """Whether the content (never the file name) can have this format; must not raise on foreign content."""
     read: Callable[[Source, ModelShape], Iterator[Recording]]
     """Decode one recording after another; raises RoutesError only."""
-    write: Callable[[Routes, Path], None]
-    """Write routes in this form, so that reading them back gives the same routes wherever the form can hold them."""
-
-
-# From the layer axis of a wire to global layer numbers: named by the recording, or told by its length.
-#
-# Invariants (asserted by the tests):
-# 1. An unnamed axis has all decoder layers or the MoE layers; any other length is an error that names the numbers.
-# 2. A named axis may have some of the model's layers, in any order.
-# 3. Dense layers are set apart, hash-routed layers are kept, MTP layers are never part of a recording.
+    write: Callable[[Routes, Path], None] | None = None
+    """Write routes, so that reading them back gives the same routes; None: the format is only read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMap:
-    """From the wire's layer axis to global layer numbers."""
+    """From the wire's layer axis to global layer numbers. Hash-routed layers are kept, MTP layers never recorded."""
 
     numbers: tuple[int, ...]
     """Global numbers of the MoE layers on the wire, ascending: the L axis of the routes."""
     wire_L: tuple[int, ...]
-    """Place of each of them on the wire."""
+    """Index of each of them on the wire."""
     dense: tuple[tuple[int, int], ...] = ()
-    """(place, global number) of the dense layers on the wire; they hold no routes."""
+    """(index on the wire, global number) of the dense layers; they hold no routes."""
 
 
 def map_recording(recording: Recording, model: ModelShape) -> LayerMap:
-    """Map the layer axis of one recording; errors name its sample."""
+    """Map the layer axis of one recording, by its own numbers or by its length; errors name its sample."""
     try:
         if recording.layer_numbers is None:
             return map_layers(recording.rows.shape[1], model)
@@ -134,7 +112,7 @@ def map_recording(recording: Recording, model: ModelShape) -> LayerMap:
 
 
 def map_layers(num_wire_layers: int, model: ModelShape) -> LayerMap:
-    """Map a wire's unnamed layer axis by its length: all decoder layers, or the MoE layers in order."""
+    """Map an unnamed layer axis by its length: all decoder layers, or the MoE layers in order."""
     if num_wire_layers == model.hidden_layers:
         return map_named_layers(range(num_wire_layers), model)
     if num_wire_layers == model.layers:
@@ -149,7 +127,7 @@ def map_layers(num_wire_layers: int, model: ModelShape) -> LayerMap:
 
 
 def map_named_layers(numbers: Sequence[int], model: ModelShape) -> LayerMap:
-    """Map a wire's layer axis whose global layer numbers are known; they may be some of the model's layers."""
+    """Map a layer axis whose global layer numbers are known: any of the model's layers, in any order."""
     strangers = sorted(n for n in set(numbers) if not 0 <= n < model.hidden_layers)
     if strangers or len(set(numbers)) != len(numbers):
         wrong = f"layer {strangers[0]}" if strangers else "a layer twice"
@@ -168,16 +146,16 @@ def map_named_layers(numbers: Sequence[int], model: ModelShape) -> LayerMap:
 
 
 LastRow = Literal["recorded", "placeholder"]
-"""What the row of a sample's last token is: `recorded` a route like any other, where the row is there at all;
-`placeholder` filler that some trainers append to make rows and tokens equal in number, dropped on reading."""
+"""What the row of a sample's last token is, if it has one: `recorded` a route like any other; `placeholder` filler that
+some trainers append to make rows and tokens equal in number, dropped on reading."""
 
 MAX_GAP_BYTES = 2**30
-"""Room for unknown rows ahead of one turn; a million tokens of 48 layers of top-8 take 0.4 of it."""
+"""Most bytes of unknown rows before one turn; a million tokens of 48 layers of top-8 take 0.4 of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStream(Iterator[SampleRoutes]):
-    """Samples one after another, and the layers they all have."""
+    """An iterator over samples, and the layers they all have."""
 
     samples: Iterator[SampleRoutes]
     layer_numbers: tuple[int, ...]
@@ -193,7 +171,7 @@ def interpret(
     """Turn recordings into samples of routes, one at a time.
 
     Args:
-        recordings: what a reader yields; turns of one sample share its name and follow each other
+        recordings: as a reader yields them
         model: whose layers and experts they are
         last_row: what the row of a sample's last token is
         allow_short: accept samples with fewer rows than tokens - 1; their last tokens stay without a route
@@ -222,7 +200,7 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Interpreted rows of one or more turns: those of tokens `[0, T)`, every mask present."""
+    """Interpreted rows of one or more turns, for tokens `[0, T)`, with all masks present."""
 
     ids_TLK: np.ndarray
     known_TL: np.ndarray
@@ -235,9 +213,7 @@ def _samples(recordings: Iterable[Recording], rules: _Rules) -> Iterator[SampleR
     for name, group in groupby(recordings, key=lambda recording: recording.name):
         turns = list(group)
         if name in seen and turns[0].start > 0:
-            raise RoutesError(
-                f"sample {name!r}: a turn from token {turns[0].start} stands apart from its earlier turns"
-            )
+            raise RoutesError(f"sample {name!r}: a turn from token {turns[0].start} does not follow its earlier turns")
         seen.add(name)
         yield _sample(turns, rules)
 
@@ -249,7 +225,7 @@ def _sample(turns: list[Recording], rules: _Rules) -> SampleRoutes:
         _check_axis(turn, rules)
         tokens = _extend_tokens(name, tokens, turn.tokens)
         num_tokens = _count_tokens(turn)
-        rows = _append(name, rows, _place(turn, rules), turn)
+        rows = _append(name, rows, _interpret_turn(turn, rules), turn)
     _check_rows(name, len(rows.ids_TLK) - int(rows.padding_T.sum()), num_tokens, rules)
     return SampleRoutes(
         name=name,
@@ -272,7 +248,7 @@ def _empty(rules: _Rules) -> _Rows:
 
 
 def _check_axis(turn: Recording, rules: _Rules) -> None:
-    """Layers and top-k of this turn against the dump's first recording and the model."""
+    """Compare layers and top-k of this turn with the dump's first recording and the model."""
     layers, top_k = turn.rows.shape[1:]
     if top_k != rules.model.top_k:
         raise RoutesError(
@@ -287,7 +263,7 @@ def _check_axis(turn: Recording, rules: _Rules) -> None:
 
 
 def _count_tokens(turn: Recording) -> int:
-    """Tokens up to the end of this turn; as many as there are rows where the dump does not say."""
+    """Count the tokens up to the end of this turn; one per row if the dump does not say."""
     if turn.num_tokens is not None:
         return turn.num_tokens
     if turn.tokens is not None:
@@ -296,8 +272,8 @@ def _count_tokens(turn: Recording) -> int:
     return turn.start + len(turn.rows) - padding
 
 
-def _place(turn: Recording, rules: _Rules) -> _Rows:
-    """Interpret one turn's rows, as if they were all there is."""
+def _interpret_turn(turn: Recording, rules: _Rules) -> _Rows:
+    """Interpret the rows of one turn alone."""
     keep = _kept_rows(turn, rules.last_row)
     rows = turn.rows if keep is None else turn.rows[keep]
     padding_T = np.zeros(len(turn.rows), dtype=bool) if turn.padding is None else turn.padding
@@ -315,7 +291,7 @@ def _place(turn: Recording, rules: _Rules) -> _Rows:
 
 
 def _kept_rows(turn: Recording, last_row: LastRow) -> np.ndarray | None:
-    """[rows] bool without the placeholder, or None to keep every row."""
+    """Return [rows] bool without the placeholder, or None to keep every row."""
     if last_row == "recorded":
         return None
     real = np.arange(len(turn.rows)) if turn.padding is None else np.flatnonzero(~turn.padding)
@@ -328,7 +304,7 @@ def _kept_rows(turn: Recording, last_row: LastRow) -> np.ndarray | None:
 
 def _refuse_dense(name: str, rows: np.ndarray, layer_map: LayerMap) -> None:
     for place, number in layer_map.dense:
-        # -1 marks a missing row in every layer, dense ones too.
+        # -1 marks a missing row in every layer, dense layers too.
         bad = (rows[:, place] != 0) & (rows[:, place] != -1)
         if bad.any():
             row, column = (int(i) for i in np.argwhere(bad)[0])
@@ -351,7 +327,7 @@ def _refuse_range(turn: Recording, rows: np.ndarray, rules: _Rules) -> None:
 
 
 def _known(rows: np.ndarray, padding_T: np.ndarray) -> np.ndarray:
-    """[T, L] bool: rows that are routes."""
+    """Return [T, L] bool: which rows are routes."""
     known_TL = np.ones(rows.shape[:2], dtype=bool)
     if rows.shape[2] > 1:
         # Two equal leading ids are rare in good data: compare all k only where they occur.
@@ -365,12 +341,12 @@ def _known(rows: np.ndarray, padding_T: np.ndarray) -> np.ndarray:
 
 
 def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
-    """Put a turn's rows behind those so far: a gap stays unknown, an overlap must agree."""
+    """Append a turn's rows: a gap stays unknown, an overlap must agree."""
     num_rows = len(rows.ids_TLK)
     num_tokens = num_rows - int(rows.padding_T.sum())
     if turn.start != num_tokens and (rows.padding_T.any() or more.padding_T.any()):
         raise RoutesError(
-            f"sample {name!r}: a turn with padding rows begins at token {turn.start}, {num_tokens} tokens came before; "
+            f"sample {name!r}: a turn with padding rows begins at token {turn.start}, after {num_tokens} tokens; "
             "padding rows have no token, so such turns must follow each other exactly"
         )
     overlap = min(max(num_tokens - turn.start, 0), len(more.ids_TLK))
@@ -401,7 +377,7 @@ def _refuse_gap(name: str, gap: int, ids_TLK: np.ndarray) -> None:
     needed = gap * (layers * (top_k * ids_TLK.dtype.itemsize + 1) + 1)
     if needed > MAX_GAP_BYTES:
         raise RoutesError(
-            f"sample {name!r}: {gap} tokens without a row come before a recording and take {needed / 2**30:.1f} GiB; "
+            f"sample {name!r}: {gap} tokens without a row precede a recording and take {needed / 2**30:.1f} GiB; "
             f"the limit is {MAX_GAP_BYTES / 2**30:g} GiB. Is its start offset right?"
         )
 
@@ -423,7 +399,7 @@ def _merge_overlap(name: str, rows: _Rows, more: _Rows, *, start: int, overlap: 
 
 
 def _extend_tokens(name: str, tokens: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
-    """The later turn's token ids, which must continue the earlier ones."""
+    """Return the later turn's token ids, which must continue the earlier ones."""
     if tokens is None or more is None:
         return more
     common = min(len(tokens), len(more))

@@ -1,6 +1,6 @@
-"""Megatron-Core: `megatron-trace` and `megatron-replay`, read and written. Checked: Megatron-LM d98e8a64 (2026-08-22).
+"""Megatron-Core: `megatron-trace` and `megatron-replay`. Checked with Megatron-LM d98e8a64 (2026-08-22).
 
-`megatron-trace`, what `--moe-routing-trace-path` makes: a folder of `router_trace_rank<r>.jsonl`, or one such file. One
+`megatron-trace`, written by `--moe-routing-trace-path`: a folder of `router_trace_rank<r>.jsonl`, or one such file. One
 record per line and (step, block, layer) in the order the routers ran, with
     step          int: iteration, or decode step
     stage         "pre_dispatch"
@@ -10,43 +10,33 @@ record per line and (step, block, layer) in the order the routers ran, with
     num_tokens    int, T
     topk          int, K
     top_indices   [T][K] int: the ids
-    hs_*, logit_* places in side files; ignored
-A step holds one micro-batch after another: a layer that comes again begins the next. Each becomes a recording called
-"rank r step s micro-batch m", whose tokens are the T rows this rank forwarded. Traps of this form:
+    hs_*, logit_* offsets in side files; ignored
+A step holds one micro-batch after another: a layer that appears again begins the next. Each becomes a recording named
+"rank r step s micro-batch m", whose tokens are the T rows this rank forwarded. Traps of this format:
 - `layer` counts within a pipeline stage. The layer axis is named only if the layers are exactly the model's MoE layers;
   else it stays unnamed and is mapped by its length, so a single stage's trace is refused, not misread.
-- Under activation recomputation the routers run twice: a micro-batch then comes twice, which the doctor reports.
+- Under activation recomputation the routers run twice: a micro-batch is then recorded twice, which the doctor reports.
 
 `megatron-replay`, what `RouterReplay.get_recorded_data()` returns: a list over this rank's routers of [T, K] integer
 tensors, in model order, None for a router that did not run; or a list of such lists, one per micro-batch. As an object,
 `.pt`, or, with the layers named by global number from 0 (Megatron's own `layer_number` counts from 1):
     a dict {layer: [T, K]} or a list of them        (object, `.pt`)
-    arrays called micro_<m>.layer_<n>, or layer_<n>  (`.npz`)
-A micro-batch is called "micro-batch m". Named layers may be some of the model's, such as one pipeline stage's.
-
-Writing: one micro-batch per sample, unknown rows -1. Sample names, tokens, weight versions and rows that were never
-forwarded have no place in these forms.
-
-Invariants (asserted by the tests):
-1. Records are matched by their layer number, never by their order.
-2. Every layer of a micro-batch has the same number of rows.
-3. write, read: equal ids and masks.
+    arrays named micro_<m>.layer_<n>, or layer_<n>  (`.npz`)
+A micro-batch is named "micro-batch m". Named layers may be some of the model's, such as one pipeline stage's.
+Records are matched by their layer number, never by their order; every layer of a micro-batch has as many rows.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError
+from equipoise.core import ModelShape, RoutesError
 from equipoise.core.value import require_int
-from equipoise.routes._layout import wire_rows, write_npz
 from equipoise.routes.interpret import Format, Recording
-from equipoise.routes.source import Source, integer_array, is_tensor, write_torch
+from equipoise.routes.source import Source, integer_array, is_tensor
 
 _TRACE_KEYS = ("step", "layer", "top_indices")
 _NPZ_KEY = re.compile(r"(?:micro_(\d{1,9})\.)?layer_(\d{1,9})")
@@ -143,30 +133,6 @@ def _stack(name: str, layers: Layers, *, source: Source, is_named: bool) -> Reco
     return Recording(name=name, rows=rows, num_tokens=len(rows), layer_numbers=numbers if is_named else None)
 
 
-def _write_trace(routes: Routes, path: Path) -> None:
-    _require_rows(routes)
-    with path.open("w", encoding="ascii") as file:
-        for step, sample in enumerate(routes):
-            rows = wire_rows(sample, routes, dtype=np.int32)
-            for layer in routes.layer_numbers:
-                record = {
-                    "step": step,
-                    "stage": "pre_dispatch",
-                    "block": "decoder",
-                    "layer": layer,
-                    "rank": 0,
-                    "num_tokens": len(rows),
-                    "topk": routes.model.top_k,
-                    "top_indices": rows[:, layer].tolist(),
-                }
-                file.write(json.dumps(record) + "\n")
-
-
-def _require_rows(routes: Routes) -> None:
-    if not len(routes):
-        raise RoutesError("no sample to write; this form has at least one micro-batch")
-
-
 def _matches_replay(source: Source) -> bool:
     record = source.first()
     if isinstance(record, Mapping):
@@ -244,22 +210,6 @@ def _fill(title: str, layers: dict[int, Any]) -> Layers:
     return {n: found.get(n, np.full(shape, -1, dtype=np.int64)) for n in layers}
 
 
-def _write_replay(routes: Routes, path: Path) -> None:
-    _require_rows(routes)
-    batches = [wire_rows(sample, routes, dtype=np.int64, all_layers=False) for sample in routes]
-    if path.suffix.lower() == ".npz":
-        arrays = {
-            f"micro_{m}.layer_{number}": rows[:, i]
-            for m, rows in enumerate(batches)
-            for i, number in enumerate(routes.layer_numbers)
-        }
-        write_npz(arrays, path)
-    elif routes.layer_numbers == routes.model.layer_numbers:
-        write_torch([list(rows.transpose(1, 0, 2)) for rows in batches], path)
-    else:
-        write_torch([dict(zip(routes.layer_numbers, rows.transpose(1, 0, 2), strict=True)) for rows in batches], path)
-
-
 FORMATS = (
     Format(
         name="megatron-trace",
@@ -267,7 +217,6 @@ FORMATS = (
         suffixes=(".jsonl",),
         matches=_matches_trace,
         read=_read_trace,
-        write=_write_trace,
     ),
     Format(
         name="megatron-replay",
@@ -275,6 +224,5 @@ FORMATS = (
         suffixes=(".pt", ".npz"),
         matches=_matches_replay,
         read=_read_replay,
-        write=_write_replay,
     ),
 )

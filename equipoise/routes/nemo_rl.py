@@ -3,11 +3,11 @@
 Checked against NeMo-RL 7ea279ab and 0cbe0ac1: `utils/routed_experts_codec.py`, `models/generation/vllm/utils.py`,
 `models/generation/interfaces.py`.
 
-Rows, in both forms: one per token, in a signed dtype. A row of -1 means that no route was captured for that token. The
-row of a sample's last token, and every row beyond its length, is the filler `0, 1, .., K-1` in all layers: that token
-was never forwarded by the engine. The layer axis is the MoE layers or all hidden layers; its length tells.
+Rows, in both formats: one per token, in a signed dtype. A row of -1 means that no route was captured for that token.
+The row of a sample's last token, and every row beyond its length, is the filler `0, 1, .., K-1` in all layers: that
+token was never forwarded by the engine. The layer axis is the MoE layers or all hidden layers, as its length says.
 
-Form `nemo-rl`: text `nrlre1:<dtype>:<S>x<L>x<K>:<base64>`
+Format `nemo-rl`: text `nrlre1:<dtype>:<S>x<L>x<K>:<base64>`
     nrlre1          magic and version
     dtype           "int8" up to 128 experts, "int16" up to 32768, else "int32"
     S, L, K         decimal rows, layers, top-k
@@ -15,42 +15,32 @@ Form `nemo-rl`: text `nrlre1:<dtype>:<S>x<L>x<K>:<base64>`
     `.txt`          one envelope per line, samples named "line 1", ...
     JSON(L)         `routed_experts` holds the envelope; `id` or `request_id` names the sample, `prompt_token_ids` and
                     `generation_token_ids` are its tokens
-    written         `.jsonl`, or `.txt` for envelopes without names and token ids
 
-Form `nemo-rl-batch`: a dict of arrays, as `.npz`, `.pt` or in memory
+Format `nemo-rl-batch`: a dict of arrays, as `.npz`, `.pt` or in memory
     routed_experts  [B, S, L, K] signed integers, samples right-padded to S
     input_lengths   [B] tokens of each sample
     input_ids       [B, S] token ids, optional
     names           [B] text, ours, optional; samples are "row 0", ... without it
-    written         `.npz`, or `.pt`; a shorter sample reads back with padding rows behind its own
 
-There is no place for weight versions or turns. Does not know missing rows or layers: `interpret.py` judges them; the
-one thing dropped here is the last token's row where it is the filler or -1, because it is not a recorded row.
-
-Invariants (asserted by the tests):
-1. -1 stays -1; the last token's filler is not a row; rows beyond the length are padding, kept and marked.
-2. Bytes, shape and dtype must agree exactly; other dtypes are refused.
-3. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
-4. `matches` claims the magic; and four signed axes, unless an `attention_mask` without `input_lengths` says otherwise.
+-1 stays -1. The last token's row is dropped where it is the filler or -1, because it is not a recorded row; rows beyond
+the length are kept and marked as padding. Bytes, shape and dtype must agree exactly. There is no field for weight
+versions or turns. A batch with an `attention_mask` and no `input_lengths` is verl's.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes._layout import check_names, encode_base64, refuse_versions, wire_rows, write_jsonl, write_npz
+from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.interpret import Format, Recording
-from equipoise.routes.source import Source, integer_array, plain_array, write_torch
+from equipoise.routes.source import Source, integer_array, plain_array
 from equipoise.routes.wire import (
     Response,
     decode_base64,
     field,
     given_name,
-    parse_shape,
     recordings,
     shape_bytes,
     token_array,
@@ -58,6 +48,9 @@ from equipoise.routes.wire import (
 
 MAGIC = "nrlre1:"
 DTYPES = {"int8": "|i1", "int16": "<i2", "int32": "<i4"}
+_ENVELOPE = re.compile(
+    MAGIC + r"(?P<dtype>[^:]*):(?P<shape>[0-9]{1,18}x[0-9]{1,18}x[0-9]{1,18}):(?P<data>.*)", re.DOTALL
+)
 
 
 def matches_text(source: Source) -> bool:
@@ -79,18 +72,8 @@ def read_text(source: Source, model: ModelShape) -> Iterator[Recording]:
         yield from recordings(_without_last(rows, response.num_tokens), response)
 
 
-def write_text(routes: Routes, path: Path) -> None:
-    """Write one envelope per sample: records in a `.jsonl`, bare lines in a `.txt`."""
-    check_names(routes, form="nemo-rl")
-    if path.suffix.lower() != ".txt":
-        write_jsonl((_text_record(sample, routes) for sample in routes), path)
-        return
-    with path.open("w", encoding="ascii") as file:
-        file.writelines(_envelope(_token_rows(sample, routes, form="nemo-rl")) + "\n" for sample in routes)
-
-
 def matches_batch(source: Source) -> bool:
-    """Whether the first record has four-axis signed `routed_experts` and is not told apart by an attention mask."""
+    """Whether the first record has four-axis signed `routed_experts`, and `input_lengths` or no attention mask."""
     record = source.first()
     if not isinstance(record, Mapping):
         return False
@@ -106,7 +89,7 @@ def read_batch(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         batch = integer_array(f"{place}: routed_experts", field(record, "routed_experts"), ndim=4)
         if field(record, "input_lengths") is None:
-            raise RoutesError(f"{place} has no input_lengths; without it rows and padding cannot be told apart: add it")
+            raise RoutesError(f"{place} has no input_lengths, which separate rows from padding; add them")
         lengths = integer_array(f"{place}: input_lengths", field(record, "input_lengths"), ndim=1)
         _check_lengths(lengths, batch.shape, place=place)
         tokens = field(record, "input_ids")
@@ -119,34 +102,17 @@ def read_batch(source: Source, model: ModelShape) -> Iterator[Recording]:
             yield _batch_recording(rows, names[b], length=length, tokens=None if tokens is None else tokens[b, :length])
 
 
-def write_batch(routes: Routes, path: Path) -> None:
-    """Write all samples as one batch."""
-    check_names(routes, form="nemo-rl-batch")
-    if not len(routes):
-        raise RoutesError("there is no sample to write; form 'nemo-rl-batch' holds at least one")
-    names = [sample.name for sample in routes]
-    if path.suffix.lower() == ".pt":
-        write_torch({**_batch_arrays(routes), "names": names}, path)
-    else:
-        write_npz({**_batch_arrays(routes), "names": np.array(names)}, path)
-
-
-def carry_dtype(experts: int) -> np.dtype:
-    """The smallest signed dtype NeMo-RL uses for `experts` experts."""
-    return np.dtype(np.int8 if experts <= 2**7 else np.int16 if experts <= 2**15 else np.int32)
-
-
 def _decode_envelope(text: Any, *, place: str) -> np.ndarray:
     if not isinstance(text, str) or not text.startswith(MAGIC):
         raise RoutesError(f"{place}: routed_experts is not a {MAGIC}<dtype>:<S>x<L>x<K>:<base64> envelope")
-    parts = text.split(":", 3)
-    shape = parse_shape(parts[2]) if len(parts) == 4 else None
-    if shape is None:
+    parts = _ENVELOPE.fullmatch(text)
+    if parts is None:
         raise RoutesError(f"{place}: envelope {text[:40]!r} lacks a shape <S>x<L>x<K>; was it cut?")
-    if parts[1] not in DTYPES:
-        raise RoutesError(f"{place}: envelope has dtype {parts[1]!r}; known: {', '.join(DTYPES)}")
-    raw = decode_base64(parts[3], place=place)
-    return shape_bytes(raw, dtype=np.dtype(DTYPES[parts[1]]), shape=shape, place=place)
+    if parts["dtype"] not in DTYPES:
+        raise RoutesError(f"{place}: envelope has dtype {parts['dtype']!r}; known: {', '.join(DTYPES)}")
+    shape = [int(size) for size in parts["shape"].split("x")]
+    raw = decode_base64(parts["data"], place=place)
+    return shape_bytes(raw, dtype=np.dtype(DTYPES[parts["dtype"]]), shape=shape, place=place)
 
 
 def _record_response(record: Any, *, num_rows: int, place: str) -> Response:
@@ -202,76 +168,6 @@ def _names(record: Any, count: int, *, place: str) -> list[str]:
     return texts
 
 
-def _token_rows(sample: SampleRoutes, routes: Routes, *, form: str) -> np.ndarray:
-    """[tokens, L, K]: the sample's rows, -1 where none was captured, the filler for the last token."""
-    refuse_versions(sample, form=form, instead="vllm-http, sglang or the native store")
-    if routes.layer_numbers != routes.model.layer_numbers:
-        raise RoutesError(
-            f"form {form!r} holds all {routes.model.layers} MoE layers of {routes.model.name!r}; these routes have "
-            f"{len(routes.layer_numbers)} of them, write the native store"
-        )
-    rows = wire_rows(sample, routes, dtype=carry_dtype(routes.model.experts), all_layers=False)
-    missing = sample.num_tokens - sample.num_rows
-    if missing <= 0:
-        return rows
-    tail = np.full((missing, *rows.shape[1:]), -1, dtype=rows.dtype)
-    tail[-1] = np.arange(rows.shape[2])
-    return np.concatenate([rows, tail])
-
-
-def _envelope(rows: np.ndarray) -> str:
-    name = rows.dtype.name
-    shape = "x".join(str(n) for n in rows.shape)
-    return f"{MAGIC}{name}:{shape}:{encode_base64(rows.astype(DTYPES[name]).tobytes())}"
-
-
-def _text_record(sample: SampleRoutes, routes: Routes) -> dict[str, Any]:
-    record: dict[str, Any] = {"id": sample.name}
-    if sample.tokens_T is not None:
-        record["prompt_token_ids"] = sample.tokens_T[:1].tolist()
-        record["generation_token_ids"] = sample.tokens_T[1:].tolist()
-    return {**record, "routed_experts": _envelope(_token_rows(sample, routes, form="nemo-rl"))}
-
-
-def _batch_rows(sample: SampleRoutes, routes: Routes) -> np.ndarray:
-    """[tokens + padding rows, L, K]: padding that stands behind the sample's own rows is written behind its tokens."""
-    num_padding = 0 if sample.padding_T is None else int(sample.padding_T.sum())
-    own = sample.num_rows - num_padding
-    if num_padding == 0 or sample.padding_T is None or not sample.padding_T[own:].all():
-        return _token_rows(sample, routes, form="nemo-rl-batch")
-    refuse_versions(sample, form="nemo-rl-batch", instead="the native store")
-    known_TL = None if sample.known_TL is None else sample.known_TL[:own]
-    unpadded = replace(sample, ids_TLK=sample.ids_TLK[:own], known_TL=known_TL, padding_T=None, segments=())
-    rows = _token_rows(unpadded, routes, form="nemo-rl-batch")
-    return np.concatenate([rows, sample.ids_TLK[own:].astype(rows.dtype)])
-
-
-def _batch_arrays(routes: Routes) -> dict[str, np.ndarray]:
-    parts = [_batch_rows(sample, routes) for sample in routes]
-    longest = max(len(rows) for rows in parts)
-    shape = (len(parts), longest, routes.model.layers, routes.model.top_k)
-    batch = np.empty(shape, dtype=carry_dtype(routes.model.experts))
-    batch[:] = np.arange(routes.model.top_k)
-    for b, rows in enumerate(parts):
-        batch[b, : len(rows)] = rows
-    arrays = {"routed_experts": batch, "input_lengths": np.array([s.num_tokens for s in routes], dtype=np.int64)}
-    tokens = [sample.tokens_T for sample in routes]
-    if any(t is not None for t in tokens):
-        arrays["input_ids"] = _padded_tokens(routes, longest)
-    return arrays
-
-
-def _padded_tokens(routes: Routes, longest: int) -> np.ndarray:
-    padded = np.zeros((len(routes), longest), dtype=np.int64)
-    for b, sample in enumerate(routes):
-        if sample.tokens_T is None:
-            raise RoutesError(
-                f"sample {sample.name!r} has no token ids, others have; form 'nemo-rl-batch' needs all or none"
-            )
-        padded[b, : sample.num_tokens] = sample.tokens_T
-    return padded
-
-
 FORMATS = (
     Format(
         name="nemo-rl",
@@ -279,7 +175,6 @@ FORMATS = (
         suffixes=(".jsonl", ".txt"),
         matches=matches_text,
         read=read_text,
-        write=write_text,
     ),
     Format(
         name="nemo-rl-batch",
@@ -287,6 +182,5 @@ FORMATS = (
         suffixes=(".npz", ".pt"),
         matches=matches_batch,
         read=read_batch,
-        write=write_batch,
     ),
 )

@@ -1,4 +1,4 @@
-"""prime-rl's recorded routes: the wire object of its `/generate` route, and its transport form (`prime-rl`).
+"""prime-rl's recorded routes: the wire object of its `/generate` route, and its transport object (`prime-rl`).
 
 Checked against prime-rl 13e411d6 and a608ad93: `inference/vllm/routed_experts.py`, `transports/rollouts/types.py`.
 
@@ -7,41 +7,24 @@ The wire object, a JSON object:
     shape       [rows, hidden layers, K]; tokens - 1 rows as vLLM gives them; dense layers are zeros
     start       first token with a row (`routed_experts_prompt_start` of the request); absent: 0
     dtype       "uint8" up to 256 experts, else "uint16"; "int16" and "int32" for captures of other widths
-The transport form (msgspec `RoutedExperts`) is the same without `start`, `data` being raw bytes; rows there are one per
+The transport object (msgspec `RoutedExperts`) is the same without `start`, with raw bytes as `data`; it has one row per
 token of `token_ids`, filled up with zeros.
 
-Where it stands: alone; in a list; under `routed_experts` of a record with `token_ids` (a training sample); or under
-`choices[i].routed_experts` of a `/generate` response, whose other fields are vLLM's (`vllm.py`).
-Written as `.jsonl` of `/generate` responses, one per segment. There is no place for a weight version.
-
-Does not know missing rows or turns: `interpret.py` judges them.
-
-Invariants (asserted by the tests):
-1. Bytes, shape and dtype must agree exactly; other dtypes are refused.
-2. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
-3. `matches` claims a wire object by its `data`, `shape` and `dtype`, wherever it may stand.
+A wire object is alone; in a list; under `routed_experts` of a record with `token_ids` (a training sample); or under
+`choices[i].routed_experts` of a `/generate` response, whose other fields are vLLM's (`vllm.py`). `data`, `shape` and
+`dtype` identify it. Bytes, shape and dtype must agree exactly. There is no field for a weight version.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError
-from equipoise.routes._layout import (
-    check_names,
-    encode_base64,
-    engine_dtype,
-    engine_rows,
-    refuse_versions,
-    segments_of,
-    write_jsonl,
-)
+from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source
-from equipoise.routes.vllm import generate_record, http_response
+from equipoise.routes.vllm import http_response
 from equipoise.routes.wire import (
     Response,
     choice_name,
@@ -78,12 +61,6 @@ def read(source: Source, model: ModelShape) -> Iterator[Recording]:
             yield from recordings(*_decode(field(record, "routed_experts"), response, place=place))
 
 
-def write(routes: Routes, path: Path) -> None:
-    """Write `/generate` responses, one line per segment."""
-    check_names(routes, form="prime-rl")
-    write_jsonl(_records(routes), path)
-
-
 def _is_wire_object(value: Any) -> bool:
     return (
         isinstance(field(value, "data"), str | bytes)
@@ -108,7 +85,7 @@ def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, 
     start = optional_count(given, "start", place=place) or 0
     num_tokens = response.num_tokens
     if num_tokens is None and given is None:
-        # The transport form has a row for every token.
+        # The transport object has a row for every token.
         num_tokens = len(rows)
     return rows, replace(response, start=start, num_tokens=num_tokens)
 
@@ -121,29 +98,12 @@ def _read_response(record: Any, *, place: str) -> Iterator[Recording]:
         yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
 
 
-def _records(routes: Routes) -> Iterator[dict[str, Any]]:
-    dtype = engine_dtype(routes.model.experts)
-    for sample in routes:
-        refuse_versions(sample, form="prime-rl", instead="vllm-http, sglang or the native store", allow_turns=True)
-        rows = engine_rows(sample, routes, form="prime-rl", dtype=dtype)
-        for segment in segments_of(sample):
-            payload = _wire_object(rows[segment.start : segment.stop], start=segment.start)
-            yield generate_record(sample, segment, payload)
-
-
-def _wire_object(rows: np.ndarray, *, start: int) -> dict[str, Any]:
-    name = rows.dtype.name
-    data = encode_base64(rows.astype(DTYPES[name]).tobytes())
-    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": name}
-
-
 FORMATS = (
     Format(
         name="prime-rl",
         summary="prime-rl: wire objects {data, shape, start, dtype}, alone or in /generate responses",
-        suffixes=(".jsonl",),
+        suffixes=(".jsonl", ".json"),
         matches=matches,
         read=read,
-        write=write,
     ),
 )

@@ -1,22 +1,12 @@
-"""The list of all forms, and the verbs over them: find the form of a dump, read, stream, write.
+"""All formats, and the verbs over them: find the format of a dump, read, stream, write.
 
-1. Open the dump, whatever it is: file, folder or object.
-2. Find its form by content, or take the one that is named. None and several are both errors; there is no guess.
-3. Decode recordings, interpret them, and hand out routes.
-
-Knows which forms exist. Does not know what any of them looks like (its own module does), nor what rows mean
-(`interpret.py` does).
-
-Invariants (asserted by the tests):
-1. Form names are unique; each form recognises what it wrote, and no other form does.
-2. A dump of no known form, or of several, is an error that lists the forms; a named form is never second-guessed.
-3. `stream_routes` and `read_routes` give the same samples.
-4. A native store is mapped, not read, and refused for another model.
-5. A dump that cannot be written whole leaves what was there before.
+1. Open the dump: a file, a folder or an object.
+2. Find its format by content, or take the one that is named. No match and several matches are errors, never a guess.
+3. Decode recordings, interpret them, and return routes.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +31,12 @@ FORMATS: tuple[Format, ...] = (
 
 
 def format_names() -> list[str]:
-    """Names of all forms, in the order of `docs/formats.md`."""
+    """Return the names of all formats, in the order of `docs/formats.md`."""
     return [form.name for form in FORMATS]
 
 
 def find_format(name: str) -> Format:
-    """Return the form called `name`."""
+    """Return the format named `name`."""
     for form in FORMATS:
         if form.name == name:
             return form
@@ -54,23 +44,25 @@ def find_format(name: str) -> Format:
 
 
 def detect(dump: Any) -> Format:
-    """Return the one form whose content this is.
-
-    Args:
-        dump: a path, an object, or a `Source`
-    """
+    """Return the one format that matches the content of a dump: a path, an object, or a `Source`."""
     source = Source.of(dump).opened()
     found = [form for form in FORMATS if form.matches(source)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise RoutesError(f"{source.name} can be several forms; choose one with --format (format=):\n{_listed(found)}")
-    # A broken container says here what is wrong with it; a whole one is empty, or merely of no known form.
+        raise RoutesError(
+            f"{source.name} can have several formats; choose one with --format (format=):\n{_listed(found)}"
+        )
+    # A broken container raises here and says what is wrong with it.
     why = "" if source.peek() else ": it holds no record"
     raise RoutesError(
-        f"{source.name} is of no known form{why}. If you know better, name it with --format (format=):\n"
+        f"{source.name} has no known format{why}. If you know its format, name it with --format (format=):\n"
         f"{_listed(FORMATS)}"
     )
+
+
+def _listed(forms: Sequence[Format]) -> str:
+    return "\n".join(f"  {form.name:<16} {form.summary}" for form in forms)
 
 
 def read_routes(
@@ -81,12 +73,12 @@ def read_routes(
     last_row: LastRow = "recorded",
     allow_short: bool = False,
 ) -> Routes:
-    """Read all routes of a dump; those of a native store are mapped and read when asked for.
+    """Read all routes of a dump; a native store is mapped, and its samples are read when they are accessed.
 
     Args:
         dump: a file, a folder, or an object such as a list of responses or a batch
-        model: a shape, a preset name or the path of a HF config.json; a native store brings its own
-        format: the name of its form; found by content if not given
+        model: a shape, a preset name or the path of a HF config.json; a native store contains its own
+        format: the name of its format; found by content if not given
         last_row: what the row of a sample's last token is, see `interpret.LastRow`
         allow_short: accept samples whose recording stopped early
     """
@@ -116,24 +108,27 @@ def stream_routes(
 
 
 def stream_recordings(dump: Any, *, model: ModelShape | str | Path, format: str | None = None) -> Iterator[Recording]:
-    """Decode one recording after another, nothing mapped and nothing judged: what the doctor looks at."""
+    """Decode one recording after another without mapping or checking it: the input of the doctor."""
     source, form = _open(dump, format)
     return form.read(source, resolve_model(model))
 
 
-def write_routes(routes: Routes, path: str | Path, *, format: str) -> None:
-    """Write routes in a form, whole or not at all.
+def write_routes(routes: Routes, path: str | Path, *, format: str = "equipoise") -> None:
+    """Write routes to a file, completely or not at all.
 
     Args:
         routes: what to write
-        path: a file whose suffix the form has
-        format: the name of the form
+        path: a file with the format's suffix
+        format: `equipoise`, the native store, or `vllm-http`; all other formats are only read
     """
     require_kind("routes", routes, Routes, error=RoutesError)
     require_kind("path", path, str, Path, error=RoutesError)
     form, target = find_format(format), Path(path)
-    if target.suffix.lower() not in form.suffixes:
-        raise RoutesError(f"{target}: form {form.name!r} is written to {' or '.join(form.suffixes)} files; rename it")
+    if form.write is None:
+        written = ", ".join(known.name for known in FORMATS if known.write is not None)
+        raise RoutesError(f"format {form.name!r} is only read; write one of: {written}")
+    if target.suffix.lower() != form.suffixes[0]:
+        raise RoutesError(f"{target}: format {form.name!r} is written to {form.suffixes[0]} files; rename it")
     if not target.parent.is_dir():
         raise RoutesError(f"{target} cannot be written: there is no folder {target.parent}")
     with whole_file(target, error=RoutesError) as draft:
@@ -141,16 +136,16 @@ def write_routes(routes: Routes, path: str | Path, *, format: str) -> None:
 
 
 def resolve_model(model: ModelShape | str | Path | None) -> ModelShape:
-    """Return the shape that a shape, a preset name or the path of a HF config.json stands for."""
+    """Return the shape that is given, or read it from a preset name or the path of a HF config.json."""
     if isinstance(model, ModelShape):
         return model
     if model is None:
-        raise RoutesError("this form does not name its model; give a preset name or a HF config.json")
+        raise RoutesError("this format does not name its model; give a preset name or a HF config.json")
     if not isinstance(model, str | Path):
         raise RoutesError(f"model must be a shape, a preset name or a path, got a {type(model).__name__}")
     is_preset = isinstance(model, str) and model.lower().replace("_", "-") in preset_names()
+    # Something that looks like a path is not answered with a list of presets.
     is_path = Path(model).exists() or Path(model).suffix == ".json" or os.sep in str(model)
-    # What looks like a path is not answered with a list of presets.
     return ModelShape.from_config(Path(model)) if is_path and not is_preset else ModelShape.preset(str(model))
 
 
@@ -160,26 +155,18 @@ def _open(dump: Any, format: str | None) -> tuple[Source, Format]:
 
 
 def _open_store(source: Source, model: ModelShape | str | Path | None, last_row: LastRow) -> Routes:
-    if source.path is None:
-        raise RoutesError(f"{source.name}: a native store is a file; give its path")
+    """Map a native store, or raise if it holds the routes of another model."""
     if last_row != "recorded":
         raise RoutesError(f"{source.name}: a native store holds no placeholder rows; leave last_row out")
-    routes = store.open_store(source.path)
+    routes = store.open_store(store.path_of(source))
     wanted = routes.model if model is None else resolve_model(model)
     for figure in ("experts", "top_k", "layer_numbers"):
         have, want = getattr(routes.model, figure), getattr(wanted, figure)
         if have != want:
+            # Layer numbers by their count, first and last.
+            short = [n if isinstance(n, int) else f"{len(n)} layers from {n[0]} to {n[-1]}" for n in (have, want)]
             raise RoutesError(
-                f"{source.name} holds routes of {routes.model.name!r}: {figure} is {_short(have)}, not {_short(want)} "
+                f"{source.name} holds routes of {routes.model.name!r}: {figure} is {short[0]}, not {short[1]} "
                 f"as in {wanted.name!r}; name the model that made them, or none"
             )
     return routes
-
-
-def _short(value: int | tuple[int, ...]) -> str:
-    """A figure of a model in a few words: layer numbers by their count, first and last."""
-    return str(value) if isinstance(value, int) else f"{len(value)} layers from {value[0]} to {value[-1]}"
-
-
-def _listed(forms: tuple[Format, ...] | list[Format]) -> str:
-    return "\n".join(f"  {form.name:<16} {form.summary}" for form in forms)

@@ -3,49 +3,39 @@
 Checked against SGLang 0.5.18 (cce0a124) and later sources: `srt/state_capturer/routed_experts.py`,
 `srt/managers/io_struct.py`, `srt/utils/weight_versions.py`, `srt/entrypoints/openai/{protocol,serving_chat}.py`.
 
-The payload, in both forms: base64 of raw little-endian int32 bytes, C order, **no header**, to be reshaped by
+The payload, in both formats: base64 of raw little-endian int32 bytes, C order, **no header**, to be reshaped by
 `(-1, hidden layers, K)` of the model: nothing on the wire says how many layers there are. Rows cover tokens
 `[routed_experts_start_len, tokens - 1)`: the last token was sampled, never forwarded. Dense layers are zeros, ids
-logical. Older servers with `skip_tokenizer_init` hand out a tensor instead of text; arrays and tensors of one axis (to
+logical. Older servers with `skip_tokenizer_init` return a tensor instead of text; arrays and tensors of one axis (to
 be reshaped) or three are read as well.
 
-Form `sglang`: JSON objects, one per line, as a list, or one alone; or Python dicts.
+Format `sglang`: JSON objects, one per line, as a list, or one alone; or Python dicts.
     meta_info.routed_experts        the payload
     meta_info.id                    name of the sample; turns of one sample share it
     meta_info.prompt_tokens, .completion_tokens     token counts
-    meta_info.weight_versions       spans over generated tokens (see `_wire.py`); else
+    meta_info.weight_versions       spans over generated tokens (see `wire.py`); else
     meta_info.weight_version        name of the weights when the response ended
     output_ids                      generated token ids
     input_ids                       prompt token ids, of the record or of a kept `request`
     routed_experts_start_len        request field: kept in the record, its `request` or its `meta_info`
-    written                         `.jsonl`, one object per segment
 
-Form `sglang-openai`: chat and completions responses, the same containers.
+Format `sglang-openai`: chat and completions responses, the same containers.
     sglext.routed_experts           the payload of the *first* choice; the other choices have none
-    choices[i].meta_info            as in form `sglang`, for servers asked with `return_meta_info`
+    choices[i].meta_info            as in format `sglang`, for servers asked with `return_meta_info`
     id; usage; metadata.weight_version      name, token counts (for one choice), name of the weights
     prompt_token_ids, choices[i].token_ids      token ids, for servers asked with `return_token_ids`
-    routed_experts_start_len        as in form `sglang`
-    written                         `.jsonl` with `sglext`, one object per segment
+    routed_experts_start_len        as in format `sglang`
 
-Routes do not know where the prompt ends: all tokens before a segment and its first count as prompt when written.
-Does not know missing rows or turns: `interpret.py` judges them.
-
-Invariants (asserted by the tests):
-1. Bytes that do not divide by hidden layers x K x 4 are refused, naming the numbers; nothing guesses the layers.
-2. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
-3. `matches` claims `meta_info` without `choices` for `sglang`, `sglext` or a choice's `meta_info` for `sglang-openai`.
+Bytes that do not divide by hidden layers x K x 4 are refused: nothing guesses the number of layers.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
-from equipoise.routes._layout import check_names, encode_base64, engine_rows, segments_of, tokens_until, write_jsonl
+from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array
 from equipoise.routes.wire import (
@@ -80,12 +70,6 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
         yield from recordings(rows, _native_response(record, meta, place=place))
 
 
-def write_native(routes: Routes, path: Path) -> None:
-    """Write native responses, one line per segment."""
-    check_names(routes, form="sglang")
-    write_jsonl((_native_record(*part) for part in _segments(routes, form="sglang")), path)
-
-
 def matches_openai(source: Source) -> bool:
     """Whether the first record has choices and a payload in `sglext` or in the first choice's `meta_info`."""
     record = source.first()
@@ -108,12 +92,6 @@ def read_openai(source: Source, model: ModelShape) -> Iterator[Recording]:
             payload = field(meta if has_own else shared, "routed_experts")
             rows = _decode_payload(payload, model, place=where)
             yield from recordings(rows, _openai_response(record, choice, position=position, place=place))
-
-
-def write_openai(routes: Routes, path: Path) -> None:
-    """Write chat responses with `sglext`, one line per segment."""
-    check_names(routes, form="sglang-openai")
-    write_jsonl((_openai_record(*part) for part in _segments(routes, form="sglang-openai")), path)
 
 
 def _is_payload(value: Any) -> bool:
@@ -184,7 +162,7 @@ def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """How many tokens a response has, and their ids where they cover all of them."""
+    """The number of tokens of a response, and their ids where they cover all of them."""
 
     num_prompt: int | None
     num_tokens: int | None
@@ -202,7 +180,7 @@ class _Tokens:
         num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
         has_ids = prompt_ids is not None and generated_ids is not None
         ids = np.concatenate([prompt_ids, generated_ids]) if has_ids else None
-        # Ids that do not cover all tokens (images, a rewritten prompt) would be laid beside the wrong rows.
+        # Ids that do not cover all tokens (images, a rewritten prompt) would be paired with the wrong rows.
         covers = ids is not None and len(ids) == num_tokens
         return cls(num_prompt=num_prompt, num_tokens=num_tokens, ids=ids if covers else None)
 
@@ -220,61 +198,19 @@ def _versions(record: Any, meta: Any) -> Any:
     return None if version is None else str(version)
 
 
-def _segments(routes: Routes, *, form: str) -> Iterator[tuple[SampleRoutes, Segment, str]]:
-    """Every segment of every sample with its payload."""
-    for sample in routes:
-        rows = engine_rows(sample, routes, form=form, dtype=WIRE_DTYPE)
-        for segment in segments_of(sample):
-            yield sample, segment, encode_base64(rows[segment.start : segment.stop].tobytes())
-
-
-def _native_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
-    num_prompt, total = _split_tokens(sample, segment)
-    counts = {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt}
-    meta: dict[str, Any] = {"id": sample.name, **counts, "routed_experts": payload}
-    if segment.weight_version:
-        meta["weight_version"] = segment.weight_version
-    record: dict[str, Any] = {"meta_info": meta}
-    if sample.tokens_T is not None:
-        record["input_ids"] = sample.tokens_T[:num_prompt].tolist()
-        record["output_ids"] = sample.tokens_T[num_prompt:total].tolist()
-    return {**record, "routed_experts_start_len": segment.start}
-
-
-def _openai_record(sample: SampleRoutes, segment: Segment, payload: str) -> dict[str, Any]:
-    num_prompt, total = _split_tokens(sample, segment)
-    counts = {"prompt_tokens": num_prompt, "completion_tokens": total - num_prompt}
-    choice: dict[str, Any] = {"index": 0}
-    record: dict[str, Any] = {"id": sample.name, "choices": [choice], "usage": counts}
-    if segment.weight_version:
-        record["metadata"] = {"weight_version": segment.weight_version}
-    if sample.tokens_T is not None:
-        record["prompt_token_ids"] = sample.tokens_T[:num_prompt].tolist()
-        choice["token_ids"] = sample.tokens_T[num_prompt:total].tolist()
-    return {**record, "routed_experts_start_len": segment.start, "sglext": {"routed_experts": payload}}
-
-
-def _split_tokens(sample: SampleRoutes, segment: Segment) -> tuple[int, int]:
-    """Prompt tokens and all tokens of the request that made this segment."""
-    total = tokens_until(sample, segment.stop)
-    return min(segment.start + 1, total), total
-
-
 FORMATS = (
     Format(
         name="sglang",
         summary="SGLang native: JSON responses with base64 raw int32 in meta_info.routed_experts",
-        suffixes=(".jsonl",),
+        suffixes=(".jsonl", ".json"),
         matches=matches_native,
         read=read_native,
-        write=write_native,
     ),
     Format(
         name="sglang-openai",
         summary="SGLang OpenAI: JSON responses with base64 raw int32 in sglext or choices[i].meta_info",
-        suffixes=(".jsonl",),
+        suffixes=(".jsonl", ".json"),
         matches=matches_openai,
         read=read_openai,
-        write=write_openai,
     ),
 )

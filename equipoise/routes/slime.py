@@ -1,40 +1,31 @@
-"""slime samples: `slime`, read and written. Checked with THUDM/slime 624b824a (2026-08-21).
+"""slime samples: `slime`. Checked with THUDM/slime 624b824a (2026-08-21).
 
 One of three containers:
 1. the debug dump of a rollout (`--save-debug-rollout-data`), a `.pt` of `{"rollout_id": 7, "samples": [sample, ...]}`;
 2. a list of samples, as dicts or `Sample` objects;
-3. the training form, one dict of lists over samples: `{"tokens": [...], "rollout_routed_experts": [...]}`.
+3. the training data, one dict of lists over samples: `{"tokens": [...], "rollout_routed_experts": [...]}`.
 
 A sample has
     tokens                    list or 1-D integer tensor: prompt and response
     rollout_routed_experts    [len(tokens) - 1, decoder layers, K] int32 (any integer dtype, nested lists too); dense
                               layers are zero. None: nothing was captured, every row is unknown
     weight_versions           list of str, one per generation that made the sample; optional
-    index                     int: the sample is then called "sample <index>", else by its place
+    index                     int: names the sample "sample <index>"; without it its place in the dump does
+    metadata["name"]          str: names the sample instead, optional
 
-slime records no boundaries between the versions of a sample: where they differ they are joined by "," into the
-sample's one version. Padding is added later, by the trainer (distinct ids counting up from 0, modulo the experts), and
-is not part of this form. The dumps slime makes hold numpy arrays; any other pickled object in them is refused.
-
-Writing: the debug dump, unknown rows -1, `metadata["name"]` holding the sample's name. Where token ids are not known
-they are all -1, and are read back as not known.
-
-Invariants (asserted by the tests):
-1. The three containers of the same samples give the same routes.
-2. A sample without capture has unknown rows, not zeros, and no effect on its neighbours.
-3. write, read, equal, with tokens and one weight version per sample.
+slime records no boundaries between the versions of a sample: where they differ they are joined by "," into one name.
+The trainer adds padding later (distinct ids counting up from 0, modulo the experts); it is not part of this format.
+The dumps hold numpy arrays; any other pickled object in them is refused. Token ids that are all -1 are not known.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError
-from equipoise.routes._layout import wire_rows
+from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.interpret import Format, Recording
-from equipoise.routes.source import Source, integer_array, write_torch
+from equipoise.routes.source import Source, integer_array
 from equipoise.routes.wire import field
 
 _KEY = "rollout_routed_experts"
@@ -132,22 +123,6 @@ def _type(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _write(routes: Routes, path: Path) -> None:
-    samples = []
-    for i, sample in enumerate(routes):
-        tokens = np.full(sample.num_tokens, -1, dtype=np.int64) if sample.tokens_T is None else sample.tokens_T
-        samples.append(
-            {
-                "index": i,
-                "tokens": tokens.tolist(),
-                _KEY: wire_rows(sample, routes, dtype=np.int32),
-                "weight_versions": list(dict.fromkeys(s.weight_version for s in sample.segments if s.weight_version)),
-                "metadata": {"name": sample.name},
-            }
-        )
-    write_torch({"rollout_id": 0, "samples": samples}, path)
-
-
 FORMATS = (
     Format(
         name="slime",
@@ -155,6 +130,5 @@ FORMATS = (
         suffixes=(".pt",),
         matches=_matches,
         read=_read,
-        write=_write,
     ),
 )

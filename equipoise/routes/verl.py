@@ -1,43 +1,37 @@
-"""verl batches: `verl` (padded) and `verl-jagged`, read and written. Checked with verl 1dda039b (2026-08-22).
+"""verl batches: `verl` (padded) and `verl-jagged`. Checked with verl 1dda039b (2026-08-22).
 
 `verl`: one batch as `.npz`, `.pt` (weights only), a dict, a TensorDict or a DataProto, or a list of such batches, with
     routed_experts   [bsz, prompt + response, layers, K] int16 (any integer dtype is read): ids by token position;
                      prompts are padded on the left, responses on the right, filler rows are 0
-    attention_mask   [bsz, prompt + response] 0 or 1: 1 on the tokens of a sample, which stand together
+    attention_mask   [bsz, prompt + response] 0 or 1: 1 on the tokens of a sample, which are contiguous
     input_ids        [bsz, prompt + response] token ids, optional
-`verl-jagged`: the same without padding, as `left_right_2_no_padding` makes it, with
+`verl-jagged`: the same without padding, as `left_right_2_no_padding` returns it, with
     routed_experts   jagged nested tensor [bsz, j, layers, K]; input_ids, optional, jagged [bsz, j]
                      (`.pt`, dict, TensorDict; a bare nested tensor is read too)
     or, as `.npz` or a dict of arrays: the nested tensor's parts
     values [sum of j, layers, K]; offsets [bsz + 1] ascending from 0; input_ids [sum of j], optional
 
-layers is all decoder layers (dense ones zero) or the MoE layers only. A sample is called "row i", with the batch's
-place in front where there are several.
+layers is all decoder layers (dense ones zero) or the MoE layers only. A sample is named "row i", after the place of its
+batch where there are several.
 
 The last token of a sample is sampled but never forwarded, so verl fills its row with zeros and does not replay it: a
 last row that is zero in every layer is that filler and is not read as a row. (In mode R2 the trainer records the last
 row too; it is then read.) Trailing zero rows before it, which multi-turn loops leave, are unknown; where K is 1, so
-that zero rows cannot be told by their equal ids, they are set to -1.
+that zero rows cannot be recognised by their equal ids, they are set to -1.
 
-Writing: every sample begins in column 0; unknown rows are -1, never 0. Weight versions have no place in this form.
-
-Invariants (asserted by the tests):
-1. A row belongs to the token that the attention mask puts it at, whatever the padding.
-2. An id outside the attention mask is an error: mask and routes are then shifted against each other.
-3. write, read, equal for samples of T or T-1 rows, with masks and tokens.
-4. A batch without `attention_mask` and without NeMo-RL's `input_lengths` can be either's: it is claimed, never guessed.
+A row belongs to the token at its column of the attention mask. An id outside the mask is an error: mask and routes are
+then shifted against each other. A batch with neither `attention_mask` nor NeMo-RL's `input_lengths` can be either's:
+both formats match it, and the caller must name one.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes._layout import wire_rows, write_npz
+from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.interpret import Format, Recording
-from equipoise.routes.source import Source, integer_array, is_tensor, plain_array, write_torch
+from equipoise.routes.source import Source, integer_array, is_tensor, plain_array
 
 _KEY = "routed_experts"
 
@@ -120,7 +114,9 @@ def _span(what: str, mask: np.ndarray, ids: np.ndarray) -> tuple[int, int]:
     begin, end = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 0)
     if end - begin != len(columns):
         hole = begin + int(np.flatnonzero(~mask[begin:end])[0])
-        raise RoutesError(f"{what}: attention_mask has a hole at column {hole}; the tokens of a sample stand together")
+        raise RoutesError(
+            f"{what}: attention_mask has a hole at column {hole}; the tokens of a sample must be contiguous"
+        )
     outside = np.flatnonzero(ids.any(axis=(1, 2)) & ~mask)
     if len(outside):
         raise RoutesError(
@@ -206,78 +202,6 @@ def _recording(name: str, rows: np.ndarray, *, tokens: np.ndarray | None) -> Rec
     return Recording(name=name, rows=rows, num_tokens=num_tokens, tokens=tokens)
 
 
-def _write_padded(routes: Routes, path: Path) -> None:
-    width = max((sample.num_tokens for sample in routes), default=0)
-    model = routes.model
-    ids = np.zeros((len(routes), width, model.hidden_layers, model.top_k), dtype=np.int16)
-    mask = np.zeros((len(routes), width), dtype=np.int64)
-    for b, sample in enumerate(routes):
-        ids[b, : sample.num_tokens] = _token_rows(sample, routes)
-        mask[b, : sample.num_tokens] = 1
-    content = {_KEY: ids, "attention_mask": mask}
-    tokens = _tokens(routes)
-    if tokens:
-        padded = np.zeros((len(routes), width), dtype=np.int64)
-        for b, sample_tokens in enumerate(tokens):
-            padded[b, : len(sample_tokens)] = sample_tokens
-        content["input_ids"] = padded
-    _save(content, path)
-
-
-def _write_jagged(routes: Routes, path: Path) -> None:
-    rows = [_token_rows(sample, routes) for sample in routes]
-    tokens = _tokens(routes)
-    if path.suffix.lower() == ".pt":
-        _save_nested(rows, tokens, path)
-        return
-    shape = (0, routes.model.hidden_layers, routes.model.top_k)
-    content: dict[str, Any] = {
-        "values": np.concatenate([np.zeros(shape, dtype=np.int16), *rows]),
-        "offsets": np.cumsum([0] + [len(r) for r in rows], dtype=np.int64),
-    }
-    if tokens:
-        content["input_ids"] = np.concatenate(tokens)
-    _save(content, path)
-
-
-def _tokens(routes: Routes) -> list[np.ndarray]:
-    """Token ids of all samples, or none where a sample has none."""
-    tokens = [sample.tokens_T for sample in routes if sample.tokens_T is not None]
-    return tokens if len(tokens) == len(routes) else []
-
-
-def _token_rows(sample: SampleRoutes, routes: Routes) -> np.ndarray:
-    """One row per token: the recorded rows, -1 where the recording stopped early, zeros for the last token."""
-    rows = np.full((sample.num_tokens, routes.model.hidden_layers, routes.model.top_k), -1, dtype=np.int16)
-    if sample.num_rows < sample.num_tokens:
-        rows[-1] = 0
-    rows[: sample.num_rows] = wire_rows(sample, routes, dtype=np.int16)
-    return rows
-
-
-def _save(content: dict[str, Any], path: Path) -> None:
-    if path.suffix.lower() == ".pt":
-        write_torch(content, path)
-    else:
-        write_npz(content, path)
-
-
-def _save_nested(rows: list[np.ndarray], tokens: list[np.ndarray], path: Path) -> None:
-    try:
-        import torch
-    except ImportError as error:
-        raise RoutesError(
-            f"{path.suffix} needs torch to be written; pip install 'equipoise[torch]', or write .npz"
-        ) from error
-
-    def nested(parts: list[np.ndarray]) -> Any:
-        return torch.nested.as_nested_tensor([torch.from_numpy(np.array(p)) for p in parts], layout=torch.jagged)
-
-    if not rows:
-        raise RoutesError("a jagged tensor needs at least one sample; write .npz")
-    write_torch({_KEY: nested(rows), **({"input_ids": nested(tokens)} if tokens else {})}, path)
-
-
 FORMATS = (
     Format(
         name="verl",
@@ -285,7 +209,6 @@ FORMATS = (
         suffixes=(".npz", ".pt"),
         matches=_matches_padded,
         read=_read_padded,
-        write=_write_padded,
     ),
     Format(
         name="verl-jagged",
@@ -293,6 +216,5 @@ FORMATS = (
         suffixes=(".npz", ".pt"),
         matches=_matches_jagged,
         read=_read_jagged,
-        write=_write_jagged,
     ),
 )

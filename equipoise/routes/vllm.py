@@ -1,41 +1,35 @@
-"""vLLM's recorded routes: offline arrays (`vllm`) and HTTP responses (`vllm-http`).
+"""vLLM's recorded routes: offline arrays (`vllm`) and HTTP responses (`vllm-http`, also written).
 
 Checked against vLLM a014e35f (0.28) and 006ebac2 (later): `vllm/outputs.py`, `entrypoints/openai/*/protocol.py`,
 `entrypoints/scale_out/token_in_token_out/protocol.py`. Ids are logical, captured before the engine's own balancing.
 
-Form `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated - 1, hidden layers, K]`.
+Format `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated - 1, hidden layers, K]`.
     dtype           uint8 up to 256 experts, else uint16; int32 before 0.22
     last token      has no row: it was sampled, never forwarded; without token ids there is one token more than rows
     dense layers    zeros
-    `.npy`          one sample; a folder of them: one sample per file, named by the file
-    `.npz`          one array per sample, named by its key; `<name>_tokens` beside `<name>` holds its token ids
+    `.npy`          one sample; a folder of them: one sample per file, named after the file
+    `.npz`          one array per sample, named by its key; `<name>_tokens` holds the token ids of `<name>`
     object          an array, a list of arrays, or `RequestOutput`s (objects or dicts): `request_id`,
                     `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`;
                     or its outputs alone, whose `token_ids` lack the prompt's and are not used
-    written         `.npz`; has no place for start, weight version, nor (without token ids) a number of tokens
 
-Form `vllm-http`: JSON responses of chat, completions and `/generate`, one per line, as a list, or one object.
+Format `vllm-http`: JSON responses of chat, completions and `/generate`, one per line, as a list, or one object.
     id, request_id                      name of the sample; turns of one sample share it
     choices[i].routed_experts           base64 of the bytes of a `.npy` file (magic, header, data) of the array above
     choices[i].index                    int; several choices are named "choice 1 of <id>"
-    choices[i].token_ids                generated token ids, where asked for
+    choices[i].token_ids                generated token ids, where requested
     prompt_token_ids                    of the response, its choice, or `token_ids` of a kept `request`
     usage.prompt_tokens, .completion_tokens     token counts; the latter sums all choices, so it is used for one only
-    choices[i].weight_versions          spans {version, start, end} over generated tokens (see `_wire.py`)
+    choices[i].weight_versions          spans {version, start, end} over generated tokens (see `wire.py`)
     routed_experts_prompt_start         request field: first token with a row; kept in the record, its `request`, or
                                         the `sampling_params` of either
-    written         `.jsonl` of `/generate` responses, one per segment. Routes do not know where the prompt ends: all
-                    tokens before a segment and the first of it count as prompt, which is where its rows start.
-
-Does not know missing rows, layers or turns: `interpret.py` judges them.
-
-Invariants (asserted by the tests):
-1. A response's base64 decodes to exactly the `.npy` array in it; pickled objects are refused.
-2. Write, read, interpret gives equal routes wherever the form has room; else writing is refused.
-3. `matches` claims three-axis integer arrays, and JSON responses whose payload starts like a `.npy` file.
+    written         `.jsonl` of `/generate` responses, one per segment. Routes do not say where the prompt ends: all
+                    tokens before a segment and its first token count as prompt, which is where its rows start.
 """
 
+import base64
 import io
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,17 +37,6 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
-from equipoise.routes._layout import (
-    check_names,
-    encode_base64,
-    engine_dtype,
-    engine_rows,
-    refuse_versions,
-    segments_of,
-    tokens_until,
-    write_jsonl,
-    write_npz,
-)
 from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array
 from equipoise.routes.wire import (
@@ -94,30 +77,52 @@ def read_offline(source: Source, model: ModelShape) -> Iterator[Recording]:
         elif isinstance(record, Mapping) and _is_archive(record):
             yield from _read_archive(record, place=place)
         elif field(record, "routed_experts") is not None:
-            yield from _read_output(record, Response(name=place, versions=field(record, "weight_versions")))
+            rows = integer_array(f"{place}: routed_experts", field(record, "routed_experts"), ndim=3)
+            yield from recordings(rows, Response(name=place, versions=field(record, "weight_versions")))
         else:
             name = place.removesuffix(" record 0").removesuffix(".npy")
             yield from recordings(integer_array(place, record, ndim=3), Response(name=name))
 
 
-def write_offline(routes: Routes, path: Path) -> None:
-    """Write one array per sample into an `.npz`."""
-    check_names(routes, form="vllm")
-    arrays: dict[str, np.ndarray] = {}
-    for sample in routes:
-        refuse_versions(sample, form="vllm", instead="vllm-http or the native store")
-        if sample.tokens_T is None and sample.num_rows != sample.num_tokens - 1:
-            raise RoutesError(
-                f"sample {sample.name!r} has {sample.num_rows} rows for {sample.num_tokens} tokens; form 'vllm' means "
-                "one token more than rows unless token ids are given: write vllm-http or the native store"
-            )
-        arrays[sample.name] = engine_rows(sample, routes, form="vllm", dtype=engine_dtype(routes.model.experts))
-        if sample.tokens_T is not None:
-            arrays[sample.name + TOKENS_SUFFIX] = np.asarray(sample.tokens_T)
-    taken = [s.name for s in routes if s.name.removesuffix(TOKENS_SUFFIX) in arrays and s.name.endswith(TOKENS_SUFFIX)]
-    if taken:
-        raise RoutesError(f"sample {taken[0]!r} is named like the token ids of another sample; rename one")
-    write_npz(arrays, path)
+def _is_archive(record: Mapping[Any, Any]) -> bool:
+    samples = [name for name in record if not _is_tokens(name, record)]
+    return bool(samples) and all(isinstance(n, str) and is_int_array(record[n], ndim=3) for n in samples)
+
+
+def _is_tokens(name: Any, record: Mapping[Any, Any]) -> bool:
+    return isinstance(name, str) and name.endswith(TOKENS_SUFFIX) and name.removesuffix(TOKENS_SUFFIX) in record
+
+
+def _read_archive(record: Mapping[Any, Any], *, place: str) -> Iterator[Recording]:
+    for name in record:
+        if _is_tokens(name, record):
+            continue
+        where = f"{place}: array {name!r}"
+        # Files of a folder may use the same keys, and equal names would make them turns of one sample.
+        owner = str(name) if place == "record 0" else f"{name} of {place.removesuffix(' record 0')}"
+        tokens = token_array(record.get(f"{name}{TOKENS_SUFFIX}"), f"{name}{TOKENS_SUFFIX}", place=where)
+        rows = integer_array(where, record[name], ndim=3)
+        num_tokens = None if tokens is None else len(tokens)
+        yield from recordings(rows, Response(name=owner, num_tokens=num_tokens, tokens=tokens))
+
+
+def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
+    outputs = items(record, "outputs", place=place)
+    owner = given_name(field(record, "request_id"), place=place)
+    prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
+    for position, output in enumerate(outputs):
+        generated = token_array(field(output, "token_ids"), "token_ids", place=place)
+        tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+        response = Response(
+            name=choice_name(owner, output, position=position, count=len(outputs)),
+            start=_prompt_start(record, None, place=place),
+            num_prompt=None if prompt is None else len(prompt),
+            num_tokens=None if tokens is None else len(tokens),
+            tokens=tokens,
+            versions=field(output, "weight_versions"),
+        )
+        rows = integer_array(f"{response.name}: routed_experts", field(output, "routed_experts"), ndim=3)
+        yield from recordings(rows, response)
 
 
 def matches_http(source: Source) -> bool:
@@ -145,12 +150,6 @@ def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
             yield from recordings(rows, http_response(record, choice, position=position, place=place))
 
 
-def write_http(routes: Routes, path: Path) -> None:
-    """Write `/generate` responses, one line per segment."""
-    check_names(routes, form="vllm-http")
-    write_jsonl(_http_records(routes), path)
-
-
 def http_response(record: Any, choice: Any, *, position: int, place: str) -> Response:
     """Return what a response says about one of its choices, besides the rows."""
     count = len(field(record, "choices"))
@@ -163,13 +162,9 @@ def http_response(record: Any, choice: Any, *, position: int, place: str) -> Res
     num_generated = optional_count(field(usage, "completion_tokens"), "usage.completion_tokens", place=place)
     num_prompt = num_prompt if prompt is None else len(prompt)
     num_generated = (num_generated if count == 1 else None) if generated is None else len(generated)
+    owner = given_name(field(record, "id"), field(record, "request_id"), place=place)
     return Response(
-        name=choice_name(
-            given_name(field(record, "id"), field(record, "request_id"), place=place),
-            choice,
-            position=position,
-            count=count,
-        ),
+        name=choice_name(owner, choice, position=position, count=count),
         start=_prompt_start(record, request, place=place),
         num_prompt=num_prompt,
         num_tokens=None if num_prompt is None or num_generated is None else num_prompt + num_generated,
@@ -184,9 +179,75 @@ def _prompt_start(record: Any, request: Any, *, place: str) -> int:
     return optional_count(start, "routed_experts_prompt_start", place=place) or 0
 
 
+def write_http(routes: Routes, path: Path) -> None:
+    """Write `/generate` responses, one line per segment: how a training run keeps its own rollouts."""
+    names = [sample.name for sample in routes]
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        # Read back, they would be turns of one sample.
+        raise RoutesError(f"two samples are named {twice!r}; format 'vllm-http' identifies them by name: rename one")
+    with path.open("w", encoding="utf-8") as file:
+        for sample in routes:
+            rows = engine_rows(sample, routes, form="vllm-http", dtype=engine_dtype(routes.model.experts))
+            for segment in sample.segments or (Segment(start=0, stop=sample.num_rows),):
+                npy = io.BytesIO()
+                np.lib.format.write_array(npy, rows[segment.start : segment.stop], version=(1, 0), allow_pickle=False)
+                record = generate_record(sample, segment, base64.b64encode(npy.getvalue()).decode("ascii"))
+                if segment.start:
+                    record["routed_experts_prompt_start"] = segment.start
+                if segment.weight_version:
+                    span = {"version": segment.weight_version, "start": 0, "end": record["usage"]["completion_tokens"]}
+                    record["choices"][0]["weight_versions"] = [span]
+                file.write(json.dumps(record) + "\n")
+
+
+def engine_dtype(experts: int) -> np.dtype:
+    """Return the dtype vLLM returns since 0.22: uint8 up to 256 experts, then uint16; int32 beyond what that holds."""
+    if experts > 2**16:
+        return np.dtype(np.int32)
+    return np.dtype(np.uint8 if experts <= 2**8 else np.uint16)
+
+
+def engine_rows(sample: SampleRoutes, routes: Routes, *, form: str, dtype: np.dtype) -> np.ndarray:
+    """Lay out a sample's rows as engines do: all hidden layers, dense layers and unknown rows as zeros.
+
+    Args:
+        sample: one of `routes`
+        routes: whose layers and model they are
+        form: name of the format, for messages
+        dtype: an integer dtype that holds every expert id
+
+    Returns:
+        [rows, hidden layers, K]
+    """
+    model, known_TL = routes.model, sample.known_TL
+    if routes.layer_numbers != model.layer_numbers:
+        raise RoutesError(
+            f"routes hold {len(routes.layer_numbers)} of {model.layers} MoE layers; format {form!r} cannot name them: "
+            "write the native store"
+        )
+    if sample.padding_T is not None and sample.padding_T.any():
+        raise RoutesError(
+            f"sample {sample.name!r}: {int(sample.padding_T.sum())} padding rows, which format {form!r} cannot mark: "
+            "write the native store"
+        )
+    if known_TL is not None and not known_TL.all() and model.top_k == 1:
+        raise RoutesError(
+            f"sample {sample.name!r} has unknown rows; format {form!r} marks them by equal ids, which every row of a "
+            "top-1 model has: write the native store"
+        )
+    rows = np.zeros((sample.num_rows, model.hidden_layers, model.top_k), dtype=dtype)
+    rows[:, list(routes.layer_numbers)] = (
+        sample.ids_TLK if known_TL is None else np.where(known_TL[:, :, None], sample.ids_TLK, 0)
+    )
+    return rows
+
+
 def generate_record(sample: SampleRoutes, segment: Segment, payload: Any) -> dict[str, Any]:
     """Return a `/generate` response of one choice for one segment, with `payload` as its routes."""
-    total = tokens_until(sample, segment.stop)
+    # When the segment's last row was made there was one sampled token more than rows; at the end, all tokens.
+    is_last = segment.stop == sample.num_rows
+    total = sample.num_tokens if is_last else min(segment.stop + 1, sample.num_tokens)
     num_prompt = min(segment.start + 1, total)
     choice: dict[str, Any] = {"index": 0, "routed_experts": payload}
     record: dict[str, Any] = {"request_id": sample.name, "choices": [choice]}
@@ -197,83 +258,18 @@ def generate_record(sample: SampleRoutes, segment: Segment, payload: Any) -> dic
     return record
 
 
-def _http_records(routes: Routes) -> Iterator[dict[str, Any]]:
-    for sample in routes:
-        rows = engine_rows(sample, routes, form="vllm-http", dtype=engine_dtype(routes.model.experts))
-        for segment in segments_of(sample):
-            record = generate_record(sample, segment, _npy_base64(rows[segment.start : segment.stop]))
-            if segment.start:
-                record["routed_experts_prompt_start"] = segment.start
-            if segment.weight_version:
-                span = {"version": segment.weight_version, "start": 0, "end": record["usage"]["completion_tokens"]}
-                record["choices"][0]["weight_versions"] = [span]
-            yield record
-
-
-def _npy_base64(rows: np.ndarray) -> str:
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, np.ascontiguousarray(rows), version=(1, 0), allow_pickle=False)
-    return encode_base64(stream.getvalue())
-
-
-def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
-    outputs = items(record, "outputs", place=place)
-    owner = given_name(field(record, "request_id"), place=place)
-    prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
-    for position, output in enumerate(outputs):
-        generated = token_array(field(output, "token_ids"), "token_ids", place=place)
-        tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
-        response = Response(
-            name=choice_name(owner, output, position=position, count=len(outputs)),
-            start=_prompt_start(record, None, place=place),
-            num_prompt=None if prompt is None else len(prompt),
-            num_tokens=None if tokens is None else len(tokens),
-            tokens=tokens,
-            versions=field(output, "weight_versions"),
-        )
-        yield from _read_output(output, response)
-
-
-def _read_output(output: Any, response: Response) -> Iterator[Recording]:
-    rows = integer_array(f"{response.name}: routed_experts", field(output, "routed_experts"), ndim=3)
-    yield from recordings(rows, response)
-
-
-def _is_archive(record: Mapping[Any, Any]) -> bool:
-    samples = [name for name in record if not _is_tokens(name, record)]
-    return bool(samples) and all(isinstance(n, str) and is_int_array(record[n], ndim=3) for n in samples)
-
-
-def _is_tokens(name: Any, record: Mapping[Any, Any]) -> bool:
-    return isinstance(name, str) and name.endswith(TOKENS_SUFFIX) and name.removesuffix(TOKENS_SUFFIX) in record
-
-
-def _read_archive(record: Mapping[Any, Any], *, place: str) -> Iterator[Recording]:
-    for name in record:
-        if _is_tokens(name, record):
-            continue
-        where = f"{place}: array {name!r}"
-        # Files of a folder may use the same keys, and equal names would make them turns of one sample.
-        owner = str(name) if place == "record 0" else f"{name} of {place.removesuffix(' record 0')}"
-        tokens = token_array(record.get(f"{name}{TOKENS_SUFFIX}"), f"{name}{TOKENS_SUFFIX}", place=where)
-        rows = integer_array(where, record[name], ndim=3)
-        num_tokens = None if tokens is None else len(tokens)
-        yield from recordings(rows, Response(name=owner, num_tokens=num_tokens, tokens=tokens))
-
-
 FORMATS = (
     Format(
         name="vllm",
         summary="vLLM offline: arrays [tokens - 1, hidden layers, K] in .npy, .npz, a folder, or RequestOutput objects",
-        suffixes=(".npz",),
+        suffixes=(".npz", ".npy"),
         matches=matches_offline,
         read=read_offline,
-        write=write_offline,
     ),
     Format(
         name="vllm-http",
         summary="vLLM HTTP: JSON responses with base64 .npy in choices[i].routed_experts",
-        suffixes=(".jsonl",),
+        suffixes=(".jsonl", ".json"),
         matches=matches_http,
         read=read_http,
         write=write_http,

@@ -1,19 +1,12 @@
-"""What the readers of the engine formats share: turning wire payloads into arrays without trusting them.
+"""What the readers of engine formats share: decoding payloads, and the weight versions of their rows.
 
-A payload becomes an array only if its bytes are exactly what its shape and dtype ask for; nothing is ever unpickled.
-
-Knows base64, `.npy` headers and weight-version spans. Does not know any engine's field names, nor how to write
-(that is `_layout.py`).
+A payload becomes an array only if its bytes are exactly what its shape and dtype need; nothing is cut, padded or
+unpickled, and only integers are accepted.
 
 Weight-version spans, as vLLM (`choices[i].weight_versions`) and SGLang (`meta_info.weight_versions`) write them: a list
 of `{"version": str, "start": int, "end": int}` over the *generated* tokens, half-open, in order, without gaps. The row
 of token t computes token t + 1, so generated token g of a prompt of P tokens belongs to row P + g - 1, and every row
 before the prompt's last one to the first span.
-
-Invariants (asserted by the tests):
-1. A payload whose bytes do not exactly fill its shape is refused; no array is ever cut or padded.
-2. Only integer arrays come out; bytes that would have to be unpickled are refused.
-3. Rows of a response are handed out once each, in order, whatever its spans.
 """
 
 import base64
@@ -36,9 +29,9 @@ NPY_MAGIC_BASE64 = "k05VTVBZ"
 """Base64 of the first six bytes of every `.npy` file."""
 
 MAX_TOKENS = 2**31 - 1
-"""No sample has more; a larger count is damage, and must not become the size of an array."""
+"""Most tokens of a sample; a larger count is damage, and must not become the size of an array."""
 
-# Everything numpy's header parser is seen to raise on damaged bytes.
+# What numpy's header parser raises on damaged bytes.
 _HEADER_ERRORS = (
     ValueError,
     TypeError,
@@ -66,43 +59,43 @@ class Response:
 
 
 def field(record: Any, name: str) -> Any:
-    """Entry `name` of a mapping, attribute `name` of an object, or None."""
+    """Return entry `name` of a mapping, attribute `name` of an object, or None."""
     return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
 
 
 def find_field(name: str, *records: Any) -> Any:
-    """The first of `records` that has a `name` that is not None gives it."""
+    """Return field `name` of the first of `records` that has it."""
     return next((value for record in records if (value := field(record, name)) is not None), None)
 
 
 def items(record: Any, name: str, *, place: str) -> Sequence[Any]:
-    """Entry `name` of a record as a non-empty list, or an error naming the place."""
+    """Return entry `name` of a record, which must be a non-empty list."""
     value = field(record, name)
     if not isinstance(value, list | tuple) or not value:
-        raise RoutesError(f"{place}: {name!r} must be a list with at least one entry, got {_words(value)}")
+        raise RoutesError(f"{place}: {name!r} must be a list with at least one entry, got {_describe(value)}")
     return value
 
 
 def choice_name(owner: str, choice: Any, *, position: int, count: int) -> str:
-    """Name of one choice: its owner's where it is the only one, else "choice 1 of <owner>"."""
+    """Name one choice: as its owner if it is the only one, else "choice 1 of <owner>"."""
     index = field(choice, "index")
     return owner if count == 1 else f"choice {position if index is None else index} of {owner}"
 
 
 def given_name(*names: Any, place: str) -> str:
-    """The first id among `names`, text or a number, else the record's place."""
+    """Return the first id among `names`, text or a number, else the record's place."""
     return next((str(name) for name in names if type(name) is int or (isinstance(name, str) and name)), place)
 
 
 def optional_count(value: Any, what: str, *, place: str) -> int | None:
-    """A number of tokens, None where the record has none."""
+    """Return a number of tokens, None if the record has none."""
     if value is None:
         return None
     return require_int(f"{place}: {what}", value, low=0, high=MAX_TOKENS, error=RoutesError)
 
 
 def token_array(value: Any, what: str, *, place: str) -> np.ndarray | None:
-    """Token ids as an int64 array, None where the record has none."""
+    """Return token ids as an int64 array, None if the record has none."""
     if value is None:
         return None
     array = integer_array(f"{place}: {what}", value, ndim=1)
@@ -118,7 +111,7 @@ def is_int_array(value: Any, *, ndim: int) -> bool:
 def decode_base64(text: Any, *, place: str) -> bytes:
     """Decode strict standard base64."""
     if not isinstance(text, str):
-        raise RoutesError(f"{place}: routed_experts must be base64 text, got {_words(text)}")
+        raise RoutesError(f"{place}: routed_experts must be base64 text, got {_describe(text)}")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -157,7 +150,7 @@ def shape_bytes(raw: bytes, *, dtype: np.dtype, shape: Any, place: str, order: s
     try:
         array: np.ndarray = np.ndarray(axes, dtype=dtype, buffer=raw, order="F" if order == "F" else "C")
     except (ValueError, TypeError) as error:
-        # Only an axis of no length gets here: the others may then be anything.
+        # Only a shape with an axis of length 0 fails here: its other axes may be anything.
         raise RoutesError(f"{place}: routed_experts cannot have shape {list(axes)}: {error}") from error
     return array.astype(dtype.newbyteorder("="), copy=False)
 
@@ -189,7 +182,7 @@ def recordings(rows: np.ndarray, response: Response) -> Iterator[Recording]:
 
 
 def _row_spans(response: Response, end: int) -> list[tuple[int, int, str]]:
-    """(first row, row after the last, version) of each run of rows of one weight version."""
+    """Return (first row, row after the last, version) of each run of rows of one weight version."""
     spans = _checked_spans(response)
     if len(spans) <= 1:
         return [(response.start, end, spans[0][1] if spans else "")]
@@ -207,12 +200,14 @@ def _row_spans(response: Response, end: int) -> list[tuple[int, int, str]]:
 
 
 def _checked_spans(response: Response) -> list[tuple[int, str]]:
-    """(end, version) of each span."""
+    """Return (end, version) of each span."""
     versions = response.versions
     if versions is None or isinstance(versions, str):
         return [(0, versions)] if versions else []
     if not isinstance(versions, list | tuple):
-        raise RoutesError(f"{response.name}: weight versions must be a name or a list of spans, got {_words(versions)}")
+        raise RoutesError(
+            f"{response.name}: weight versions must be a name or a list of spans, got {_describe(versions)}"
+        )
     spans: list[tuple[int, str]] = []
     for span in versions:
         start = require_int(f"{response.name}: span start", field(span, "start"), low=0, error=RoutesError)
@@ -226,15 +221,7 @@ def _checked_spans(response: Response) -> list[tuple[int, str]]:
     return [span for start, span in zip(starts, spans, strict=False) if span[0] > start] or spans[-1:]
 
 
-def _words(value: Any) -> str:
-    """A short description of a value for an error message."""
+def _describe(value: Any) -> str:
+    """Describe a value for an error message, in short."""
     text = repr(value) if isinstance(value, str | int | float | bool | None) else ""
     return f"{type(value).__name__} {text[:40]}".strip()
-
-
-def parse_shape(text: str) -> list[int] | None:
-    """`SxLxK` as three plain decimal integers, None if it is not that."""
-    parts = text.split("x")
-    if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
-        return None
-    return [int(part) for part in parts]

@@ -10,7 +10,7 @@ from equipoise.cli import main
 from equipoise.cli.doctor import check_slicing, doctor
 from equipoise.core import ModelShape, Routes, SampleRoutes
 from equipoise.core.model import preset_names
-from equipoise.routes.registry import write_routes
+from tests.routes.writers import write_dump
 
 MODEL = ModelShape.preset("olmoe")
 
@@ -44,7 +44,7 @@ def samples():
 
 
 def write(samples, path, form):
-    write_routes(Routes.of(samples, model=MODEL), path, format=form)
+    write_dump(Routes.of(samples, model=MODEL), path, format=form)
     return path
 
 

@@ -19,9 +19,9 @@ from equipoise.rl.config import RolloutConfig, change
 from equipoise.rl.model import build_model, copy_model
 from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler
 from equipoise.rl.task import Arithmetic, CharTokenizer
-from equipoise.routes import write_routes
 from tests.rl import work
 from tests.rl.test_model import tiny
+from tests.routes.writers import write_dump
 
 CONFIG = RolloutConfig(samples=2, max_new_tokens=4, prompts=3)
 MODEL = copy_model(build_model(tiny("qwen3-moe"), seed=0))
@@ -64,7 +64,7 @@ def test_a_recorded_folder_gives_the_same_samples_the_short_ones_first(tmp_path,
     for place, lost in ((1, 2), (4, 2), (2, 1)):
         whole = samples[place]
         samples[place] = replace(whole, tokens_T=whole.tokens_T[:-lost], ids_TLK=whole.ids_TLK[:-lost])
-    write_routes(to_routes(samples, SHAPE), tmp_path / f"step-000000{FORMS[form]}", format=form)
+    write_dump(to_routes(samples, SHAPE), tmp_path / f"step-000000{FORMS[form]}", format=form)
     found = list(RecordedRollouts(str(tmp_path), outside()).generate(REQUEST))
     assert_same(found, samples)
     assert [place for place, _ in found] == [1, 4, 2, 0, 3, 5]
@@ -72,7 +72,7 @@ def test_a_recorded_folder_gives_the_same_samples_the_short_ones_first(tmp_path,
 
 def test_a_rank_takes_its_own_questions(tmp_path):
     samples = sampled()
-    write_routes(to_routes(samples, SHAPE), tmp_path / "a.jsonl", format="vllm-http")
+    write_dump(to_routes(samples, SHAPE), tmp_path / "a.jsonl", format="vllm-http")
     second = Request(step=0, first=1, questions=REQUEST.questions[1:], seed=5)
     found = list(RecordedRollouts(str(tmp_path), outside()).generate(second))
     assert_same(found, samples[2:])
@@ -195,7 +195,7 @@ def test_an_answer_that_is_of_no_use_is_told_with_what_the_engine_says(monkeypat
 def broken_file(folder, *, what):
     """A recording in which the second sample is broken."""
     path = folder / "step-000000.jsonl"
-    write_routes(to_routes(sampled(), SHAPE), path, format="vllm-http")
+    write_dump(to_routes(sampled(), SHAPE), path, format="vllm-http")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     choice = lines[1]["choices"][0]
     if what == "base64":
@@ -225,7 +225,7 @@ def test_broken_routes_are_refused_by_name_or_used_without_foresight(tmp_path, w
 
 
 def test_another_tasks_rollouts_too_few_samples_and_missing_steps_are_refused(tmp_path):
-    write_routes(to_routes(sampled(), SHAPE), tmp_path / "a.jsonl", format="vllm-http")
+    write_dump(to_routes(sampled(), SHAPE), tmp_path / "a.jsonl", format="vllm-http")
     rollouts = RecordedRollouts(str(tmp_path), outside())
     other = Request(step=0, first=0, questions=Arithmetic(("add",)).questions(3, seed=9, step=9), seed=5)
     with pytest.raises(RoutesError, match="does not begin with question"):

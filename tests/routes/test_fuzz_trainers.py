@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes.registry import detect, find_format, read_routes, write_routes
+from equipoise.routes.registry import detect, read_routes
+from tests.routes.writers import SUFFIXES, write_dump
 
 MODEL = ModelShape(name="tiny", experts=6, top_k=2, layer_numbers=(1, 2), hidden_layers=3, hidden=8, expert_width=4)
 TRAINERS = ["verl", "verl-jagged", "slime", "megatron-trace", "megatron-replay"]
@@ -142,9 +143,9 @@ def written(tmp_path_factory):
     samples = [SampleRoutes(name=f"row {b}", ids_TLK=ids, num_tokens=3, tokens_T=np.arange(3)) for b in range(2)]
     files = []
     for name in TRAINERS:
-        for suffix in find_format(name).suffixes:
+        for suffix in SUFFIXES[name]:
             path = folder / f"{name}{suffix}"
-            write_routes(Routes.of(samples, model=MODEL), path, format=name)
+            write_dump(Routes.of(samples, model=MODEL), path, format=name)
             files.append(path)
     return files
 

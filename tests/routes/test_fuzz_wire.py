@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import io
 import json
 
 import numpy as np
@@ -14,6 +15,7 @@ from equipoise.routes import nemo_rl, prime_rl, sglang, vllm
 from equipoise.routes.interpret import interpret
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import model_of, routes_of
+from tests.routes.writers import write_form
 
 MODEL = model_of()
 FORMATS = {form.name: form for module in (vllm, sglang, prime_rl, nemo_rl) for form in module.FORMATS}
@@ -38,7 +40,7 @@ def records_of(name, folder):
     """What the form's writer makes of three samples, segments and versions where it has room for them."""
     form = FORMATS[name]
     path = folder / f"{name}{form.suffixes[0]}"
-    form.write(routes_of(MODEL, segments=name in ("vllm-http", "sglang", "sglang-openai")), path)
+    write_form(form, routes_of(MODEL, segments=name in ("vllm-http", "sglang", "sglang-openai")), path)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -171,7 +173,9 @@ def test_what_sglang_accepts_is_exactly_what_was_sent(data):
 @given(edits=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4), cut=st.integers(0, 40))
 def test_damaged_npy_bytes_give_our_error_or_the_same_bytes(edits, cut):
     rows = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
-    raw = bytearray(base64.b64decode(vllm._npy_base64(rows)))
+    file = io.BytesIO()
+    np.lib.format.write_array(file, rows, version=(1, 0), allow_pickle=False)
+    raw = bytearray(file.getvalue())
     for place, value in edits:
         raw[place % len(raw)] = value
     raw = bytes(raw[: len(raw) - cut])
@@ -187,7 +191,7 @@ def test_damaged_npy_bytes_give_our_error_or_the_same_bytes(edits, cut):
 def test_damaged_files_give_our_error_only(name, tmp_path):
     form = FORMATS[name]
     path = tmp_path / f"dump{form.suffixes[0]}"
-    form.write(routes_of(MODEL), path)
+    write_form(form, routes_of(MODEL), path)
     whole = path.read_bytes()
 
     @settings(max_examples=60, deadline=None)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes.registry import detect, read_routes, stream_recordings, write_routes
+from equipoise.routes.registry import detect, read_routes, stream_recordings
+from tests.routes.writers import write_dump
 
 MODEL = ModelShape(name="tiny", experts=6, top_k=2, layer_numbers=(1, 2), hidden_layers=3, hidden=8, expert_width=4)
 IDS = {1: [[1, 2], [5, 0], [3, 1]], 2: [[3, 4], [2, 1], [0, 5]]}
@@ -184,7 +185,7 @@ def test_named_layers_may_be_one_stage(tmp_path):
     routes = read_routes({2: torch.tensor(IDS[2])}, model=MODEL)
     assert routes.layer_numbers == (2,)
     for suffix in (".npz", ".pt"):
-        write_routes(routes, tmp_path / f"a{suffix}", format="megatron-replay")
+        write_dump(routes, tmp_path / f"a{suffix}", format="megatron-replay")
         assert read_routes(tmp_path / f"a{suffix}", model=MODEL) == routes
 
 
@@ -223,7 +224,7 @@ def test_write_read_equal_ids_and_masks(tmp_path, form, suffix):
         SampleRoutes(name="c", ids_TLK=IDS_TLK[:0], num_tokens=0),
     ]
     path = tmp_path / f"a{suffix}"
-    write_routes(Routes.of(samples, model=MODEL), path, format=form)
+    write_dump(Routes.of(samples, model=MODEL), path, format=form)
     assert detect(path).name == form
     back = read_routes(path, model=MODEL)
     assert ids_of(back) == [IDS_TLK.tolist(), masked.tolist(), []]
@@ -234,4 +235,4 @@ def test_write_read_equal_ids_and_masks(tmp_path, form, suffix):
 @pytest.mark.parametrize(("form", "suffix"), [("megatron-trace", ".jsonl"), ("megatron-replay", ".npz")])
 def test_nothing_cannot_be_written(tmp_path, form, suffix):
     with pytest.raises(RoutesError, match="no sample to write"):
-        write_routes(Routes.of([], model=MODEL), tmp_path / f"a{suffix}", format=form)
+        write_dump(Routes.of([], model=MODEL), tmp_path / f"a{suffix}", format=form)

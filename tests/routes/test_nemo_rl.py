@@ -12,6 +12,7 @@ from equipoise.routes import nemo_rl
 from equipoise.routes.interpret import interpret
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
+from tests.routes.writers import carry_dtype, write_form
 
 TEXT, BATCH = nemo_rl.FORMATS
 
@@ -174,7 +175,7 @@ def test_a_ragged_batch_gains_padding_and_is_stable_after_that(tmp_path):
 def test_a_recording_that_stopped_early_reads_back_with_missing_rows(tmp_path):
     model = model_of()
     sample = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2], [3, 4]]]), num_tokens=4)
-    TEXT.write(Routes.of([sample], model=model), tmp_path / "a.jsonl")
+    write_form(TEXT, Routes.of([sample], model=model), tmp_path / "a.jsonl")
     [back] = interpret(TEXT.read(Source.of(tmp_path / "a.jsonl"), model), model=model)
     assert back.known_TL.tolist() == [[True, True], [False, False], [False, False]]
 
@@ -183,14 +184,14 @@ def test_a_recording_that_stopped_early_reads_back_with_missing_rows(tmp_path):
 def test_what_has_no_place_is_refused(form, tmp_path):
     model = model_of()
     with pytest.raises(RoutesError, match="no place for them"):
-        form.write(routes_of(model, segments=True), tmp_path / "a.npz")
+        write_form(form, routes_of(model, segments=True), tmp_path / "a.npz")
     part = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2]]]), num_tokens=2)
     with pytest.raises(RoutesError, match="1 of them"):
-        form.write(Routes.of([part], model=model, layer_numbers=[2]), tmp_path / "a.npz")
+        write_form(form, Routes.of([part], model=model, layer_numbers=[2]), tmp_path / "a.npz")
 
 
 def test_the_smallest_signed_dtype_is_used():
-    assert [nemo_rl.carry_dtype(n) for n in (128, 129, 32768, 32769)] == [np.int8, np.int16, np.int16, np.int32]
+    assert [carry_dtype(n) for n in (128, 129, 32768, 32769)] == [np.int8, np.int16, np.int16, np.int32]
 
 
 @pytest.mark.parametrize(

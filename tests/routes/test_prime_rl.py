@@ -12,6 +12,7 @@ from equipoise.core import Routes, RoutesError, SampleRoutes, Segment
 from equipoise.routes import prime_rl
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
+from tests.routes.writers import write_form
 
 (FORM,) = prime_rl.FORMATS
 
@@ -102,9 +103,9 @@ def test_turns_without_a_version_are_kept_by_their_start(tmp_path):
 
 def test_weight_versions_and_unknown_top_1_rows_are_refused(tmp_path):
     with pytest.raises(RoutesError, match="no place for them, write vllm-http"):
-        FORM.write(routes_of(model_of(), segments=True), tmp_path / "a.jsonl")
+        write_form(FORM, routes_of(model_of(), segments=True), tmp_path / "a.jsonl")
     with pytest.raises(RoutesError, match="top-1"):
-        FORM.write(routes_of(model_of(top_k=1)), tmp_path / "a.jsonl")
+        write_form(FORM, routes_of(model_of(top_k=1)), tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

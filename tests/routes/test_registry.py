@@ -26,9 +26,11 @@ from equipoise.routes.registry import (
     stream_routes,
     write_routes,
 )
+from tests.routes.writers import SUFFIXES, write_dump
 
 MODEL = ModelShape(name="tiny", experts=12, top_k=3, layer_numbers=(1, 2, 3), hidden_layers=4, hidden=8, expert_width=4)
-WRITTEN = [pytest.param(form, suffix, id=f"{form.name}{suffix}") for form in FORMATS for suffix in form.suffixes]
+WRITTEN = [pytest.param(name, suffix, id=f"{name}{suffix}") for name in SUFFIXES for suffix in SUFFIXES[name]]
+OURS = [pytest.param(form, form.suffixes[0], id=form.name) for form in FORMATS if form.write is not None]
 
 
 def good_routes(num_samples=3, *, seed=0):
@@ -71,8 +73,8 @@ def test_names_are_unique_and_every_form_says_what_it_is():
 @pytest.mark.parametrize(("form", "suffix"), WRITTEN)
 def test_each_form_recognises_what_it_wrote_and_gives_it_back(tmp_path, form, suffix):
     routes, path = good_routes(), tmp_path / f"dump{suffix}"
-    write_routes(routes, path, format=form.name)
-    assert [f.name for f in FORMATS if f.matches(registry.Source.of(path).opened())] == [form.name]
+    write_dump(routes, path, format=form)
+    assert [f.name for f in FORMATS if f.matches(registry.Source.of(path).opened())] == [form]
     back = read_routes(path, model=MODEL)
     assert len(back) == len(routes)
     for sample, again in zip(routes, back, strict=True):
@@ -83,7 +85,7 @@ def test_each_form_recognises_what_it_wrote_and_gives_it_back(tmp_path, form, su
 @pytest.mark.parametrize(("form", "suffix"), WRITTEN)
 def test_streamed_and_read_are_the_same(tmp_path, form, suffix):
     path = tmp_path / f"dump{suffix}"
-    write_routes(good_routes(), path, format=form.name)
+    write_dump(good_routes(), path, format=form)
     stream = stream_routes(path, model=MODEL)
     assert stream.layer_numbers == MODEL.layer_numbers
     assert list(stream) == list(read_routes(path, model=MODEL))
@@ -95,7 +97,7 @@ def test_streamed_and_read_are_the_same(tmp_path, form, suffix):
     "dump", [{"a": 1}, [], [1, 2], ["text"], 3, None, object(), np.zeros(3), {"routed_experts": 1}]
 )
 def test_an_unknown_object_lists_all_forms(dump):
-    with pytest.raises(RoutesError, match="is of no known form") as caught:
+    with pytest.raises(RoutesError, match="has no known format") as caught:
         detect(dump)
     assert all(name in str(caught.value) for name in format_names())
 
@@ -103,7 +105,7 @@ def test_an_unknown_object_lists_all_forms(dump):
 def test_an_unknown_file_lists_all_forms_and_a_broken_one_says_why(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"something": "else"}))
-    with pytest.raises(RoutesError, match=r"a.jsonl is of no known form.*\n.*equipoise"):
+    with pytest.raises(RoutesError, match=r"a.jsonl has no known format.*\n.*equipoise"):
         read_routes(path, model=MODEL)
     path.write_text("{")
     with pytest.raises(RoutesError, match="line 1 is not JSON"):
@@ -117,11 +119,10 @@ def test_several_candidates_are_listed_and_a_name_decides(monkeypatch):
         suffixes=(".npz",),
         matches=find_format("verl").matches,
         read=find_format("verl").read,
-        write=find_format("verl").write,
     )
     monkeypatch.setattr(registry, "FORMATS", (*FORMATS, twin))
     batch = {"routed_experts": np.zeros((1, 1, 4, 3), dtype=np.int16), "attention_mask": np.ones((1, 1), dtype=int)}
-    with pytest.raises(RoutesError, match="can be several forms; choose one with --format") as caught:
+    with pytest.raises(RoutesError, match="can have several formats; choose one with --format") as caught:
         read_routes(batch, model=MODEL)
     listed = str(caught.value).splitlines()[1:]
     assert [line.split()[0] for line in listed] == ["verl", "twin"]
@@ -131,7 +132,7 @@ def test_several_candidates_are_listed_and_a_name_decides(monkeypatch):
 
 def test_a_named_form_is_not_second_guessed(tmp_path):
     path = tmp_path / "a.npz"
-    write_routes(good_routes(), path, format="verl")
+    write_dump(good_routes(), path, format="verl")
     with pytest.raises(RoutesError, match="neither a jagged routed_experts nor values and offsets"):
         read_routes(path, model=MODEL, format="verl-jagged")
     with pytest.raises(RoutesError, match="no format 'verll'; known: equipoise, vllm"):
@@ -139,8 +140,18 @@ def test_a_named_form_is_not_second_guessed(tmp_path):
 
 
 def test_a_suffix_the_form_does_not_have_is_refused(tmp_path):
-    with pytest.raises(RoutesError, match=r"form 'slime' is written to .pt files"):
-        write_routes(good_routes(), tmp_path / "a.npz", format="slime")
+    with pytest.raises(RoutesError, match=r"format 'equipoise' is written to .eqr files"):
+        write_routes(good_routes(), tmp_path / "a.npz")
+
+
+def test_a_format_that_is_only_read_is_not_written(tmp_path):
+    with pytest.raises(RoutesError, match="format 'slime' is only read; write one of: equipoise, vllm-http"):
+        write_routes(good_routes(), tmp_path / "a.pt", format="slime")
+
+
+def test_the_tests_can_write_every_format():
+    assert list(SUFFIXES) == format_names()
+    assert all(set(SUFFIXES[form.name]) <= set(form.suffixes) for form in FORMATS)
 
 
 def test_last_row_and_allow_short_reach_the_interpretation():
@@ -255,17 +266,17 @@ def test_an_empty_object_holds_no_record(dump):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json"])
 def test_an_empty_file_holds_no_record(tmp_path, name):
     (tmp_path / name).write_text("[]" if name == "a.json" else "\n")
-    with pytest.raises(RoutesError, match=rf"{name} is of no known form: it holds no record"):
+    with pytest.raises(RoutesError, match=rf"{name} has no known format: it holds no record"):
         read_routes(tmp_path / name, model=MODEL)
 
 
-@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+@pytest.mark.parametrize(("form", "suffix"), OURS)
 def test_a_folder_that_is_not_there_is_our_error(tmp_path, form, suffix):
     with pytest.raises(RoutesError, match=r"dump.*cannot be written: there is no folder .*nowhere"):
         write_routes(good_routes(), tmp_path / "nowhere" / f"dump{suffix}", format=form.name)
 
 
-@pytest.mark.parametrize(("form", "suffix"), WRITTEN)
+@pytest.mark.parametrize(("form", "suffix"), OURS)
 def test_a_dump_that_cannot_be_written_whole_leaves_what_was_there_before(tmp_path, monkeypatch, form, suffix):
     path = tmp_path / f"dump{suffix}"
     path.write_text("precious")
@@ -287,7 +298,7 @@ def test_a_model_of_another_kind_is_refused():
 
 def test_a_batch_without_mask_and_lengths_can_be_two_forms():
     batch = {"routed_experts": np.zeros((1, 4, 4, 3), dtype=np.int16)}
-    with pytest.raises(RoutesError, match=r"can be several forms.*\n  verl .*\n  nemo-rl-batch"):
+    with pytest.raises(RoutesError, match=r"can have several formats.*\n  verl .*\n  nemo-rl-batch"):
         read_routes(batch, model=MODEL)
     with pytest.raises(RoutesError, match="no 'attention_mask'"):
         read_routes(batch, model=MODEL, format="verl")

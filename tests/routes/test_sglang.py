@@ -11,6 +11,7 @@ from equipoise.core import RoutesError
 from equipoise.routes import sglang
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
+from tests.routes.writers import write_form
 
 NATIVE, OPENAI = sglang.FORMATS
 
@@ -176,8 +177,8 @@ def test_write_read_equal(form, segments, tokens, model, tmp_path):
 
 def test_the_writer_puts_weight_version_and_start_where_the_spec_says(tmp_path):
     routes = routes_of(model_of(), segments=True)
-    NATIVE.write(routes, tmp_path / "native.jsonl")
-    OPENAI.write(routes, tmp_path / "openai.jsonl")
+    write_form(NATIVE, routes, tmp_path / "native.jsonl")
+    write_form(OPENAI, routes, tmp_path / "openai.jsonl")
     native = [json.loads(line) for line in (tmp_path / "native.jsonl").read_text().splitlines()]
     openai = [json.loads(line) for line in (tmp_path / "openai.jsonl").read_text().splitlines()]
     assert [r["meta_info"].get("weight_version") for r in native] == ["3", "4", None, "3", "4"]
@@ -192,7 +193,7 @@ def test_the_writer_puts_weight_version_and_start_where_the_spec_says(tmp_path):
 @pytest.mark.parametrize("form", sglang.FORMATS, ids=lambda f: f.name)
 def test_unknown_rows_of_a_top_1_model_are_refused(form, tmp_path):
     with pytest.raises(RoutesError, match="top-1"):
-        form.write(routes_of(model_of(top_k=1)), tmp_path / "a.jsonl")
+        write_form(form, routes_of(model_of(top_k=1)), tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

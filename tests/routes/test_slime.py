@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
-from equipoise.routes.registry import detect, read_routes, write_routes
+from equipoise.routes.registry import detect, read_routes
+from tests.routes.writers import write_dump
 
 MODEL = ModelShape(name="tiny", experts=6, top_k=2, layer_numbers=(1, 2), hidden_layers=3, hidden=8, expert_width=4)
 ROWS = (
@@ -161,13 +162,13 @@ def test_write_read_equal(tmp_path):
         SampleRoutes(name="one", ids_TLK=ids[:0], num_tokens=1, tokens_T=np.array([8])),
     ]
     routes = Routes.of(awkward, model=MODEL)
-    write_routes(routes, tmp_path / "a.pt", format="slime")
+    write_dump(routes, tmp_path / "a.pt", format="slime")
     assert detect(tmp_path / "a.pt").name == "slime"
     assert read_routes(tmp_path / "a.pt", model=MODEL) == routes
 
 
 def test_the_written_dump_is_what_slime_loads(tmp_path):
-    write_routes(expected(), tmp_path / "a.pt", format="slime")
+    write_dump(expected(), tmp_path / "a.pt", format="slime")
     data = torch.load(tmp_path / "a.pt", weights_only=True)
     first = data["samples"][0]
     assert first["tokens"] == TOKENS[0]

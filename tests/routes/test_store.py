@@ -160,7 +160,7 @@ def test_the_bytes_are_those_of_the_spec(tmp_path):
 
 def boundaries(path):
     """Offsets at which 0, 1, 2, ... samples are whole."""
-    entries = open_store(path).samples._entries
+    entries = open_store(path).samples._found
     return [entries[0].offset, *(e.stop for e in entries)]
 
 
@@ -207,7 +207,7 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path, bit):
 
 def test_a_damaged_payload_is_found_when_its_sample_is_first_read(tmp_path):
     path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b"), make_sample("c")])
-    entry = open_store(path).samples._entries[1]
+    entry = open_store(path).samples._found[1]
     data = bytearray(path.read_bytes())
     data[entry.start + 3] ^= 4
     path.write_bytes(data)
@@ -225,8 +225,8 @@ def test_an_id_outside_the_model_is_refused_even_with_a_right_checksum(tmp_path)
     path = write_store(tmp_path / "x.eqr", [make_sample("a")])
     foreign = MODEL.replace(experts=12)
     write_store(tmp_path / "y.eqr", [make_sample("a", model=foreign, seed=3)], model=foreign)
-    header = open_store(path).samples._entries[0].offset
-    other = open_store(tmp_path / "y.eqr").samples._entries[0].offset
+    header = open_store(path).samples._found[0].offset
+    other = open_store(tmp_path / "y.eqr").samples._found[0].offset
     path.write_bytes(path.read_bytes()[:header] + (tmp_path / "y.eqr").read_bytes()[other:])
     with pytest.raises(RoutesError, match=r"sample 0 'a': .* the model has experts 0\.\.8"):
         open_store(path).samples[0]
@@ -234,7 +234,7 @@ def test_an_id_outside_the_model_is_refused_even_with_a_right_checksum(tmp_path)
 
 def test_recovery_drops_last_samples_whose_payload_never_reached_the_disk(tmp_path):
     path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b", 30)])
-    entry = open_store(path).samples._entries[1]
+    entry = open_store(path).samples._found[1]
     data = path.read_bytes()[: entry.stop]
     path.write_bytes(data[: entry.start] + bytes(len(data) - entry.start))
     assert [s.name for s in open_store(path, recover=True)] == ["a"]

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes
-from equipoise.routes.registry import detect, read_routes, write_routes
+from equipoise.routes.registry import detect, read_routes
+from tests.routes.writers import write_dump
 
 MODEL = ModelShape(name="tiny", experts=6, top_k=2, layer_numbers=(1, 2), hidden_layers=3, hidden=8, expert_width=4)
 ROWS = [  # [T - 1, decoder layers, K]: layer 0 is dense
@@ -237,13 +238,13 @@ def awkward():
 @pytest.mark.parametrize("routes", [pytest.param(expected(), id="good"), pytest.param(awkward(), id="awkward")])
 def test_write_read_equal(tmp_path, form, suffix, routes):
     path = tmp_path / f"a{suffix}"
-    write_routes(routes, path, format=form)
+    write_dump(routes, path, format=form)
     assert detect(path).name == form
     assert read_routes(path, model=MODEL) == routes
 
 
 def test_the_written_padded_batch_is_what_verl_expects(tmp_path):
-    write_routes(awkward(), tmp_path / "a.npz", format="verl")
+    write_dump(awkward(), tmp_path / "a.npz", format="verl")
     with np.load(tmp_path / "a.npz") as file:
         ids, mask = file["routed_experts"], file["attention_mask"]
     assert ids.dtype == np.int16
@@ -256,7 +257,7 @@ def test_the_written_padded_batch_is_what_verl_expects(tmp_path):
 
 def test_no_sample_at_all(tmp_path):
     nothing = Routes.of([], model=MODEL)
-    write_routes(nothing, tmp_path / "a.npz", format="verl-jagged")
+    write_dump(nothing, tmp_path / "a.npz", format="verl-jagged")
     assert read_routes(tmp_path / "a.npz", model=MODEL) == nothing
     with pytest.raises(RoutesError, match="at least one sample"):
-        write_routes(nothing, tmp_path / "a.pt", format="verl-jagged")
+        write_dump(nothing, tmp_path / "a.pt", format="verl-jagged")

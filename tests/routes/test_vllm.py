@@ -18,6 +18,7 @@ from equipoise.routes.registry import read_routes
 from equipoise.routes.source import Source
 from equipoise.routes.wire import Response, recordings
 from tests.routes.wire_cases import MODELS, model_of, read, round_trip, routes_of
+from tests.routes.writers import write_form
 
 OFFLINE, HTTP = vllm.FORMATS
 
@@ -259,19 +260,19 @@ def test_archives_of_a_folder_do_not_share_sample_names(tmp_path):
 def test_offline_refuses_what_it_cannot_hold(tmp_path):
     model = model_of()
     with pytest.raises(RoutesError, match="no place for them, write vllm-http"):
-        OFFLINE.write(routes_of(model, segments=True), tmp_path / "a.npz")
+        write_form(OFFLINE, routes_of(model, segments=True), tmp_path / "a.npz")
     full = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2], [3, 4]]]), num_tokens=1)
     with pytest.raises(RoutesError, match="1 rows for 1 tokens"):
-        OFFLINE.write(Routes.of([full], model=model), tmp_path / "a.npz")
+        write_form(OFFLINE, Routes.of([full], model=model), tmp_path / "a.npz")
     with pytest.raises(RoutesError, match="two samples are named 's'"):
-        HTTP.write(Routes.of([full, full], model=model), tmp_path / "a.jsonl")
+        write_form(HTTP, Routes.of([full, full], model=model), tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("form", vllm.FORMATS, ids=lambda f: f.name)
 def test_unknown_rows_of_a_top_1_model_are_refused(form, tmp_path):
     model = model_of(top_k=1)
     with pytest.raises(RoutesError, match="top-1"):
-        form.write(routes_of(model), tmp_path / "a")
+        write_form(form, routes_of(model), tmp_path / "a")
     routes = routes_of(model, unknown=False)
     assert round_trip(form, routes, tmp_path / f"dump{form.suffixes[0]}") == routes
 
@@ -281,10 +282,10 @@ def test_padding_and_partial_layers_are_refused(form, tmp_path):
     model = model_of()
     padded = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2], [3, 4]]]), num_tokens=2, padding_T=np.array([True]))
     with pytest.raises(RoutesError, match="padding"):
-        form.write(Routes.of([padded], model=model), tmp_path / "a")
+        write_form(form, Routes.of([padded], model=model), tmp_path / "a")
     part = SampleRoutes(name="s", ids_TLK=np.array([[[1, 2]]]), num_tokens=2)
     with pytest.raises(RoutesError, match="1 of 2 MoE layers"):
-        form.write(Routes.of([part], model=model, layer_numbers=[2]), tmp_path / "a")
+        write_form(form, Routes.of([part], model=model, layer_numbers=[2]), tmp_path / "a")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import numpy as np
 from equipoise.core import ModelShape, Routes, SampleRoutes, Segment
 from equipoise.routes.interpret import interpret
 from equipoise.routes.source import Source
+from tests.routes.writers import write_form
 
 
 def model_of(*, experts=8, top_k=2, layer_numbers=(1, 2), hidden_layers=3):
@@ -24,7 +25,7 @@ def read(form, dump, model):
 
 
 def round_trip(form, routes, path):
-    form.write(routes, path)
+    write_form(form, routes, path)
     assert form.matches(Source.of(path))
     stream = interpret(form.read(Source.of(path), routes.model), model=routes.model)
     return Routes.of(list(stream), model=routes.model, layer_numbers=stream.layer_numbers)

@@ -13,7 +13,8 @@ import pytest
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.routes.doctor import diagnose
-from equipoise.routes.registry import FORMATS, stream_recordings, write_routes
+from equipoise.routes.registry import FORMATS, stream_recordings
+from tests.routes.writers import write_dump
 
 MODEL = ModelShape(
     name="small", experts=64, top_k=4, layer_numbers=(1, 2, 3), hidden_layers=4, hidden=8, expert_width=8
@@ -177,7 +178,7 @@ CASES = [
 
 def write(form, samples, model, folder):
     target = folder / f"dump{form.suffixes[0].replace('/', '')}"
-    write_routes(Routes.of(samples, model=model), target, format=form.name)
+    write_dump(Routes.of(samples, model=model), target, format=form.name)
     return target
 
 
@@ -243,7 +244,7 @@ def test_a_truncated_dump_is_a_finding_that_names_the_place(form, tmp_path):
 def test_recordings_of_two_formats_agree_when_the_tokens_are_the_same(second, tmp_path):
     samples = draw()
     first = Routes.of(samples, model=MODEL)
-    write_routes(first, tmp_path / "first.jsonl", format="vllm-http")
+    write_dump(first, tmp_path / "first.jsonl", format="vllm-http")
     target = write(second, samples, MODEL, tmp_path)
     diagnosis = diagnose(
         stream_recordings(tmp_path / "first.jsonl", model=MODEL),
@@ -260,7 +261,7 @@ def test_a_trainer_that_lost_the_first_row_is_found_in_every_format(second, tmp_
     samples = draw()
     shifted = [replace(s, ids_TLK=np.roll(s.ids_TLK, -1, axis=0)) for s in samples]
     target = write(second, shifted, MODEL, tmp_path)
-    write_routes(Routes.of(samples, model=MODEL), tmp_path / "first.jsonl", format="vllm-http")
+    write_dump(Routes.of(samples, model=MODEL), tmp_path / "first.jsonl", format="vllm-http")
     diagnosis = diagnose(
         stream_recordings(tmp_path / "first.jsonl", model=MODEL),
         model=MODEL,

@@ -26,7 +26,8 @@ from equipoise.routes.doctor.markers import (
     slice_markers,
     slice_numbers,
 )
-from equipoise.routes.registry import FORMATS, read_routes, write_routes
+from equipoise.routes.registry import FORMATS, read_routes
+from tests.routes.writers import write_dump
 
 MODEL = ModelShape.preset("olmoe", layers=4)
 LENGTHS = (7, 64, 33, 1, 120)
@@ -219,7 +220,7 @@ def test_a_schedule_cut_otherwise_is_found():
 def test_markers_pass_through_every_format(form, tmp_path):
     markers = plant((48, 96, 144), model=MODEL)
     target = tmp_path / f"dump{form.suffixes[0].replace('/', '')}"
-    write_routes(markers.routes(), target, format=form.name)
+    write_dump(markers.routes(), target, format=form.name)
     samples = list(read_routes(target, model=MODEL, format=form.name))
     own = [s.ids_TLK if s.padding_T is None else s.ids_TLK[~s.padding_T] for s in samples]
     got = np.concatenate(own)

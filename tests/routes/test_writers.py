@@ -1,12 +1,12 @@
-"""Routes laid out as they stand on a wire, or refused."""
+"""The writers of the tests lay routes out as engines do, or refuse."""
 
 import numpy as np
 import pytest
 
 from equipoise.core import Routes, RoutesError, SampleRoutes
-from equipoise.routes._layout import wire_rows
 from equipoise.routes.interpret import Recording
 from tests.routes.test_interpret import MODEL, good_rows, one
+from tests.routes.writers import wire_rows
 
 
 def routes_of(sample, model=MODEL, **layers):
