@@ -1,12 +1,14 @@
-"""The list of verbs. To add one: write `cli/VERB.py` with a function of that name, and add it to `VERBS`.
+"""The list of verbs, and how their options become flags.
 
-Knows which verbs exist and nothing of what they do. A verb's help ends with the examples of its module's docstring.
+A verb is a function whose parameters are flags. Options that belong together are one parameter, a frozen dataclass
+whose fields are annotated with `typer.Option` and whose class variable `SECTION` is their heading in the help. A verb's
+help ends with the examples of its module's docstring.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_type_hints
@@ -15,31 +17,67 @@ import typer
 from typer.core import TyperCommand
 
 from equipoise import __version__
-from equipoise.cli.analyze import analyze
 from equipoise.cli.calibrate import calibrate
-from equipoise.cli.convert import count, formats, ingest, loads
+from equipoise.cli.convert import convert, generate
 from equipoise.cli.doctor import doctor
-from equipoise.cli.generate import generate
 from equipoise.cli.output import guarded
 from equipoise.cli.plan import plan
 from equipoise.cli.report import report
-from equipoise.cli.simulate import simulate
+from equipoise.cli.simulate import analyze, simulate
 from equipoise.cli.train import train
+from equipoise.core.errors import EquipoiseError
 
-# Options that go together are one parameter of a verb; here they become flags, and sections of its help.
-#
-# A group is a frozen dataclass whose fields are annotated with `typer.Option`; its class variable `SECTION` heads
-# them in
-# the help. A verb takes a group by keyword, with a default instance where its defaults differ from the fields'.
-# Knows typer. Does not know which options there are: those that verbs share are in `options.py`.
-#
-# Invariants (asserted by the tests):
-# 1. A verb gets each group as one object, with what was on the command line or the defaults.
-# 2. The help lists every flag once, under its group's section; flags of no group stand under Options.
+VERBS = (doctor, convert, generate, plan, analyze, simulate, report, train, calibrate)
+RENAMED = {
+    "ingest": "equipoise convert DUMP -o routes.eqr",
+    "count": "equipoise convert DUMP --to counts -o counts.npz",
+    "loads": "equipoise convert DUMP --to loads -o loads.npz",
+    "formats": "equipoise convert --formats",
+    "parity": "equipoise train --compare off,static,equipoise",
+}
+"""Old verbs, and the command that does the same."""
+
+HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
+
+Start here:
+equipoise analyze --demo
+
+Your own rollouts:
+equipoise doctor rollouts.jsonl --model qwen3-30b-a3b
+equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8
+
+Exit codes: 0 good, 1 findings, 2 bad input.
+With --json the last line is one JSON document.
+Files that exist are replaced only with --force.
+"""
+
+
+def build_app() -> typer.Typer:
+    """Build the command line."""
+    app = typer.Typer(
+        name="equipoise",
+        help=HELP.replace("\n\n", "\n\n\b\n"),
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    # A callback also keeps the verb's name on the command line if only one verb is listed.
+    app.callback()(_options_before_verb)
+    for verb in VERBS:
+        app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(guarded(verb)))
+    return app
+
+
+def refuse_renamed(arguments: Sequence[str]) -> None:
+    """Raise if the verb is an old name, and name the command that does the same."""
+    if arguments and arguments[0] in RENAMED:
+        raise EquipoiseError(f"there is no verb {arguments[0]!r} any more; use: {RENAMED[arguments[0]]}")
 
 
 def flatten(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return the verb with every field of its groups as a parameter of its own, as typer reads them."""
+    """Return the verb with every field of its groups as a parameter of its own, which typer turns into a flag."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     flat: list[inspect.Parameter] = []
@@ -60,11 +98,11 @@ def flatten(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags(group: Any, default: object) -> Iterator[inspect.Parameter]:
-    """The fields of a group, each with the group's section and its default."""
+    """Yield the fields of a group as parameters, with the defaults of the verb's own default group if it has one."""
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
         kind, option = get_args(hints[field.name])
-        # The same option may stand in another group, or in none.
+        # A copy, because the same option may be in another group, or in none.
         option = copy(option)
         option.rich_help_panel = group.SECTION
         value = field.default if default is inspect.Parameter.empty else getattr(default, field.name)
@@ -77,7 +115,7 @@ def _flags(group: Any, default: object) -> Iterator[inspect.Parameter]:
 
 
 class SectionedCommand(TyperCommand):
-    """A verb whose help has a heading for each group of options: plain text, for any terminal and pager."""
+    """A verb whose help has a heading for each group of options, in plain text for any terminal and pager."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options by section, in the order of the verb's parameters."""
@@ -92,57 +130,24 @@ class SectionedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-VERBS = (analyze, doctor, ingest, count, loads, plan, simulate, report, generate, train, calibrate, formats)
-
-HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
-
-Start here:
-equipoise analyze --demo
-
-Your own rollouts:
-equipoise doctor rollouts.jsonl --model qwen3-30b-a3b
-equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8
-
-Exit codes: 0 good, 1 findings, 2 bad input.
-With --json the last line is one JSON document.
-Files that exist are replaced only with --force.
-"""
-
-
-def build_app() -> typer.Typer:
-    """Build the command line anew; nothing is kept between calls."""
-    app = typer.Typer(
-        name="equipoise",
-        help=HELP.replace("\n\n", "\n\n\b\n"),
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(_before_verbs)
-    for verb in VERBS:
-        app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(guarded(verb)))
-    return app
-
-
 def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"equipoise {__version__}")
         raise typer.Exit
 
 
-def _before_verbs(
+def _options_before_verb(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Take the options before a verb; typer also keeps the verb in the command for it if only one is listed."""
+    """Take the options before a verb."""
 
 
 def _examples(verb: Callable[..., None]) -> str | None:
-    """The command lines of a verb's module docstring, one a line; None where its own help has them."""
-    if "equipoise " in (verb.__doc__ or ""):
+    """Return a verb's examples from its module's docstring, one a line; None if its own help has them."""
+    start = f"equipoise {verb.__name__}"
+    if start in (verb.__doc__ or ""):
         return None
     lines = (sys.modules[verb.__module__].__doc__ or "").splitlines()
-    return "\b\nExamples:\n" + "\n".join(line.strip() for line in lines if line.strip().startswith("equipoise "))
+    return "\b\nExamples:\n" + "\n".join(line.strip() for line in lines if line.strip().startswith(start))

@@ -1,190 +1,142 @@
-"""Bring a dump of any form into the native store: mapped, checksummed, quick to read again.
+"""Convert recorded routes into the native store, histograms or loads; or generate a workload into a store.
 
-equipoise ingest rollouts.jsonl --model qwen3-30b-a3b -o routes.eqr
-equipoise ingest step_12/ --model path/to/config.json --format slime -o routes.eqr
+    equipoise convert rollouts.jsonl --model qwen3-30b-a3b -o routes.eqr
+    equipoise convert routes.eqr --to loads --ep 32 --schedule tokens:16384 -o loads.npz
+    equipoise convert routes.eqr --to counts --pairs -o counts.npz
+    equipoise convert --formats
+
+    equipoise generate --model qwen3-30b-a3b --samples 64 --tokens 2048 -o routes.eqr
+    equipoise generate --model deepseek-v3 --samples 16 --tokens 8192 --length-sigma 0 --seed 7 -o routes.eqr
+
+The store is mapped and checksummed. Histograms are enough to plan, and thousands of times smaller than routes. Loads
+are what the planner reads: one file per window and EP group, such as loads-0-recompute.npz and loads-1-update.npz if a
+step has several.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from equipoise.cli.options import DumpArgument, ForceFlag, JsonFlag, Packing, Reading, count_dump, refuse_existing
-from equipoise.cli.output import print_json, progress, screen
-from equipoise.core import ModelShape, RoutesError, SampleRoutes
-from equipoise.core.files import whole_file
-from equipoise.routes.store import StoreWriter
+from equipoise.cli.options import (
+    ForceFlag,
+    JsonFlag,
+    PackingFlags,
+    ReadingFlags,
+    find_model,
+    npz_kind,
+    refuse_existing,
+)
+from equipoise.cli.output import build_table, print_json, progress, screen
+from equipoise.core import EquipoiseError, ModelShape, RoutesError, SampleRoutes, ScheduleError
+from equipoise.core.value import plural, require_int
 
-if TYPE_CHECKING:
-    from equipoise.core import LoadMatrix, RouteCounts
+Target = Literal["store", "counts", "loads"]
 
 
-# Count a dump into histograms: enough to plan, thousands of times smaller than the routes.
-#
-# equipoise count routes.eqr -o counts.npz
-# equipoise count rollouts.jsonl --model qwen3-30b-a3b --pairs -o counts.npz
-
-
-def count(
-    dump: DumpArgument,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The histograms to write, for example counts.npz.")],
+def convert(
+    dump: Annotated[
+        Path | None,
+        typer.Argument(help="Rollouts: a file or folder in any format, or a counts .npz file.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="The file to write: routes.eqr, counts.npz, loads.npz.")
+    ] = None,
+    to: Annotated[
+        Target | None,
+        typer.Option("--to", help="What to write; left out, a name that ends in .eqr is a store."),
+    ] = None,
     *,
-    reading: Reading,
+    reading: ReadingFlags,
     pairs: Annotated[
         bool,
         typer.Option(
             "--pairs",
-            help="Also count which experts are chosen together, for `plan --pairs` and `simulate` with --sends tokens.",
+            help="With --to counts: also count which experts are chosen together, for `plan --pairs` and `simulate "
+            "--sends tokens`.",
         ),
     ] = False,
+    packing: PackingFlags,
+    formats: Annotated[bool, typer.Option("--formats", help="List the formats that can be read, and exit.")] = False,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Count a dump into histograms."""
-    from equipoise.loads import save_counts
+    """Convert recorded routes into a store, histograms or loads."""
+    if formats:
+        if dump is not None or out is not None:
+            raise EquipoiseError(f"--formats only lists formats; leave out {dump or out}, or --formats to convert")
+        _list_formats(as_json=as_json)
+        return
+    if dump is None or out is None:
+        raise EquipoiseError("give a DUMP and a file to write with -o; or --formats to list what can be read")
+    target = _find_target(to, out, pairs=pairs, packing=packing)
+    # A store may replace the store that it is made of: it is written beside it first.
+    refuse_existing(out, force=force, read=[] if target == "store" else [dump])
+    if target == "store":
+        model, stream = reading.stream(dump)
+        with progress("reading") as show:
+            document = write_store(out, stream, model=model, layer_numbers=stream.layer_numbers, show=show)
+        screen(as_json=as_json).print(_describe_store(document))
+    elif target == "counts":
+        document = _write_counts(dump, out, reading, pairs=pairs, as_json=as_json)
+    else:
+        document = _write_loads(dump, out, reading, packing, force=force, as_json=as_json)
+    if as_json:
+        print_json(document)
 
-    refuse_existing(out, force=force, read=[dump])
-    counts = count_dump(dump, reading, pairs=pairs)
-    save_counts(counts, out)
-    figures = {
-        "samples": len(counts),
-        "tokens": int(counts.tokens_B.sum()),
-        "rows": int(counts.count_BLE.sum()),
-        "padding_rows": 0 if counts.padding_BLE is None else int(counts.padding_BLE.sum()),
-        "unknown": 0 if counts.unknown_BL is None else int(counts.unknown_BL.sum()),
-    }
-    screen(as_json=as_json).print(
-        "{samples:,} samples, {tokens:,} tokens, {rows:,} rows in all layers, {padding_rows:,} of padding; "
-        "{unknown:,} routes unknown".format(**figures)
-        + _last_tokens(counts)
+
+def generate(
+    model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The store to write, for example routes.eqr.")],
+    samples: Annotated[int, typer.Option(help="Samples of the step.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Mean tokens of a sample.")] = 2048,
+    length_sigma: Annotated[float, typer.Option(help="Spread of the log-normal length; 0: all equal.")] = 0.6,
+    domains: Annotated[int, typer.Option(help="Kinds of prompts, each with hot experts of its own.")] = 4,
+    seed: Annotated[int, typer.Option(help="Same seed, same workload.")] = 0,
+    step: Annotated[int, typer.Option(help="RL step: popularity drifts with it.")] = 0,
+    force: ForceFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Generate a workload like real rollouts."""
+    from equipoise.loads import generate_samples
+    from equipoise.loads.generator import LIMITS
+
+    refuse_existing(out, force=force)
+    least, most = LIMITS["mean_tokens"]
+    require_int("--tokens", tokens, low=least, high=most, error=RoutesError)
+    shape = find_model(model)
+    stream = generate_samples(
+        shape, samples=samples, mean_tokens=tokens, length_sigma=length_sigma, domains=domains, seed=seed, step=step
     )
+    with progress("generating") as show:
+        document = write_store(
+            out, stream, model=shape, layer_numbers=shape.layer_numbers, show=lambda done, _: show(done, samples)
+        )
+    screen(as_json=as_json).print(_describe_store(document))
     if as_json:
-        print_json({"out": str(out), "model": counts.model.name, **figures})
+        print_json(document)
 
 
-def _last_tokens(counts: "RouteCounts") -> str:
-    """Which samples lack the route of a token in every layer: their last one, which most engines do not record."""
-    from equipoise.report.page import plural
-
-    lacking = 0 if counts.unknown_BL is None else int((counts.unknown_BL.min(axis=1) > 0).sum())
-    if not lacking:
-        return ""
-    whose = "each sample's last token" if lacking == len(counts) else f"the last token of {plural(lacking, 'sample')}"
-    return f" ({whose} has none)"
-
-
-# Schedule a dump and count the loads of every window: what the planner takes.
-#
-# equipoise loads routes.eqr --ep 32 --schedule tokens:16384 -o loads.npz
-# equipoise loads counts.npz --ep 8 --mini-batches 2 --no-recompute -o loads.npz
-#
-# One file per window. Where a step has several, their place and stage go into the names: loads-0-recompute.npz,
-# loads-1-update.npz.
-
-
-def loads(
-    dump: Annotated[Path, typer.Argument(help="Rollouts in any form, or a counts .npz file.", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The loads to write, for example loads.npz.")],
-    *,
-    reading: Reading,
-    packing: Packing,
-    force: ForceFlag = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Count the loads of a step, window by window."""
-    from equipoise.cli.step_loads import load_step, refuse_loads
-
-    refuse_existing(out, force=force, read=[dump])
-    refuse_loads(dump)
-    shape, windows = load_step(dump, reading, packing)
-    paths = [_window_path(out, i, window) if len(windows) > 1 else out for i, window in enumerate(windows)]
-    made = {}
-    for path, window in zip(paths, windows, strict=True):
-        # A file is one EP group's: it does not say how wide that is, and a plan takes all its ranks for one.
-        for g, group in enumerate(window.split_groups(packing.ep)):
-            made[path.with_stem(f"{path.stem}-group{g}") if packing.groups > 1 else path] = group
-    refuse_existing(*made, force=force)
-    written = []
-    for path, window in made.items():
-        window.save(path)
-        written.append({"out": str(path), "stage": window.stage, **_figures(window)})
-        screen(as_json=as_json).print(f"{path}: {_words(window)}", soft_wrap=True)
-    if as_json:
-        print_json({"model": shape.name, "windows": written})
-
-
-def _window_path(out: Path, place: int, window: "LoadMatrix") -> Path:
-    return out.with_name(f"{out.stem}-{place}-{window.stage}{out.suffix}")
-
-
-def _words(window: "LoadMatrix") -> str:
-    from equipoise.report.page import plural
-
-    figures = _figures(window)
-    counts = (plural(figures[name], name[:-1].replace("_", "-")) for name in ("micro_steps", "layers", "ranks", "rows"))
-    return ", ".join((window.stage, *counts))
-
-
-def _figures(window: "LoadMatrix") -> dict[str, int]:
-    return {
-        "micro_steps": window.num_micro_steps,
-        "layers": window.num_layers,
-        "ranks": window.num_ranks,
-        "rows": int(window.load_MLRE.sum()),
-    }
-
-
-# List the forms in which routes can be read and written.
-#
-# equipoise formats
-# equipoise formats --json
-
-
-def formats(as_json: JsonFlag = False) -> None:
-    """List the forms in which routes can be read and written."""
-    from rich.table import Table
-
-    from equipoise.routes.registry import FORMATS
-
-    table = Table("form", "what it is", "written to", title="Forms of recorded routes", title_justify="left")
-    for form in FORMATS:
-        table.add_row(form.name, form.summary, " ".join(form.suffixes))
-    screen(as_json=as_json).print(table)
-    if as_json:
-        listed = [{"name": f.name, "summary": f.summary, "suffixes": list(f.suffixes)} for f in FORMATS]
-        print_json({"formats": listed})
-
-
-# Write samples to a new native store as they come, and say what was written.
-#
-# Shared by `ingest` and `generate`. A file which is replaced is lost only to a whole one.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What a store holds."""
-
-    path: Path
-    model: ModelShape
-    samples: int
-    tokens: int
-
-    def words(self) -> str:
-        """One line for the terminal."""
-        size = self.path.stat().st_size / 1e6
-        return f"{self.samples:,} samples, {self.tokens:,} tokens of {self.model.name} -> {self.path} ({size:,.1f} MB)"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
-        return {
-            "out": str(self.path),
-            "model": self.model.name,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "bytes": self.path.stat().st_size,
-        }
+def _find_target(to: Target | None, out: Path, *, pairs: bool, packing: PackingFlags) -> Target:
+    """Return what to write, or raise if it is not known or an option has no effect on it."""
+    if to is None and out.suffix != ".eqr":
+        raise EquipoiseError(
+            f"{out} does not say what to write; add --to store, --to counts or --to loads (without --to, a name that "
+            "ends in .eqr is a store)"
+        )
+    target = to or "store"
+    if pairs and target != "counts":
+        raise EquipoiseError(f"--pairs has no effect on {target}; add --to counts, or leave --pairs out")
+    plain = PackingFlags()
+    if target != "loads" and packing != plain:
+        changed = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(plain, f.name)]
+        flags = ", ".join("--no-recompute" if name == "recompute" else f"--{name}" for name in changed)
+        raise ScheduleError(
+            f"{flags.replace('_', '-')} schedules samples, and --to {target} does not; give --to loads, or leave it out"
+        )
+    return target
 
 
 def write_store(
@@ -194,8 +146,21 @@ def write_store(
     model: ModelShape,
     layer_numbers: Sequence[int],
     show: Callable[[int, int], None],
-) -> Written:
-    """Write every sample to a new store; `show` is called with (samples done, 0) after each."""
+) -> dict[str, Any]:
+    """Write every sample to a new store, which replaces an old one only when it is complete.
+
+    Args:
+        path: the store
+        samples: its samples
+        model: their model
+        layer_numbers: MoE layers that they hold
+        show: called with (samples done, 0) after each
+
+    Returns: what was written, for JSON
+    """
+    from equipoise.core.files import whole_file
+    from equipoise.routes.store import StoreWriter
+
     count = tokens = 0
     with whole_file(path) as draft, StoreWriter(draft, model=model, layer_numbers=layer_numbers) as writer:
         for count, sample in enumerate(samples, start=1):
@@ -204,23 +169,73 @@ def write_store(
             show(count, 0)
         if not count:
             raise RoutesError("the dump holds no sample; is it the right file?")
-    return Written(path=path, model=model, samples=count, tokens=tokens)
+    size = path.stat().st_size
+    return {"out": str(path), "model": model.name, "samples": count, "tokens": tokens, "bytes": size}
 
 
-def ingest(
-    dump: DumpArgument,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The store to write, for example routes.eqr.")],
-    *,
-    reading: Reading,
-    force: ForceFlag = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Bring a dump of any form into the native store."""
+def _describe_store(document: dict[str, Any]) -> str:
+    return "{samples:,} samples, {tokens:,} tokens of {model} -> {out} ({mb:,.1f} MB)".format(
+        **document, mb=document["bytes"] / 1e6
+    )
 
-    refuse_existing(out, force=force)
-    shape, stream = reading.stream(dump)
-    with progress("reading") as show:
-        written = write_store(out, stream, model=shape, layer_numbers=stream.layer_numbers, show=show)
-    screen(as_json=as_json).print(written.words())
+
+def _write_counts(dump: Path, out: Path, reading: ReadingFlags, *, pairs: bool, as_json: bool) -> dict[str, Any]:
+    """Write the histograms of a dump, and say which routes are unknown."""
+    from equipoise.cli.step_loads import count_dump
+    from equipoise.loads import save_counts
+
+    counts = count_dump(dump, reading, pairs=pairs)
+    save_counts(counts, out)
+    figures = {
+        "samples": len(counts),
+        "tokens": int(counts.tokens_B.sum()),
+        "rows": int(counts.count_BLE.sum()),
+        "padding_rows": 0 if counts.padding_BLE is None else int(counts.padding_BLE.sum()),
+        "unknown": 0 if counts.unknown_BL is None else int(counts.unknown_BL.sum()),
+    }
+    # A sample that lacks a route in every layer lacks its last token's, which most engines do not record.
+    lacking = 0 if counts.unknown_BL is None else int((counts.unknown_BL.min(axis=1) > 0).sum())
+    whose = "each sample's last token" if lacking == len(counts) else f"the last token of {plural(lacking, 'sample')}"
+    screen(as_json=as_json).print(
+        "{samples:,} samples, {tokens:,} tokens, {rows:,} rows in all layers, {padding_rows:,} of padding; "
+        "{unknown:,} routes unknown".format(**figures)
+        + (f" ({whose} has none)" if lacking else "")
+    )
+    return {"out": str(out), "model": counts.model.name, **figures}
+
+
+def _write_loads(
+    dump: Path, out: Path, reading: ReadingFlags, packing: PackingFlags, *, force: bool, as_json: bool
+) -> dict[str, Any]:
+    """Write the loads of a step: one file per window, and per EP group if there are several."""
+    from equipoise.cli.step_loads import open_step
+
+    if npz_kind(dump) == "loads":
+        raise ScheduleError(f"{dump} holds loads, which are scheduled already; equipoise plan reads them as they are")
+    source = open_step(dump, reading, packing)
+    windows = source.windows(packing.ep, None)
+    files = {}
+    for i, window in enumerate(windows):
+        path = out.with_stem(f"{out.stem}-{i}-{window.stage}") if len(windows) > 1 else out
+        # A plan takes all ranks of a file for one EP group, so every group has its own file.
+        for g, group in enumerate(window.split_groups(packing.ep)):
+            files[path.with_stem(f"{path.stem}-group{g}") if packing.groups > 1 else path] = group
+    refuse_existing(*files, force=force)
+    written = []
+    for path, loads in files.items():
+        loads.save(path)
+        sizes = {"micro_steps": loads.num_micro_steps, "layers": loads.num_layers, "ranks": loads.num_ranks}
+        figures = {**sizes, "rows": int(loads.load_MLRE.sum())}
+        written.append({"out": str(path), "stage": loads.stage, **figures})
+        counts = [plural(number, name[:-1].replace("_", "-")) for name, number in figures.items()]
+        screen(as_json=as_json).print(f"{path}: {', '.join((loads.stage, *counts))}", soft_wrap=True)
+    return {"model": source.model.name, "windows": written}
+
+
+def _list_formats(*, as_json: bool) -> None:
+    from equipoise.routes.registry import FORMATS
+
+    rows = [(form.name, form.summary) for form in FORMATS]
+    screen(as_json=as_json).print(build_table(["format", "what it is"], rows, num_text=2, title="Formats of routes"))
     if as_json:
-        print_json(written.to_dict())
+        print_json({"formats": [{"name": name, "summary": summary} for name, summary in rows]})

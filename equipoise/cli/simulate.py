@@ -1,268 +1,318 @@
-"""Replay a step under several policies on a described cluster: seconds by part, sweeps, and where a plan begins to pay.
+"""Predict a step on a described cluster: `analyze` gives the short answer, `simulate` compares policies in full.
+
+    equipoise analyze --demo
+    equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8 --schedule tokens:16384 --memory-gib 20
 
     equipoise simulate --demo
     equipoise simulate rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 16 --sweep ep=8,16 slots=0,1,2
 
-Everything is simulated; no GPU and no torch needed. With --sweep the words NAME=VALUES after it are further axes.
+Neither needs a GPU or torch. `analyze` exits with code 1 if the step does not fit into `--memory-gib`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from equipoise.cli.options import ActivationsOption, Machine, Packing, Reading, Results
-from equipoise.cli.output import INTERRUPTED
+from equipoise.cli import INTERRUPTED
+from equipoise.cli.options import (
+    ActivationsOption,
+    CrossNodeFlag,
+    DemoFlag,
+    HistoryOption,
+    MachineFlags,
+    PackingFlags,
+    ReadingFlags,
+    ResultFlags,
+    SendsOption,
+    check_slots,
+    require_flags,
+)
+from equipoise.cli.output import progress, publish, show_analysis
+from equipoise.core import InfeasiblePlanError, LoadsError, RoutesError
+from equipoise.core.value import require_int
 
 if TYPE_CHECKING:
-    from equipoise.cli.simulation import Source
-    from equipoise.core import LoadMatrix, ModelShape
-    from equipoise.sim import StepSetting
+    from equipoise.cli.step_loads import StepSource
+    from equipoise.core import LoadMatrix
+    from equipoise.sim import Simulation, StepSetting
+    from equipoise.sim.result import BreakEvenCurve, SweepPoint
 
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
+GENERATED = "a generated step"
+TWO_NODES = PackingFlags(ep=16)
+"""Default schedule of `simulate`, so that rows cross nodes."""
+STOPPED = "{} left out: interrupted."
+NO_PLANNING = "Break-even leaves out the planning time, because its windows have other sizes."
+NO_CURVES = "Break-even left out: the layers and micro-steps of the last window that it looks at have no row."
+Axes = Mapping[str, tuple[int, ...]]
 
 
-TWO_NODES = Packing(ep=16)
-"""The default, so that what crosses nodes is seen."""
+def analyze(
+    dump: Annotated[
+        Path | None,
+        typer.Argument(help="Rollouts in any format, or a counts or loads .npz file.", show_default=False),
+    ] = None,
+    *,
+    reading: ReadingFlags,
+    packing: PackingFlags,
+    demo: DemoFlag = False,
+    machine: MachineFlags,
+    slots: Annotated[
+        int | None, typer.Option(help="Replica slots per rank to plan with: 1 if left out, 0 for placement alone.")
+    ] = None,
+    plan: Annotated[bool, typer.Option(help="Whether to try a plan.")] = True,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="GiB that a rank has left for received rows, after weights and optimizer.")
+    ] = None,
+    activations: ActivationsOption = "kept",
+    results: ResultFlags,
+) -> None:
+    """Show what uneven experts cost, and what a plan gives back."""
+    from equipoise.cli.step_loads import open_step
+    from equipoise.sim import analyze_loads
+
+    results.refuse_existing(dump)
+    if not plan and slots is not None:
+        raise InfeasiblePlanError(f"--no-plan makes --slots {slots} void; leave one of them out")
+    tried = (1 if slots is None else slots) if plan else None
+    cluster = machine.build_cluster(ep=packing.ep)
+    source = open_step(dump, reading, packing, demo_samples=512 if demo else None)
+    windows = source.windows(packing.ep, None)
+    check_slots(tried or 0, cluster=cluster, model=source.model)
+    with progress("planning layers (the first run compiles for a while)" if plan else "pricing") as show:
+        analysis = analyze_loads(
+            windows,
+            model=source.model,
+            cluster=cluster,
+            slots=tried,
+            memory_gib=memory_gib,
+            activations=activations,
+            progress=show,
+        )
+    name = GENERATED if dump is None else dump.name
+    publish(analysis, lambda console: show_analysis(analysis, console, source=name), title=name, results=results)
+    if analysis.memory.fits is False:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What the step is like beside its loads."""
+class StepFlags:
+    """What the step is like besides its loads."""
 
     SECTION: ClassVar[str] = "The step"
     pipeline_stages: Annotated[int, typer.Option(help="Pipeline stages, one forward, one backward.")] = 1
     activations: ActivationsOption = "kept"
-    sends: Annotated[
-        Literal["rows", "tokens"], typer.Option(help="What crosses nodes: every row, or a token once per node.")
-    ] = "rows"
+    sends: SendsOption = "rows"
     rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0
     other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0
-    planning_s: Annotated[
-        float, typer.Option(help="Seconds of planning a window; it hides behind what runs before.")
-    ] = 0.0
+    planning_s: Annotated[float, typer.Option(help="Seconds to plan a window; hidden behind what runs before it.")] = (
+        0.0
+    )
 
-    def __post_init__(self) -> None:
-        from equipoise.core import InfeasiblePlanError
-        from equipoise.core.value import require_int
-        from equipoise.sim.windows import require_seconds
-
-        require_int("--pipeline-stages", self.pipeline_stages, low=1, error=InfeasiblePlanError)
-        for name in ("rollout_s", "other_s", "planning_s"):
-            require_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
-
-    def to_step(self, drawn: "Drawn") -> "StepSetting":
-        """The same, and what is shown of it, as the simulator takes it."""
+    def build_setting(self, shown: "ShownFlags") -> "StepSetting":
+        """Return these and the shown part as the simulator takes them; errors name the flags."""
         from equipoise.sim import StepSetting
         from equipoise.sim.result import Shown
+        from equipoise.sim.windows import require_seconds
 
-        return StepSetting(
-            pipeline_stages=self.pipeline_stages,
-            activations=self.activations,
-            sends=self.sends,
-            rollout_s=self.rollout_s,
-            other_s=self.other_s,
-            planning_s=self.planning_s,
-            shown=Shown(window=drawn.shown_window, micro_step=drawn.shown_micro_step, group=drawn.shown_group),
-            timeline_layers=drawn.timeline_layers,
-        )
+        require_flags(self, "pipeline_stages", low=1)
+        for name in ("rollout_s", "other_s", "planning_s"):
+            require_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
+        require_flags(shown, "timeline_layers", "shown_window", "shown_micro_step", "shown_group", low=0)
+        place = Shown(window=shown.shown_window, micro_step=shown.shown_micro_step, group=shown.shown_group)
+        return StepSetting(**asdict(self), shown=place, timeline_layers=shown.timeline_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class PolicyFlags:
     """Which policies plan the step, and what they may use."""
 
     SECTION: ClassVar[str] = "The plans"
     policies: Annotated[str, typer.Option(help="Policies to compare, separated by commas.")] = POLICIES
     slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1
-    cross_node: Annotated[
-        bool,
-        typer.Option(
-            "--cross-node",
-            help="In recompute, let replicas stand in any node where that pays; every node then needs host memory for "
-            "all experts.",
-        ),
-    ] = False
-    history: Annotated[
-        Path | None, typer.Option(help="Loads of an earlier step (.npz), for the policy eplb-history.")
-    ] = None
+    cross_node: CrossNodeFlag = False
+    history: HistoryOption = None
 
     @property
     def names(self) -> list[str]:
-        """The policies, one by one."""
+        """The names of the policies."""
         return [name.strip() for name in self.policies.split(",")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """Whose timeline and bytes the result holds."""
+class SweepFlags:
+    """What is simulated besides the step as it is."""
 
-    SECTION: ClassVar[str] = "What is shown"
-    timeline_layers: Annotated[
-        int, typer.Option(help="Layers of the micro-step that the timeline shows; 0: no timeline.")
-    ] = 4
-    shown_window: Annotated[int, typer.Option(help="Window whose timeline is shown, counted from 0.")] = 0
-    shown_micro_step: Annotated[
-        int, typer.Option(help="Micro-step whose timeline and bytes between ranks are shown, counted from 0.")
-    ] = 0
-    shown_group: Annotated[
-        int | None,
-        typer.Option(help="Of several EP groups, the one that is shown, counted from 0.  [default: the fullest]"),
+    SECTION: ClassVar[str] = "Besides the step"
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=V,V", help="Axes to sweep: ep, slots, micro (samples) or tokens; may be repeated."),
     ] = None
-
-    def __post_init__(self) -> None:
-        from equipoise.core import InfeasiblePlanError
-        from equipoise.core.value import require_int
-
-        for name in ("timeline_layers", "shown_window", "shown_micro_step", "shown_group"):
-            if getattr(self, name) is not None:
-                require_int(f"--{name.replace('_', '-')}", getattr(self, name), low=0, error=InfeasiblePlanError)
+    break_even: Annotated[bool, typer.Option(help="Whether to find how many tokens a plan needs to pay.")] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Varied:
-    """What is simulated beside the step as it is."""
+class ShownFlags:
+    """Which part of the step the result shows as a timeline and as bytes between ranks."""
 
-    SECTION: ClassVar[str] = "Beside the step"
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="AXIS=V,V", help="Axis to sweep: ep, slots, micro (samples) or tokens; also several."),
+    SECTION: ClassVar[str] = "What is shown"
+    timeline_layers: Annotated[int, typer.Option(help="Layers that the timeline shows; 0: no timeline.")] = 4
+    shown_window: Annotated[int, typer.Option(help="Window to show, counted from 0.")] = 0
+    shown_micro_step: Annotated[int, typer.Option(help="Micro-step to show, counted from 0.")] = 0
+    shown_group: Annotated[
+        int | None, typer.Option(help="EP group to show, counted from 0.  [default: the one with the most rows]")
     ] = None
-    break_even: Annotated[bool, typer.Option(help="Whether to look for the tokens from which on a plan pays.")] = True
 
 
 def simulate(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="DUMP AXIS=V,V",
-            help="Rollouts in any form, or a counts or loads .npz file; further axes of --sweep.",
+            help="Rollouts in any format, or a counts or loads .npz file; further axes of --sweep.",
             show_default=False,
         ),
     ] = None,
     *,
-    reading: Reading,
-    packing: Packing = TWO_NODES,
-    demo: Annotated[bool, typer.Option("--demo", help="Simulate a generated step of Qwen3-30B-A3B shape.")] = False,
-    machine: Machine,
-    setting: Setting,
-    compared: Compared,
-    varied: Varied,
-    drawn: Drawn,
-    results: Results,
+    reading: ReadingFlags,
+    packing: PackingFlags = TWO_NODES,
+    demo: DemoFlag = False,
+    machine: MachineFlags,
+    step: StepFlags,
+    policy: PolicyFlags,
+    sweep: SweepFlags,
+    shown: ShownFlags,
+    results: ResultFlags,
 ) -> None:
     """Compare policies on a step, with every cost charged."""
-    from equipoise.cli.report import publish
-    from equipoise.cli.simulation import Step, run
-    from equipoise.cli.step_loads import read_history
-    from equipoise.planner import PlanOptions
+    from equipoise.cli.step_loads import open_step, read_history
+    from equipoise.core.options import PlanOptions
     from equipoise.sim.summary import summary
 
-    dump, axes = split_words(words or [], varied.sweep or [])
-    results.refuse_existing(dump, compared.history)
-    # What can be wrong is asked before the dump is read, which may take minutes.
-    hardware = machine.describe(ep=packing.ep)
-    around, past = setting.to_step(drawn), read_history(compared.history, compared.names)
-    step = Step(
-        source=step_source(dump, reading, packing, demo=demo),
-        cluster=hardware,
-        setting=around,
-        options=PlanOptions(cross_node=compared.cross_node),
-        slots=compared.slots,
-        history=past,
-    )
-    found, is_whole = run(step, compared.names, axes=axes, break_even=varied.break_even)
-    name = "a generated step" if dump is None else dump.name
+    # Check the options before the dump is read, which may take minutes.
+    dump, axes = split_arguments(arguments or [], sweep.sweep or [])
+    results.refuse_existing(dump, policy.history)
+    given: dict[str, Any] = {
+        "cluster": machine.build_cluster(ep=packing.ep),
+        "setting": step.build_setting(shown),
+        "options": PlanOptions(cross_node=policy.cross_node),
+        "slots": policy.slots,
+    }
+    history = read_history(policy.history, policy.names)
+
+    # Check the rest before the step is simulated, which may also take minutes.
+    source = open_step(dump, reading, packing, demo_samples=256 if demo else None)
+    windows = source.windows(packing.ep, None)
+    _check_step(source, windows, axes, **given)
+
+    # Pairs say how often one sending of a token serves several experts.
+    given |= {"model": source.model, "pair_LEE": source.pair_LEE if step.sends == "tokens" else None}
+    found, is_whole = _simulate(source, windows, policy.names, given, history, axes, break_even=sweep.break_even)
+    name = GENERATED if dump is None else dump.name
     text = summary(found, title=name)
     publish(found, lambda console: console.print(text, soft_wrap=True, end=""), title=name, results=results)
     if not is_whole:
         raise typer.Exit(INTERRUPTED)
 
 
-def split_words(words: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:
-    """Tell the dump from axes: an axis is NAME=VALUES; more than one other word is an error."""
-    from equipoise.core import InfeasiblePlanError, RoutesError
+def split_arguments(arguments: list[str], sweep: list[str]) -> tuple[Path | None, dict[str, tuple[int, ...]]]:
+    """Tell the dump from the axes, which are NAME=VALUES; return both."""
+    from equipoise.sim.sweep import AXES, checked_axis
 
-    dumps = [word for word in words if not _names_axis(word)]
+    # A file may have an equals sign in its name, but not the name of an axis before it.
+    is_axis = {word: "=" in word and word.partition("=")[0] in AXES for word in arguments}
+    dumps = [word for word in arguments if not is_axis[word]]
     if len(dumps) > 1:
         raise RoutesError(f"give one dump, not {len(dumps)}: {', '.join(dumps)}")
-    given = [word for several in sweep for word in several.split()] + [word for word in words if _names_axis(word)]
+    given = [word for several in sweep for word in several.split()] + [word for word in arguments if is_axis[word]]
     if given and not sweep:
         raise InfeasiblePlanError(f"{given[0]} names an axis; write --sweep {' '.join(given)}")
     axes: dict[str, tuple[int, ...]] = {}
     for word in given:
-        name, values = _axis(word)
+        name, _, values = word.partition("=")
+        numbers = values.split(",")
+        if not all(number.isascii() and number.isdigit() for number in numbers):
+            raise InfeasiblePlanError(
+                f"--sweep {word!r}: write a name and whole numbers, such as ep=8,16 or slots=0,1,2"
+            )
         if name in axes:
-            raise InfeasiblePlanError(f"--sweep names the axis {name} twice; write all its values behind one {name}=")
-        axes[name] = values
+            raise InfeasiblePlanError(f"--sweep names the axis {name} twice; write all its values after one {name}=")
+        axes[name] = checked_axis(name, [int(number) for number in numbers])
     return (Path(dumps[0]) if dumps else None), axes
 
 
-def _names_axis(word: str) -> bool:
-    from equipoise.sim.sweep import AXES
+def _check_step(
+    source: "StepSource",
+    windows: "Sequence[LoadMatrix]",
+    axes: Axes,
+    *,
+    cluster: Any,
+    setting: Any,
+    slots: int,
+    **_: Any,
+) -> None:
+    """Raise if the shown part, the slots or a point of the sweep cannot exist."""
+    from equipoise.sim.sweep import check_rows
 
-    name, equals, _ = word.partition("=")
-    # A file may have an equals sign in its name.
-    return bool(equals) and name in AXES
-
-
-def _axis(word: str) -> tuple[str, tuple[int, ...]]:
-    from equipoise.core import InfeasiblePlanError
-    from equipoise.sim.sweep import checked_axis
-
-    name, _, values = word.partition("=")
-    numbers = values.split(",")
-    if not all(number.isascii() and number.isdigit() for number in numbers):
-        raise InfeasiblePlanError(f"--sweep {word!r}: write a name and whole numbers, such as ep=8,16 or slots=0,1,2")
-    return name, checked_axis(name, [int(number) for number in numbers])
-
-
-def step_source(dump: Path | None, reading: Reading, packing: Packing, *, demo: bool) -> "Source":
-    """Where the step's windows come from: generated samples, loads that are scheduled already, or a dump's samples."""
-    from equipoise.cli.options import LOADS, npz_kind
-    from equipoise.cli.simulation import Source
-    from equipoise.cli.step_loads import check_packing, count_samples, demo_counts, load_step, read_samples
-    from equipoise.core import RouteCounts, Routes
-
-    def at(ep: int, micro: int | None) -> Packing:
-        return replace(packing, ep=ep, schedule=packing.schedule if micro is None else f"samples:{micro}")
-
-    samples: RouteCounts | Routes | None = demo_counts(dump, reading.model, demo=demo, samples=256)
-    if samples is None:
-        assert dump is not None, "refused where neither is given"
-        if npz_kind(dump) == LOADS:
-            return _scheduled(dump, *load_step(dump, reading, packing))
-        # Read once, for all widths of a sweep.
-        samples = read_samples(dump, reading, packing)
-    # A dump may hold some of the model's layers.
-    model, read = samples.model.replace(layers=len(samples.layer_numbers)), samples
-    return Source(
-        model=model,
-        windows=lambda ep, micro: count_samples(read, at(ep, micro)),
-        check=lambda ep, micro: check_packing(at(ep, micro), model),
-        pair_LEE=read.pair_LEE if isinstance(read, RouteCounts) else None,
-    )
+    shown = setting.shown
+    require_int("--shown-window", shown.window, low=0, high=len(windows) - 1, error=LoadsError)
+    window = windows[shown.window]
+    require_int("--shown-micro-step", shown.micro_step, low=0, high=window.num_micro_steps - 1, error=LoadsError)
+    if shown.group is not None:
+        last = max(0, window.num_ranks // cluster.ep - 1)
+        require_int("--shown-group", shown.group, low=0, high=last, error=LoadsError)
+    check_slots(slots, cluster=cluster, model=source.model)
+    for ep, micro in product(axes.get("ep", (cluster.ep,)), axes.get("micro", (None,))):
+        check_slots(axes.get("slots", ()), cluster=cluster.with_ep(ep), model=source.model)
+        source.check(ep, micro)
+    if "tokens" in axes:
+        check_rows(windows)
 
 
-def _scheduled(dump: Path, model: "ModelShape", windows: "Sequence[LoadMatrix]") -> "Source":
-    """Loads of one window: groups of another width can be cut, and nothing can be packed anew."""
-    from equipoise.cli.simulation import Source
-    from equipoise.core import LoadsError, ScheduleError
+def _simulate(
+    source: "StepSource",
+    windows: "Sequence[LoadMatrix]",
+    policies: Sequence[str],
+    given: dict[str, Any],
+    history: "LoadMatrix | None",
+    axes: Axes,
+    *,
+    break_even: bool,
+) -> "tuple[Simulation, bool]":
+    """Simulate the step, then its sweep and its break-even.
 
-    (loads,) = windows
+    An interrupt after the step leaves the rest out and keeps the step, which may have taken minutes.
 
-    def check(ep: int, micro: int | None) -> None:
-        if micro is not None:
-            raise ScheduleError(
-                f"{dump} holds loads, which are scheduled already: --sweep micro={micro} cannot pack them anew; give "
-                "the samples, or leave micro out"
-            )
-        if loads.num_ranks % ep:
-            raise LoadsError(
-                f"{dump} has loads of {loads.num_ranks} source ranks, which do not fill EP groups of {ep}; give a "
-                "width that divides them, or the samples"
-            )
+    Returns: the result, and whether it has everything that was asked for
+    """
+    from equipoise.sim import simulate as simulate_step
+    from equipoise.sim.result import Sweep
+    from equipoise.sim.sweep import break_even_curves, sweep_points
 
-    return Source(model=model, windows=lambda ep, micro: (loads,), check=check)
+    with progress("simulating (the first run compiles for a while)") as show:
+        found = simulate_step(windows, policies, history=history, progress=show, **given)
+    points: tuple[SweepPoint, ...] = ()
+    curves: tuple[BreakEvenCurve, ...] | None = None
+    notes, is_whole = found.notes, True
+    try:
+        if axes:
+            with progress("sweeping") as show:
+                points = sweep_points(source.windows, axes=axes, progress=show, **given)
+        if break_even:
+            # The last window is an update, if there is one.
+            window = windows[-1].split_groups(given["cluster"].ep)[found.shown.group or 0]
+            with progress("break-even") as show:
+                curves = break_even_curves(window, progress=show, **given)
+    except KeyboardInterrupt:
+        cut = [name for name, is_cut in (("Sweep", axes and not points), ("Break-even", break_even)) if is_cut]
+        notes, is_whole = (*notes, *map(STOPPED.format, cut)), False
+    if curves == ():
+        notes = (*notes, NO_CURVES)
+    if curves and given["setting"].planning_s:
+        notes = (*notes, NO_PLANNING)
+    swept = Sweep(axes=dict(axes), points=points, curves=curves or ()) if points or curves else None
+    return replace(found, notes=notes, sweep=swept), is_whole

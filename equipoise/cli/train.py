@@ -1,16 +1,15 @@
-"""RL post-training of an MoE model, balanced by foresight: rollout, recompute, update, with planning at work.
+"""Post-train an MoE model by RL, balanced by foresight: rollout, recompute, update.
 
-equipoise train
-equipoise train --compare off,static,equipoise --set steps=2 --ranks 2
-
-More:
+    equipoise train
+    equipoise train --compare off,static,equipoise --set steps=2 --ranks 2
     equipoise train --preset tiny --set update.learning_rate=3e-4 --record routes -o out/mine
     equipoise train --resume out/mine
+
     torchrun --nproc-per-node 8 --no-python equipoise train --ranks 8 --model PATH --set task.data=questions.jsonl
 
-Starts its ranks itself, unless torchrun did. Settings: a preset or a TOML file, changed by any number of
+Starts its ranks itself, unless torchrun did. Settings are a preset or a TOML file, changed by any number of
 --set a.b=value; `docs/training.md` explains them, `docs/metrics.md` the figures.
-Exit code 0: trained, or all modes agree; 1: modes differ; 2: something is wrong with what was given; 130: interrupted.
+Exit code 0: trained, or all modes agree; 1: modes differ; 2: bad input; 130: interrupted.
 """
 
 import json
@@ -25,150 +24,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.options import JsonFlag, ReportOption, refuse_unwritable
-from equipoise.cli.output import INTERRUPTED, print_json, screen
+from equipoise.cli import INTERRUPTED
+from equipoise.cli.options import JsonFlag, ReportOption, refuse_unwritable, require_installed
+from equipoise.cli.output import build_table, print_json, screen
+from equipoise.core import TopologyError, TrainingError
+from equipoise.core.value import plural
 
 if TYPE_CHECKING:
-    from equipoise.rl.compare import Comparison
     from equipoise.rl.config import TrainConfig
     from equipoise.rl.launch import Event
-    from equipoise.rl.preflight import Forecast
-
-
-# How a training run is shown: a live table in a terminal, plain lines elsewhere, nothing where JSON is asked for.
-
 
 ROWS = 12
 """Steps that the live table shows."""
 EVERY = 50
 """Warm-up steps between two plain lines."""
 COLUMNS = ("step", "reward", "right", "loss", "grad", "kl", "skew", "after", "tok/s", "plan ms", "wait ms")
-
-
-class View:
-    """What the user sees of a run."""
-
-    def __init__(self, console: Console, *, as_json: bool, live: Live | None) -> None:
-        self._console, self.as_json, self._live = console, as_json, live
-        self._steps: list[Mapping[str, Any]] = []
-        self._title = ""
-        self._status = ""
-        self._shown_header = False
-
-    def show(self, event: "Event") -> None:
-        """Show one event."""
-        getattr(self, f"_{event.kind}")(event.values)
-        if self._live is not None:
-            self._live.update(Group(self._table(), Text(self._status, style="dim")))
-
-    def say(self, words: str) -> None:
-        """Print one line, under the live table where there is one."""
-        self._console.print(words, soft_wrap=True)
-
-    def compared(self, comparison: "Comparison") -> None:
-        """Print a comparison: every step of every mode, differences, and the verdict."""
-        for line in comparison.lines():
-            self.say(line)
-
-    def forecast(self, forecast: "Forecast") -> None:
-        """Print what a run would need and what a plan would give."""
-        for line in forecast.lines():
-            self.say(line)
-
-    def _start(self, values: Mapping[str, Any]) -> None:
-        self._title = (
-            f"{values['model']}, {values['parameters'] / 1e6:.3g} M parameters, {values['layers']} MoE layers of "
-            f"{values['experts']} experts, top-{values['top_k']}; {values['ranks']} ranks on {values['nodes']} "
-            f"{'node' if values['nodes'] == 1 else 'nodes'}, experts: {values['mode']}"
-        )
-        self.say(self._title)
-
-    def _progress(self, values: Mapping[str, Any]) -> None:
-        done, total = values["done"], values["total"]
-        self._status = f"{values['words']}: {done}" + (f" of {total}" if total else " s")
-        loss = f", loss {values['loss']:.3f}" if "loss" in values else ""
-        is_due = done % EVERY == 0 or done == total if total else done % 10 == 0
-        if self._live is None and is_due:
-            self.say(self._status + loss)
-
-    def _stage(self, values: Mapping[str, Any]) -> None:
-        self._status = f"step {values['step']}: {values['name']}"
-
-    def _note(self, values: Mapping[str, Any]) -> None:
-        self.say(values["words"])
-
-    def _metrics(self, values: Mapping[str, Any]) -> None:
-        self._steps.append(values)
-        if self._live is None:
-            if not self._shown_header:
-                self.say("".join(f"{name:>9}" for name in COLUMNS))
-                self._shown_header = True
-            self.say("".join(f"{cell:>9}" for cell in _cells(values)))
-
-    def _end(self, values: Mapping[str, Any]) -> None:
-        if self._live is not None:
-            self._live.update(self._table())
-            self._live.stop()
-            self._live = None
-        for line in summary_lines(values):
-            self.say(line)
-
-    def _table(self) -> Table:
-        # One space between columns, so that all of them are whole in a terminal of 80 characters.
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        for column in COLUMNS:
-            table.add_column(column, justify="right", no_wrap=True)
-        for values in self._steps[-ROWS:]:
-            table.add_row(*_cells(values))
-        return table
-
-
-def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The last words of a run: what was learnt, what was balanced, what was proved, where it is."""
-    after = summary["skew_after"]
-    checked = summary["checked_windows"]
-    balanced = "every rank has all experts" if after is None else f"{after:.4f} after"
-    lines = [
-        f"reward {summary['reward_first_quarter']:.3f} in the first quarter of steps, "
-        f"{summary['reward_last_quarter']:.3f} in the last; right answers {summary['right_first_quarter']:.1%}, "
-        f"then {summary['right_last_quarter']:.1%}",
-        f"skew {summary['skew_before']:.3f} before, {balanced} (busiest rank over mean rank, mean of all steps)",
-        f"replayed {summary['replayed_rows']} rows exactly, coverage {summary['coverage']:.1%}"
-        + (f"; rows that arrived were the planned ones in all {checked} windows" if checked else ""),
-        f"results: {summary['out']} (metrics.jsonl, config.toml, summary.json, checkpoints)",
-    ]
-    if summary["record"]:
-        folder = summary["record"]
-        lines.append(f"routes: {folder}; check them with: equipoise doctor {folder} --model {folder}/model/config.json")
-    return lines
-
-
-def _cells(values: Mapping[str, Any]) -> list[str]:
-    after = values["skew_after"]
-    return [
-        str(values["step"]),
-        f"{values['reward']:.3f}",
-        f"{values['right_share']:.1%}",
-        f"{values['loss']:.4f}",
-        f"{values['grad_norm']:.3f}",
-        f"{values['kl']:.4f}",
-        f"{values['skew_before']:.3f}",
-        "-" if after is None else f"{after:.3f}",
-        f"{values['tokens_per_s']:.0f}",
-        f"{values['planning_s'] * 1e3:.0f}",
-        f"{values['waited_s'] * 1e3:.0f}",
-    ]
-
-
-@contextmanager
-def open_view(*, as_json: bool) -> Iterator[View]:
-    """Open the view that fits where standard output goes."""
-    console = screen(as_json=as_json)
-    if as_json or not console.is_terminal:
-        yield View(console, as_json=as_json, live=None)
-        return
-    with Live(console=console, refresh_per_second=4) as live:
-        yield View(console, as_json=as_json, live=live)
 
 
 def train(
@@ -184,7 +54,7 @@ def train(
     ] = False,
     compare: Annotated[str | None, typer.Option(help="Train several modes and compare: off,static,equipoise.")] = None,
     record: Annotated[Path | None, typer.Option(help="Folder to write the routes of every step to.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to continue.")] = None,
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", help="Folder for results; a run in it is replaced.  [default: out/train]"),
@@ -206,32 +76,46 @@ def train(
 
     Settings and presets: docs/training.md. Metrics: docs/metrics.md.
     """
-    from equipoise.rl.config import read_config
-
+    # Refuse options that exclude each other.
     several = {"--report": report, "--record": record, "--resume": resume, "--out": out}
     _refuse_together("--compare", compare, several, why="is of one run, --compare trains several and keeps none")
     _refuse_together("--resume", resume, {"--out": out, "--preset": preset}, why="is the resumed run's own")
+    require_installed("train", "torch", "transformers", extra="train")
+    from equipoise.rl.config import read_config
+    from equipoise.rl.preflight import find_run, forecast, too_few
+
+    # Read the settings and what changes them.
     changes = [*(settings or []), *([] if ranks is None else [f"ranks={ranks}"])]
     texts = {"model.path": model, "task.reward": reward}
     # In quotes: the name of a folder may look like a number or a date.
     changes += [f"{name}={json.dumps(text, ensure_ascii=False)}" for name, text in texts.items() if text is not None]
     changes += ["rollout.allow_missing_routes=true"] if allow_missing_routes else []
-    _require_torch()
-    config = read_config((preset or "tiny") if resume is None else _find_run(resume), settings=changes)
+    config = read_config((preset or "tiny") if resume is None else find_run(resume), settings=changes)
     folder = resume or out or Path("out/train")
-    # The run's own folder is made with the run.
+    # The run makes its own folder later.
     refuse_unwritable(report if report is None or report.parent != folder or folder.is_dir() else None)
+
     with open_view(as_json=as_json) as view:
-        _refuse_too_few(config, view)
+        # If this machine or torchrun has too few ranks, print what the settings need, and stop.
+        if message := too_few(config):
+            view.print(*forecast(config).lines())
+            raise TopologyError(message)
         if compare:
             raise typer.Exit(_compare(config, compare, view))
         places = {"record": record, "report": report}
         raise typer.Exit(_train(config, folder, view, is_resumed=resume is not None, **places))
 
 
+def _refuse_together(flag: str, value: object, others: Mapping[str, object], *, why: str) -> None:
+    for name, other in others.items():
+        if value is not None and other is not None:
+            raise TrainingError(f"{name} {other} {why}; leave out {name} or {flag}")
+
+
 def _train(
-    config: "TrainConfig", out: Path, view: "View", *, record: Path | None, report: Path | None, is_resumed: bool
+    config: "TrainConfig", out: Path, view: "RunView", *, record: Path | None, report: Path | None, is_resumed: bool
 ) -> int:
+    """Train on every rank, and write the page; returns the exit code."""
     from equipoise.rl.checkpoint import hold
     from equipoise.rl.launch import find_torchrun, launch
     from equipoise.rl.preflight import check_places, check_resumed, check_settings
@@ -250,69 +134,137 @@ def _train(
         try:
             summary = launch(run, config, places, show=view.show)
         except KeyboardInterrupt:
-            view.say(f"interrupted; go on with: equipoise train --resume {out}")
+            view.print(f"interrupted; continue with: equipoise train --resume {out}")
             return INTERRUPTED
     if summary and report is not None:
         from equipoise.report import write_report
 
         write_report(out, report)
-        view.say(f"page: {report}")
+        view.print(f"page: {report}")
     elif summary:
-        view.say(f"page: make it with: equipoise report {out} -o {out / 'report.html'}")
+        view.print(f"page: make it with: equipoise report {out} -o {out / 'report.html'}")
     if view.as_json and summary:
         print_json(summary)
     return 0
 
 
-def _compare(config: "TrainConfig", words: str, view: "View") -> int:
+def _compare(config: "TrainConfig", modes: str, view: "RunView") -> int:
+    """Train in several modes, and print how their steps differ; returns the exit code."""
     from equipoise.rl.compare import parse_modes, run_comparison
     from equipoise.rl.launch import launch
     from equipoise.rl.preflight import check_settings
 
-    modes = parse_modes(words)
+    parsed = parse_modes(modes)
     check_settings(config)
-    comparison = launch(run_comparison, config, modes, show=view.show)
+    comparison = launch(run_comparison, config, parsed, show=view.show)
     if comparison is None:
-        # Another rank than the first, started by torchrun: the first one tells.
+        # Not the first of the ranks that torchrun started: the first one prints.
         return 0
-    view.compared(comparison)
+    view.print(*comparison.lines())
     if view.as_json:
         print_json(comparison.to_dict())
     return 0 if comparison.is_good else 1
 
 
-def _refuse_together(flag: str, value: object, others: Mapping[str, object], *, why: str) -> None:
-    from equipoise.core import TrainingError
+class RunView:
+    """Shows a training run: a live table in a terminal, plain lines elsewhere, nothing if JSON is asked for."""
 
-    for name, other in others.items():
-        if value is not None and other is not None:
-            raise TrainingError(f"{name} {other} {why}; leave out {name} or {flag}")
+    def __init__(self, console: Console, *, as_json: bool, live: Live | None) -> None:
+        self._console, self.as_json, self._live = console, as_json, live
+        self._steps: list[Mapping[str, Any]] = []
+        self._status = ""
+
+    def show(self, event: "Event") -> None:
+        """Show one event; each kind has a method of its own below."""
+        getattr(self, f"_{event.kind}")(event.values)
+        if self._live is not None:
+            self._live.update(Group(self._table(), Text(self._status, style="dim")))
+
+    def print(self, *lines: str) -> None:
+        """Print lines, above the live table if there is one."""
+        for line in lines:
+            self._console.print(line, soft_wrap=True)
+
+    def _start(self, values: Mapping[str, Any]) -> None:
+        self.print(
+            f"{values['model']}, {values['parameters'] / 1e6:.3g} M parameters, {values['layers']} MoE layers of "
+            f"{values['experts']} experts, top-{values['top_k']}; {values['ranks']} ranks on "
+            f"{plural(values['nodes'], 'node')}, experts: {values['mode']}"
+        )
+
+    def _progress(self, values: Mapping[str, Any]) -> None:
+        done, total = values["done"], values["total"]
+        self._status = f"{values['words']}: {done}" + (f" of {total}" if total else " s")
+        loss = f", loss {values['loss']:.3f}" if "loss" in values else ""
+        is_due = done % EVERY == 0 or done == total if total else done % 10 == 0
+        if self._live is None and is_due:
+            self.print(self._status + loss)
+
+    def _stage(self, values: Mapping[str, Any]) -> None:
+        self._status = f"step {values['step']}: {values['name']}"
+
+    def _note(self, values: Mapping[str, Any]) -> None:
+        self.print(values["words"])
+
+    def _metrics(self, values: Mapping[str, Any]) -> None:
+        self._steps.append(values)
+        if self._live is None:
+            rows = [COLUMNS, _cells(values)] if len(self._steps) == 1 else [_cells(values)]
+            self.print(*("".join(f"{cell:>9}" for cell in row) for row in rows))
+
+    def _end(self, values: Mapping[str, Any]) -> None:
+        if self._live is not None:
+            self._live.update(self._table())
+            self._live.stop()
+            self._live = None
+        self.print(*summary_lines(values))
+
+    def _table(self) -> Table:
+        rows = [_cells(values) for values in self._steps[-ROWS:]]
+        return build_table(COLUMNS, rows, num_text=0, has_rule=False)
 
 
-def _find_run(folder: Path) -> Path:
-    from equipoise.rl.preflight import find_run
-
-    return find_run(folder)
-
-
-def _refuse_too_few(config: "TrainConfig", view: "View") -> None:
-    """Print what the settings would need, and refuse, where this machine or torchrun has fewer ranks."""
-    from equipoise.rl.preflight import forecast, too_few
-
-    if words := too_few(config):
-        from equipoise.core import TopologyError
-
-        view.forecast(forecast(config))
-        raise TopologyError(words)
+@contextmanager
+def open_view(*, as_json: bool) -> Iterator[RunView]:
+    """Open the view that suits standard output."""
+    console = screen(as_json=as_json)
+    if as_json or not console.is_terminal:
+        yield RunView(console, as_json=as_json, live=None)
+        return
+    with Live(console=console, refresh_per_second=4) as live:
+        yield RunView(console, as_json=as_json, live=live)
 
 
-def _require_torch() -> None:
-    from equipoise.core import AdapterError
+def _cells(values: Mapping[str, Any]) -> list[str]:
+    after = values["skew_after"]
+    return [
+        str(values["step"]),
+        f"{values['reward']:.3f}",
+        f"{values['right_share']:.1%}",
+        f"{values['loss']:.4f}",
+        f"{values['grad_norm']:.3f}",
+        f"{values['kl']:.4f}",
+        f"{values['skew_before']:.3f}",
+        "-" if after is None else f"{after:.3f}",
+        f"{values['tokens_per_s']:.0f}",
+        f"{values['planning_s'] * 1e3:.0f}",
+        f"{values['waited_s'] * 1e3:.0f}",
+    ]
 
-    try:
-        import torch  # noqa: F401  # asked for here, so that the words are ours
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise AdapterError(
-            f"equipoise train needs {error.name}, which is not installed; run: pip install 'equipoise[train]'"
-        ) from error
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the last lines of a run: what was learnt, what was balanced, what was proved, where the results are."""
+    after, checked, record = summary["skew_after"], summary["checked_windows"], summary["record"]
+    balanced = "every rank has all experts" if after is None else f"{after:.4f} after"
+    lines = [
+        f"reward {summary['reward_first_quarter']:.3f} in the first quarter of steps, "
+        f"{summary['reward_last_quarter']:.3f} in the last; right answers {summary['right_first_quarter']:.1%}, "
+        f"then {summary['right_last_quarter']:.1%}",
+        f"skew {summary['skew_before']:.3f} before, {balanced} (busiest rank over mean rank, mean of all steps)",
+        f"replayed {summary['replayed_rows']} rows exactly, coverage {summary['coverage']:.1%}"
+        + (f"; rows that arrived were the planned ones in all {checked} windows" if checked else ""),
+        f"results: {summary['out']} (metrics.jsonl, config.toml, summary.json, checkpoints)",
+    ]
+    if record:
+        lines.append(f"routes: {record}; check them with: equipoise doctor {record} --model {record}/model/config.json")
+    return lines

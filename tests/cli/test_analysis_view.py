@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from equipoise.cli.analyze import BLOCKS, show, sparkline
+from equipoise.cli.output import BLOCKS, show_analysis, sparkline
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.sim import analyze_loads
 
@@ -16,7 +16,7 @@ CLUSTER = Cluster.preset("h100", ep=8)
 
 def drawn(windows, **options) -> str:
     console = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
-    show(analyze_loads(windows, model=MODEL, cluster=CLUSTER, **options), console, source="here")
+    show_analysis(analyze_loads(windows, model=MODEL, cluster=CLUSTER, **options), console, source="here")
     return console.file.getvalue()
 
 

@@ -95,7 +95,18 @@ def test_the_longest_micro_step_can_run_first(equipoise, routes, store, tmp_path
     ordered = count_loads(routes, longest_first(window)).load_MLRE
     assert not np.array_equal(ordered, count_loads(routes, window).load_MLRE), "the order given must be another one"
     for way in (("--no-recompute",), ("--schedule", tmp_path / "schedule.json")):
-        given = ("loads", store, "-o", tmp_path / "loads.npz", "--ep", "2", "--force", "--longest-first")
+        given = (
+            "convert",
+            store,
+            "--to",
+            "loads",
+            "-o",
+            tmp_path / "loads.npz",
+            "--ep",
+            "2",
+            "--force",
+            "--longest-first",
+        )
         assert equipoise(*given, *way).code == 0
         assert np.array_equal(LoadMatrix.load(tmp_path / "loads.npz").load_MLRE, ordered)
 

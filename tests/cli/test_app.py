@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 import typer
 
-from equipoise.cli.app import VERBS, build_app
+from equipoise.cli.app import RENAMED, VERBS, build_app
 from equipoise.loads.forecast import forecast_memory
 from equipoise.sim import StepSetting, analyze_loads
 
@@ -38,9 +38,7 @@ FLAGS = {
         "--activations",
     },
     "doctor": {"--model", "--format", "--second", "--second-format", "--min-agreement", "--self-check", "--json"},
-    "ingest": READING | FILE,
-    "count": {*(READING | FILE), "--pairs"},
-    "loads": READING | PACKING | FILE,
+    "convert": {*(READING | PACKING | FILE), "--to", "--pairs", "--formats"},
     "plan": {
         *(MACHINE | FILE),
         "--model",
@@ -77,7 +75,6 @@ FLAGS = {
     },
     "generate": {*FILE, "--model", "--samples", "--tokens", "--length-sigma", "--domains", "--seed", "--step"},
     "report": {*FILE, "--trace", "--doctor", "--measured", "--title"},
-    "parity": {"--ranks", "--nodes", "--slots", "--steps", "--dispatch", "--device", "--matrix", "--json"},
     "calibrate": {*FILE, "--check", "--limit", "--cluster", "--runs", "--commit", "--trial"},
     "train": {
         "--preset",
@@ -94,7 +91,6 @@ FLAGS = {
         "--report",
         "--json",
     },
-    "formats": {"--json"},
 }
 
 
@@ -121,11 +117,13 @@ def test_every_verb_has_help_and_two_examples(equipoise, verb):
     shown = equipoise(verb.__name__, "--help")
     assert shown.code == 0
     assert verb.__doc__.splitlines()[0] in " ".join(shown.out.split())
-    lines = sys.modules[verb.__module__].__doc__.splitlines()
-    examples = [line for line in lines if line.strip().startswith("equipoise ")]
+    module = sys.modules[verb.__module__]
+    lines = [line.strip() for line in module.__doc__.splitlines() if line.strip().startswith("equipoise ")]
+    examples = [line for line in lines if line.split()[1] == verb.__name__]
     assert len(examples) >= 2
-    assert all(line.split()[1] == verb.__name__ for line in examples)
-    assert all(line.strip() in shown.out for line in examples[:2])
+    # Every example is one of a verb that the module holds.
+    assert all(getattr(module, line.split()[1]) in VERBS for line in lines)
+    assert all(line in shown.out for line in examples[:2])
 
 
 def test_help_teaches_where_to_start(equipoise):
@@ -146,15 +144,23 @@ def test_help_has_a_short_form(equipoise, verb):
 
 
 def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(equipoise, tmp_path):
-    outcome = equipoise("ingest", tmp_path / "absent.jsonl", "--model", "olmoe", "-o", tmp_path / "x.eqr")
+    outcome = equipoise("convert", tmp_path / "absent.jsonl", "--model", "olmoe", "-o", tmp_path / "x.eqr")
     assert outcome.code == 2
     assert outcome.out == ""
     assert outcome.err == f"equipoise: no dump at {tmp_path / 'absent.jsonl'}\n"
 
 
-@pytest.mark.parametrize("arguments", [["juggle"], ["analyze", "--no-such-flag"], ["count"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["juggle"], ["analyze", "--no-such-flag"], ["generate"]], ids=" ".join)
 def test_words_that_are_not_understood_give_exit_code_2(equipoise, arguments):
     assert equipoise(*arguments).code == 2
+
+
+@pytest.mark.parametrize("verb", RENAMED)
+def test_an_old_verb_is_one_line_that_names_the_command_for_it(equipoise, verb):
+    outcome = equipoise(verb, "dump.jsonl", "--model", "olmoe")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == f"equipoise: there is no verb {verb!r} any more; use: {RENAMED[verb]}\n"
+    assert RENAMED[verb].split()[1] in FLAGS
 
 
 def test_too_little_memory_is_one_line_and_exit_code_2(equipoise, monkeypatch):
@@ -162,18 +168,20 @@ def test_too_little_memory_is_one_line_and_exit_code_2(equipoise, monkeypatch):
         raise MemoryError("Unable to allocate 3 TiB")
 
     monkeypatch.setattr("equipoise.cli.convert.screen", allocate)
-    outcome = equipoise("formats")
+    outcome = equipoise("convert", "--formats")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == ("equipoise: there is not enough memory here (Unable to allocate 3 TiB); give less at once\n")
+    assert outcome.err == (
+        "equipoise: there is not enough memory (Unable to allocate 3 TiB); give less input at once\n"
+    )
 
 
-@pytest.mark.parametrize("place", ["formats.screen", "app.build_app"], ids=["in a verb", "before it"])
+@pytest.mark.parametrize("place", ["convert.screen", "app.build_app"], ids=["in a verb", "before it"])
 def test_an_interrupt_is_one_line_and_exit_code_130(equipoise, monkeypatch, place):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"equipoise.cli.{place}", interrupt)
-    outcome = equipoise("formats")
+    outcome = equipoise("convert", "--formats")
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "equipoise: interrupted\n")
 
 

@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from equipoise.cli.options import Machine
+from equipoise.cli.options import MachineFlags
 from equipoise.core import Cluster, Plan, TopologyError
 
 SMALL = ("--model", "qwen3-30b-a3b", "--demo", "--json")
@@ -25,12 +25,12 @@ def profile(tmp_path):
 
 def test_what_is_given_stands_in_the_cluster_and_the_rest_is_the_presets(profile):
     preset = Cluster.preset("h200", ep=16, ranks_per_node=4)
-    found = Machine(profile=profile, ranks_per_node=4, network_gbit=200, nvlink_gbyte=400).describe(ep=16)
+    found = MachineFlags(profile=profile, ranks_per_node=4, network_gbit=200, nvlink_gbyte=400).build_cluster(ep=16)
     assert (found.name, found.ranks_per_node, found.num_ep_nodes) == ("h200", 4, 4)
     assert (found.network_bytes_per_s, found.nvlink_bytes_per_s) == (25 * 10**9, 400 * 10**9)
     assert (found.memory_bytes, found.host_bytes_per_s) == (preset.memory_bytes, preset.host_bytes_per_s)
     assert (found.profile, preset.profile) == (str(profile), "h200")
-    assert Machine().describe(ep=8).name == "h100"
+    assert MachineFlags().build_cluster(ep=8).name == "h100"
 
 
 def test_a_profile_prices_what_is_analysed_and_planned(equipoise, profile, tmp_path):
@@ -43,9 +43,9 @@ def test_a_profile_prices_what_is_analysed_and_planned(equipoise, profile, tmp_p
     assert 1.5 * compute[0] < compute[1] <= 2 * compute[0]
     assert exchange[0] == exchange[1]
     made = tmp_path / "plan.npz"
-    loads = ("loads", tmp_path / "counts.npz", "-o", tmp_path / "loads.npz", "--no-recompute")
+    loads = ("convert", tmp_path / "counts.npz", "--to", "loads", "-o", tmp_path / "loads.npz", "--no-recompute")
     assert equipoise("generate", "-o", tmp_path / "routes.eqr", "--model", "olmoe", "--samples", "8").code == 0
-    assert equipoise("count", tmp_path / "routes.eqr", "-o", tmp_path / "counts.npz").code == 0
+    assert equipoise("convert", tmp_path / "routes.eqr", "--to", "counts", "-o", tmp_path / "counts.npz").code == 0
     assert equipoise(*loads).code == 0
     assert equipoise("plan", tmp_path / "loads.npz", "--model", "olmoe", "--profile", profile, "-o", made).code == 0
     assert Plan.load(made).cluster.profile == str(profile)
@@ -63,14 +63,14 @@ def test_a_profile_prices_what_is_analysed_and_planned(equipoise, profile, tmp_p
 def test_mistakes_are_named(profile, options, words):
     options = {name: profile if value is ... else value for name, value in options.items()}
     with pytest.raises(TopologyError, match=words):
-        Machine(**options).describe(ep=8)
+        MachineFlags(**options).build_cluster(ep=8)
 
 
 def test_a_profile_of_an_unknown_device_needs_the_preset_of_its_links(profile):
     profile.write_text(profile.read_text().replace('"NVIDIA H200"', '"Some GPU"', 1))
-    with pytest.raises(TopologyError, match="no preset is named like it; name the one"):
-        Machine(profile=profile).describe(ep=8)
-    assert Machine(profile=profile, cluster="b200").describe(ep=8).name == "b200"
+    with pytest.raises(TopologyError, match="no preset has that name; name the preset"):
+        MachineFlags(profile=profile).build_cluster(ep=8)
+    assert MachineFlags(profile=profile, cluster="b200").build_cluster(ep=8).name == "b200"
 
 
 def test_a_file_that_is_no_profile_is_refused_before_anything_is_read(equipoise, tmp_path):

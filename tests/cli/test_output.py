@@ -10,7 +10,7 @@ import pytest
 
 from equipoise.cli.output import guarded
 
-VERB = [sys.executable, "-c", "from equipoise.cli import main; main()", "formats"]
+VERB = [sys.executable, "-c", "from equipoise.cli import main; main()", "convert", "--formats"]
 
 
 FULL = Path("/dev/full")

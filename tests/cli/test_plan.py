@@ -1,4 +1,4 @@
-"""`loads` and `plan`: from a dump to loads, from loads to a plan that can be read back and explained."""
+"""`convert --to loads` and `plan`: from a dump to loads, from loads to a plan that can be read back and explained."""
 
 import json
 from dataclasses import replace
@@ -225,7 +225,7 @@ def test_pairs_of_the_loads_own_layers_are_taken(counted):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("bare.npz", ("--sends", "tokens"), "bare.npz holds no pairs; count the dump anew: equipoise count"),
+        ("bare.npz", ("--sends", "tokens"), "bare.npz holds no pairs; count the dump again: equipoise convert"),
         ("counts.npz", (), "needs --sends tokens"),
         ("counts.npz", ("--sends", "tokens", "--policy", "lplb"), "needs --policy equipoise"),
     ],
@@ -248,7 +248,9 @@ def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_f
 def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
     dump = tmp_path / "routes.eqr"
     write_routes(generate_routes(MODEL, samples=16, mean_tokens=40, seed=1), dump, format="equipoise")
-    outcome = equipoise("loads", dump, "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz", "--json")
+    outcome = equipoise(
+        "convert", dump, "--to", "loads", "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz", "--json"
+    )
     assert outcome.code == 0
     paths = [window["out"] for window in outcome.document["windows"]]
     assert paths == [str(tmp_path / f"loads-{name}.npz") for name in ("0-recompute", "1-update", "2-update")]
@@ -256,12 +258,14 @@ def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
     assert [window.stage for window in windows] == ["recompute", "update", "update"]
     assert windows[0].load_MLRE.sum() == windows[1].load_MLRE.sum() + windows[2].load_MLRE.sum() > 0
     assert [w["rows"] for w in outcome.document["windows"]] == [int(w.load_MLRE.sum()) for w in windows]
-    again = equipoise("loads", dump, "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz")
+    again = equipoise(
+        "convert", dump, "--to", "loads", "--ep", "4", "--mini-batches", "2", "-o", tmp_path / "loads.npz"
+    )
     assert (again.code, "already exists" in again.err) == (2, True)
 
 
 def test_loads_are_not_scheduled_again(equipoise, loads_file, tmp_path):
-    outcome = equipoise("loads", loads_file, "--model", "olmoe", "-o", tmp_path / "again.npz")
+    outcome = equipoise("convert", loads_file, "--to", "loads", "--model", "olmoe", "-o", tmp_path / "again.npz")
     assert (outcome.code, "holds loads, which are scheduled already" in outcome.err) == (2, True)
     assert not (tmp_path / "again.npz").exists()
 
@@ -269,10 +273,22 @@ def test_loads_are_not_scheduled_again(equipoise, loads_file, tmp_path):
 def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):
     dump = tmp_path / "routes.eqr"
     write_routes(generate_routes(MODEL, samples=8, mean_tokens=40, seed=1), dump, format="equipoise")
-    outcome = equipoise("loads", dump, "--ep", "4", "--no-recompute", "-o", tmp_path / "loads.npz")
+    outcome = equipoise("convert", dump, "--to", "loads", "--ep", "4", "--no-recompute", "-o", tmp_path / "loads.npz")
     assert outcome.code == 0
     assert "update, 2 micro-steps, 2 layers, 4 ranks" in outcome.out
-    short = equipoise("loads", dump, "--ep", "4", "--schedule", "samples:2", "--no-recompute", "-o", tmp_path / "1.npz")
+    short = equipoise(
+        "convert",
+        dump,
+        "--to",
+        "loads",
+        "--ep",
+        "4",
+        "--schedule",
+        "samples:2",
+        "--no-recompute",
+        "-o",
+        tmp_path / "1.npz",
+    )
     assert "update, 1 micro-step, 2 layers, 4 ranks" in short.out
     assert eq.LoadMatrix.load(tmp_path / "loads.npz").num_ranks == 4
 
@@ -281,7 +297,7 @@ def test_loads_of_shared_samples_are_counted_from_the_routes(equipoise, tmp_path
     routes = generate_routes(MODEL, samples=8, mean_tokens=40, seed=1)
     write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
     given = ("--ep", "4", "--cp", "2", "--no-recompute", "-o", tmp_path / "loads.npz")
-    assert equipoise("loads", tmp_path / "routes.eqr", *given).code == 0
+    assert equipoise("convert", tmp_path / "routes.eqr", "--to", "loads", *given).code == 0
     tokens_B = np.array([sample.num_tokens for sample in routes])
     (window,) = step_schedules(tokens_B, ranks=2, samples_per_micro_step=1, recompute=False)
     assert eq.LoadMatrix.load(tmp_path / "loads.npz") == count_loads(routes, slice_context(window, 2))
@@ -292,9 +308,12 @@ def test_groups_side_by_side_share_the_samples_of_a_step(equipoise, tmp_path):
     routes = generate_routes(model, samples=16, mean_tokens=40, seed=1)
     write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
     given = ("--no-recompute", "-o", tmp_path / "loads.npz")
-    assert "4 experts of 'olmoe' do not divide by 8 ranks" in equipoise("loads", tmp_path / "routes.eqr", *given).err
+    assert (
+        "4 experts of 'olmoe' do not divide by 8 ranks"
+        in equipoise("convert", tmp_path / "routes.eqr", "--to", "loads", *given).err
+    )
     groups = ("--ep", 4, "--groups", 2)
-    assert equipoise("loads", tmp_path / "routes.eqr", *groups, *given).code == 0
+    assert equipoise("convert", tmp_path / "routes.eqr", "--to", "loads", *groups, *given).code == 0
     tokens_B = np.array([sample.num_tokens for sample in routes])
     (window,) = step_schedules(tokens_B, ranks=8, samples_per_micro_step=1, recompute=False)
     loads = count_loads(routes, window, ep=4)
@@ -315,7 +334,16 @@ def test_a_trainers_schedule_is_of_the_ranks_of_all_groups(equipoise, tmp_path):
     tokens_B = np.array([sample.num_tokens for sample in routes])
     step = step_schedules(tokens_B, ranks=8, samples_per_micro_step=1, recompute=False)
     write_schedules(step, tmp_path / "step.json")
-    given = ("loads", tmp_path / "routes.eqr", "--schedule", tmp_path / "step.json", "-o", tmp_path / "loads.npz")
+    given = (
+        "convert",
+        tmp_path / "routes.eqr",
+        "--to",
+        "loads",
+        "--schedule",
+        tmp_path / "step.json",
+        "-o",
+        tmp_path / "loads.npz",
+    )
     assert "schedules 8 ranks, --ep 4 x --groups 1 are 4" in equipoise(*given, "--ep", 4).err
     assert equipoise(*given, "--ep", 4, "--groups", 2).code == 0
     found = [eq.LoadMatrix.load(tmp_path / f"loads-group{g}.npz") for g in (0, 1)]

@@ -91,9 +91,9 @@ def test_files_are_written_before_a_word_is_printed(equipoise, result, tmp_path,
     def look(*_: object, **__: object) -> None:
         written.append(sorted(path.name for path in tmp_path.iterdir()))
 
-    monkeypatch.setattr("equipoise.cli.report.show", look)
+    monkeypatch.setattr("equipoise.cli.report.show_page", look)
     assert equipoise("report", result, "-o", tmp_path / "page.html", "--trace", tmp_path / "t.json").code == 0
-    monkeypatch.setattr("equipoise.cli.analyze.show", look)
+    monkeypatch.setattr("equipoise.cli.simulate.show_analysis", look)
     given = ("--demo", "--model", "olmoe", "--no-plan")
     assert equipoise("analyze", *given, "-o", tmp_path / "a.json", "--report", tmp_path / "a.html").code == 0
     first = ["page.html", "result.json", "t.json"]

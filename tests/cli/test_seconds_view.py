@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from equipoise.cli.output import answer, seconds_notes, seconds_table, seconds_unit
+from equipoise.cli.output import analysis_answer, seconds_notes, seconds_table, seconds_unit
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.options import replica_bytes
 from equipoise.sim import analyze_loads
@@ -38,7 +38,7 @@ def figures(line: str) -> list[float]:
 
 def test_the_answer_names_lost_saved_memory_and_skew():
     analysis = analyzed(hot_loads())
-    text, seconds = drawn(answer(analysis)), analysis.seconds
+    text, seconds = drawn(analysis_answer(analysis)), analysis.seconds
     lost, plan, skews = text.strip().splitlines()
     assert f"{seconds.share(seconds.lost_seconds):.1%}" in lost and f"{seconds.lost_seconds * 1e3:.1f} ms" in lost
     assert f"saves {seconds.saved_seconds * 1e3:.1f} ms" in plan
@@ -66,9 +66,9 @@ def test_small_steps_are_in_milliseconds_and_long_ones_in_seconds():
 
 def test_level_loads_are_not_worth_it():
     level = analyzed(LoadMatrix(np.full((2, 2, 8, 64), 50, dtype=np.int64)))
-    assert "not worth it here: saves 0.0 ms, 0.0%, less than 1%" in drawn(answer(level))
+    assert "not worth it here: saves 0.0 ms, 0.0%, less than 1%" in drawn(analysis_answer(level))
     assert "-0.00" not in drawn(seconds_table(level))
-    assert "not worth it" not in drawn(answer(analyzed(hot_loads())))
+    assert "not worth it" not in drawn(analysis_answer(analyzed(hot_loads())))
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_notes_say_what_is_assumed_estimated_and_left_out():
 
 
 def test_placement_alone_takes_no_memory():
-    assert "placement alone, no memory taken" in drawn(answer(analyzed(hot_loads(), slots=0)), width=120)
+    assert "placement alone, no memory taken" in drawn(analysis_answer(analyzed(hot_loads(), slots=0)), width=120)
 
 
 @pytest.mark.parametrize("slots", [None, 1])
 def test_everything_fits_into_80_columns(slots):
     analysis = analyzed(LoadMatrix(hot_loads(64).load_MLRE * 40), slots=slots)
-    text = drawn(answer(analysis), seconds_table(analysis), seconds_notes(analysis))
+    text = drawn(analysis_answer(analysis), seconds_table(analysis), seconds_notes(analysis))
     assert chr(0x2026) not in text
     assert ("planned" in text) == (slots is not None)
     assert max(map(len, text.splitlines())) <= 80

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equipoise.cli import simulation, step_loads
-from equipoise.cli.simulate import split_words
+from equipoise.cli import step_loads
+from equipoise.cli.simulate import split_arguments
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape, Routes, RoutesError, SampleRoutes
 from equipoise.loads import count_step, generate_routes, step_schedules
 from equipoise.routes import write_routes
@@ -101,7 +101,9 @@ def test_counted_pairs_are_priced(equipoise, tmp_path):
     write_routes(Routes.of(samples, model=MODEL, layer_numbers=(0, 1, 2)), tmp_path / "routes.eqr", format="equipoise")
     found = {}
     for name, options in (("plain", ()), ("pairs", ("--pairs",))):
-        counted = equipoise("count", tmp_path / "routes.eqr", "-o", tmp_path / f"{name}.npz", *options)
+        counted = equipoise(
+            "convert", tmp_path / "routes.eqr", "--to", "counts", "-o", tmp_path / f"{name}.npz", *options
+        )
         assert counted.code == 0, counted.err
         given = ("--ep", 4, "--ranks-per-node", 2, "--policies", "static,balanced", "--sends", "tokens")
         found[name] = equipoise(
@@ -131,7 +133,7 @@ def test_an_interrupt_beside_the_step_keeps_the_step(equipoise, store, tmp_path,
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulation, part, interrupt)
+    monkeypatch.setattr(f"equipoise.sim.sweep.{part}", interrupt)
     out = tmp_path / "sim.json"
     found = equipoise("simulate", store, "--policies", "static", "--ep", 4, "--sweep", "slots=0", "-o", out)
     assert found.code == 130
@@ -174,7 +176,7 @@ def unsimulated(monkeypatch):
     def simulate_nothing(*_: object, **__: object) -> None:
         raise AssertionError("a step was simulated before all was checked")
 
-    monkeypatch.setattr("equipoise.cli.simulation.simulate", simulate_nothing)
+    monkeypatch.setattr("equipoise.sim.simulate", simulate_nothing)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +184,8 @@ def unsimulated(monkeypatch):
     [
         ("ep=4,8", 100, "loads of 4 source ranks, which do not fill EP groups of 8"),
         ("ep=3", 100, "do not divide by 3 ranks"),
-        ("micro=1", 100, "scheduled already: --sweep micro=1 cannot pack them anew"),
-        ("micro=2", 100, "scheduled already: --sweep micro=2 cannot pack them anew"),
+        ("micro=1", 100, "scheduled already: --sweep micro=1 cannot pack them again"),
+        ("micro=2", 100, "scheduled already: --sweep micro=2 cannot pack them again"),
         ("slots=0,99", 100, "--slots is 99"),
         ("tokens=1024", 0, "window 0 (update) has no row, and tokens= multiplies rows; leave that axis out"),
     ],
@@ -247,13 +249,16 @@ def test_the_demo_needs_no_input(equipoise):
 
 
 def test_words_are_a_dump_and_axes():
-    assert split_words(["dump.jsonl", "slots=0,2"], ["ep=8,16"]) == (
+    assert split_arguments(["dump.jsonl", "slots=0,2"], ["ep=8,16"]) == (
         Path("dump.jsonl"),
         {"ep": (8, 16), "slots": (0, 2)},
     )
-    assert split_words(["slots=0"], ["ep=8 tokens=10,20"]) == (None, {"ep": (8,), "tokens": (10, 20), "slots": (0,)})
+    assert split_arguments(["slots=0"], ["ep=8 tokens=10,20"]) == (
+        None,
+        {"ep": (8,), "tokens": (10, 20), "slots": (0,)},
+    )
     # A file may have an equals sign in its name.
-    assert split_words(["run=3.jsonl"], []) == (Path("run=3.jsonl"), {})
+    assert split_arguments(["run=3.jsonl"], []) == (Path("run=3.jsonl"), {})
 
 
 @pytest.mark.parametrize(
@@ -271,7 +276,7 @@ def test_words_are_a_dump_and_axes():
 )
 def test_words_that_make_no_sense_are_named(words, sweep, error, message):
     with pytest.raises(error, match=message):
-        split_words(words, sweep)
+        split_arguments(words, sweep)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from equipoise.cli.train import COLUMNS, View, summary_lines
+from equipoise.cli.train import COLUMNS, RunView, summary_lines
 from equipoise.rl.checkpoint import hold
 from equipoise.rl.compare import build_comparison
 from equipoise.rl.launch import Event
@@ -87,7 +87,8 @@ def test_a_run_that_was_interrupted_at_once_can_be_resumed(equipoise, tmp_path, 
     monkeypatch.setattr("equipoise.rl.launch.launch", interrupt)
     shown = equipoise("train", "--set=seed=7", "-o", out, "--report", out / "page.html")
     assert (
-        shown.code == 130 and shown.out.splitlines()[-1] == f"interrupted; go on with: equipoise train --resume {out}"
+        shown.code == 130
+        and shown.out.splitlines()[-1] == f"interrupted; continue with: equipoise train --resume {out}"
     )
     monkeypatch.setattr(
         "equipoise.rl.launch.launch", lambda run, config, places, show: resumed.append((config, places))
@@ -139,7 +140,7 @@ METRICS = {
 
 def seen(*events):
     console = Console(width=120, record=True, file=open("/dev/null", "w"), highlight=False, markup=False)  # noqa: PTH123, SIM115
-    view = View(console, as_json=False, live=None)
+    view = RunView(console, as_json=False, live=None)
     for event in events:
         view.show(event)
     return console.export_text()
@@ -162,7 +163,7 @@ def test_plain_lines_show_progress_and_every_step():
 
 def test_the_live_table_is_whole_in_a_narrow_terminal():
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    view = View(console, as_json=False, live=None)
+    view = RunView(console, as_json=False, live=None)
     large = {"step": 9999, "right_share": 1.0, "loss": -0.1234, "grad_norm": 12.345, "tokens_per_s": 123456.0}
     view.show(Event("metrics", METRICS | large | {"planning_s": 1.234, "waited_s": 1.234}))
     console.print(view._table())

@@ -154,12 +154,12 @@ def simulation(
 
 def small_analysis():
     """A real analysis of a small generated step, with a plan and a memory limit that it breaks."""
-    from equipoise.cli.options import Packing
-    from equipoise.cli.step_loads import count_windows
+    from equipoise.cli.options import PackingFlags
+    from equipoise.cli.step_loads import count_samples
 
     model = ModelShape.preset("qwen3-30b-a3b", layers=3, experts=32)
     counts = generate_counts(model, samples=32, mean_tokens=2048)
-    windows = count_windows(counts, Packing(schedule="samples:1", ep=8))
+    windows = count_samples(counts, PackingFlags(schedule="samples:1", ep=8))
     return analyze_loads(windows, model=model, cluster=Cluster.preset("h200", ep=8), memory_gib=0.1)
 
 

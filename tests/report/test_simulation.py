@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from equipoise.cli.simulation import NO_CURVES, STOPPED
+from equipoise.cli.simulate import NO_CURVES, STOPPED
 from equipoise.report import build_page
 from equipoise.report.page import num_bytes, percent, ratio
 from tests.report.documents import POLICIES, STEPS, simulation
