@@ -46,7 +46,7 @@ def _read(source: Source, model: ModelShape) -> Iterator[Recording]:
     seen: set[str] = set()
     for place, sample in _samples(source):
         name = _name(sample, place)
-        # Samples split from one rollout can share its index; a name stands for one sample only.
+        # Samples split from one rollout can share its index; a name must identify one sample.
         name = f"{name} ({place})" if name in seen else name
         seen.add(name)
         yield _recording(sample, name, title=f"{source.name} {place}", model=model)

@@ -1,4 +1,4 @@
-"""The doctor's comparison of two recordings of the same tokens: an engine's with a trainer's, or before with after.
+"""The doctor's comparison of two recordings of the same tokens, such as an engine's and a trainer's.
 
     pairing      each sample has a partner of the same tokens, layers and top-k, in the same order
     agreement    share of routes with the same set of ids, layer by layer
@@ -8,16 +8,9 @@ What to expect: a replayed recording agrees fully; an engine and a trainer that 
 about 0.9 of the routes (R3, arXiv 2510.11370: about 10 % of choices differ per router). Misaligned rows agree by
 chance only.
 
-1. Put the turns of a sample on one token axis, later turns over earlier ones.
+1. Put the turns of a sample on one token axis; later turns replace earlier ones.
 2. Sort the ids of each route: engines and trainers list the same experts in different orders.
-3. Compare where both have a route and a layer of the same number; then once more with one side moved by one row.
-
-Knows sorted ids. Does not know which side is right.
-
-Invariants (asserted by the tests):
-1. A recording agrees fully with itself, whatever the order of ids within a route.
-2. Agreement counts only routes that both sides have.
-3. Moving all rows by one fires `token-order`, and names the direction.
+3. Compare routes that both sides have, in layers of the same number; then again with one side moved by one row.
 """
 
 from collections import Counter
@@ -25,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.routes.doctor.reading import Finding, Reading, Tally, judge
+from equipoise.routes.doctor.reading import CheckCounts, Finding, Reading, judge
 
 MIN_AGREEMENT = 0.8
-"""A layer below this is a finding: clearly under the 0.9 that two correct but independent recordings reach."""
+"""A layer below this is a finding: well under the 0.9 that two correct but independent recordings reach."""
 _NEEDS = "a second recording"
 _SHIFTS = (0, 1, -1)
 _SHIFT_GAIN = 0.1
-"""A shift must agree on this much more of the routes than no shift, so that chance never points to one."""
+"""How much more of the routes must agree with a shift than without, so that it is not chance."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +45,13 @@ class Agreement:
 
     def __init__(self, min_agreement: float = MIN_AGREEMENT) -> None:
         self.min_agreement = min_agreement
-        self.pairing = Tally()
+        self.pairing = CheckCounts()
         self.same: dict[int, Counter[int]] = {shift: Counter() for shift in _SHIFTS}
         self.seen: dict[int, Counter[int]] = {shift: Counter() for shift in _SHIFTS}
         self.places: dict[int, str] = {}
 
     def compare(self, first: list[Reading], second: list[Reading] | None) -> None:
-        """Take in one sample of the first dump and its partner, the turns of each."""
+        """Compare the turns of one sample of the first dump with those of its partner."""
         title = first[0].title
         if second is None:
             self.pairing.add(1, 1, lambda: f"{title} has no partner in the second recording")
@@ -70,7 +63,7 @@ class Agreement:
             self._count(title, *sides)
 
     def add_unpaired(self, second: list[Reading]) -> None:
-        """Take in a sample that only the second dump has."""
+        """Count a sample that only the second dump has."""
         title = second[0].title
         self.pairing.add(1, 1, lambda: f"{title} of the second recording has no partner in the first")
 
@@ -98,12 +91,12 @@ class Agreement:
         return {n: self.same[0][n] / seen[n] for n in sorted(seen) if seen[n]}
 
     def findings(self) -> tuple[Finding, ...]:
-        """Judge what was seen."""
+        """Report what was found."""
         advice = "compare recordings of the same samples in the same order; join them by sample id first"
         pairing = judge("pairing", self.pairing, unit="samples", advice=advice, needs=_NEEDS)
         if not sum(self.seen[0].values()):
             names = ("agreement", "token-order")
-            return (pairing, *(judge(name, Tally(), unit="routes", advice="", needs=_NEEDS) for name in names))
+            return (pairing, *(judge(name, CheckCounts(), unit="routes", advice="", needs=_NEEDS) for name in names))
         return (pairing, self._agreement(), self._token_order())
 
     def _agreement(self) -> Finding:
@@ -128,7 +121,7 @@ class Agreement:
     def _token_order(self) -> Finding:
         shift = max(_SHIFTS, key=self.rate)
         moved = shift != 0 and self.rate(shift) > self.rate(0) + _SHIFT_GAIN
-        place = f"the second recording stands one row {'later' if shift > 0 else 'earlier'}"
+        place = f"the second recording is one row {'later' if shift > 0 else 'earlier'}"
         advice = (
             "one side is off by one row: the first forwarded token is row 0 and the last token has none; "
             "look where a row is dropped or put in front"
@@ -145,7 +138,7 @@ class Agreement:
 
 
 def _mismatch(first: Reading, second: Reading, sides: tuple[_Side, _Side]) -> str:
-    """Why two samples cannot be compared, in words; empty where they can. A shorter sample is cut, not different."""
+    """Say why two samples cannot be compared; empty if they can. A shorter sample is cut, not different."""
     columns = [side.ids_TLK.shape[2] for side in sides]
     if columns[0] != columns[1]:
         return f"have {columns[0]} and {columns[1]} ids per route"
@@ -160,7 +153,7 @@ def _mismatch(first: Reading, second: Reading, sides: tuple[_Side, _Side]) -> st
 
 
 def _assemble(turns: list[Reading]) -> _Side:
-    """Put the turns of one sample on its token axis; where they overlap the later one counts."""
+    """Put the turns of one sample on its token axis; where they overlap, the later one counts."""
     numbers, columns = turns[0].numbers_L, len(turns[0].ids_KTL)
     fitting = [t for t in reversed(turns) if t.numbers_L == numbers and len(t.ids_KTL) == columns]
     tokens = np.concatenate([t.recording.start + np.arange(t.num_rows) for t in fitting])
@@ -176,9 +169,10 @@ def _only(side: _Side, numbers: list[int]) -> _Side:
 
 
 def _compare(first: _Side, second: _Side, shift: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens both have a row for, where both have a route, and where it is the same.
+    """Compare token t of the first side with token t + shift of the second.
 
-    Token t of the first meets token t + shift of the second.
+    Returns:
+        tokens with a row on both sides, whether both have a route there, whether it is the same
     """
     _, a, b = np.intersect1d(first.token_T + shift, second.token_T, assume_unique=True, return_indices=True)
     both_TL = first.known_TL[a] & second.known_TL[b]

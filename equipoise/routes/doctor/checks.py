@@ -1,56 +1,221 @@
-"""The doctor's checks of rows, layers and padding.
+"""The doctor's checks of single recordings: rows, layers, padding, ids, turns and weight versions.
 
-    rows-tokens   rows end at the last token (T) or one before it (T-1)
-    layer-map     the layer axis is all hidden layers, all MoE layers, or names the MoE layers one by one
-    top-k         as many ids per route as the model chooses experts
-    zero-layers   no MoE layer is zero throughout: such captures were not merged across pipeline stages
-    dense-layers  dense layers on the wire hold nothing (0 or -1)
-    equal-rows    no route has k equal ids: those are fillers that were never recorded
-    padding       padding rows are not all sent to the same few experts
+    rows-tokens         rows end at the last token (T) or one before it (T-1)
+    layer-map           the layer axis is all hidden layers, all MoE layers, or names the MoE layers one by one
+    top-k               as many ids per route as the model chooses experts
+    zero-layers         no MoE layer is zero throughout: such captures were not merged across pipeline stages
+    dense-layers        dense layers hold nothing (0 or -1)
+    equal-rows          no route has k equal ids: those are fillers that were never recorded
+    padding             padding rows are not all sent to the same few experts
+    distinct-ids        k different experts per route
+    id-range            every id is one of the model's experts
+    dtype-overflow      no id was wrapped by a dtype too small for the model
+    physical-ids        ids are logical experts, not the engine's physical slots (redundant experts included)
+    missing-rows        every token but the last has a route in every layer, in one turn or another
+    turns               turns agree on tokens and routes where they overlap, and follow each other
+    versions-in-sample  one sample, one version of the weights
+    versions-across     all samples of one version
 
-Checks across the turns of a sample are in `turns.py`, of the ids themselves in `ids.py`, of repeated rows in
-`stale.py`, of two recordings in `agreement.py`.
-Knows what is wrong with a dump. Does not know any wire form, and never raises on what a dump holds.
-
-Invariants (asserted by the tests):
-1. Breaking one thing in good data fires that thing's check and no other.
-2. Padding rows are seen by `padding` only, but for stray ids, which are `id-range`'s.
-3. A filler in the row of the last token, which has no route, is nothing wrong.
-4. A dump that lacks what a check needs (token counts, dense layers) is skipped by it.
+No check raises on the content of a dump. Padding rows concern `padding` only, except for ids that do not exist, which
+are `id-range`'s. A filler in the row of the last token, which has no route, is correct.
 """
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from equipoise.core import ModelShape
-from equipoise.routes.doctor.reading import Check, Finding, Reading, Tally, judge
+from equipoise.routes.doctor.reading import Check, CheckCounts, Finding, Reading, judge
 
-# The doctor's checks of the ids themselves.
-#
-#     distinct-ids    k different experts per route
-#     id-range        every id is one of the model's experts
-#     dtype-overflow  no id was wrapped by a dtype too small for the model
-#     physical-ids    ids are logical experts, not the engine's physical slots (redundant experts included)
-#
-# An id outside the model's range is blamed on exactly one cause:
-# 1. wrapped: negative, and the model has more than 128 experts, so that an int8 turned 128..255 into -128..-1; or the
-#    dtype on the wire cannot hold the last expert; or more than 256 experts and, in many ids, not one above 255.
-# 2. physical: from `experts` to twice that, in most layers and not rare, as slots of redundant experts are.
-# 3. out of range: whatever is left.
-#
-# Invariants (asserted by the tests):
-# 1. Each stray id is counted by one of the three last checks only.
-# 2. Good ids of any sufficient dtype fire nothing.
-
-
+PADDING_SHARE = 0.5
+"""Padding is concentrated if one expert of a layer takes more than this share of the padding tokens."""
+_MIN_PADDING = 8
+"""Fewer padding tokens can neither be concentrated nor matter."""
 _INT8_WRAP = 256
 _FOLD_IDS_PER_EXPERT = 64
-"""So many ids per expert must have been seen before "none above 255" means that ids were folded into a byte."""
+"""Ids per expert that must have been seen before "none above 255" means that ids were folded into a byte."""
 _PHYSICAL_MIN = 16
 _PHYSICAL_SHARE = 0.005
 """Redundant experts take part in at least this share of the routes; stray garbage rarely does."""
+
+
+class RowsTokens(Check):
+    """The last row is that of the last token (T) or of the one before (T-1)."""
+
+    name = "rows-tokens"
+    unit = "recordings"
+    needs = "token ids or token counts"
+    advice = (
+        "rows do not reach the end of the sample, or pass it: look for a lost turn, a wrong start offset, "
+        "a dropped or doubled row where routes and tokens are joined"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.short_by: Counter[int] = Counter()
+
+    def look(self, reading: Reading) -> None:
+        recording = reading.recording
+        tokens = len(recording.tokens) if recording.tokens is not None else recording.num_tokens
+        if tokens is None:
+            return
+        named = tokens if recording.num_tokens is None else recording.num_tokens
+        stop = recording.start + reading.num_rows
+        self.short_by[tokens - stop] += 1
+        wrong = tokens - stop not in (0, 1) or named != tokens
+        figures = f"{reading.num_rows} rows from token {recording.start} on, {named} tokens"
+        if named != tokens:
+            figures += f", {tokens} token ids"
+        self.counts.add(int(wrong), 1, lambda: f"{reading.title}: {figures}")
+
+    def detail(self) -> str:
+        return f"T rows in {self.short_by[0]} recordings, T-1 in {self.short_by[1]}" if self.counts.total else ""
+
+
+class LayerAxis(Check):
+    """The layer axis is all decoder layers, the MoE layers, or numbers that name every MoE layer."""
+
+    name = "layer-map"
+    unit = "recordings"
+    advice = (
+        "layers cannot be mapped to the model's: check --model, merge the captures of all pipeline stages, "
+        "and leave MTP layers out"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.axis: tuple[int, tuple[int, ...] | None] | None = None
+
+    def look(self, reading: Reading) -> None:
+        axis = (reading.recording.rows.shape[1], reading.recording.layer_numbers)
+        absent = sorted(set(self.model.layer_numbers) - set(reading.numbers_L))
+        wrong = reading.unmapped
+        if not wrong and absent:
+            wrong = f"{reading.title}: MoE layer {absent[0]} is absent, {len(absent)} of {self.model.layers} are"
+        elif not wrong:
+            self.axis = self.axis or axis
+            wrong = "" if axis == self.axis else f"{reading.title}: {axis[0]} layers, unlike the first recording's axis"
+        self.counts.add(int(bool(wrong)), 1, lambda: wrong)
+
+    def detail(self) -> str:
+        if self.axis is None:
+            return ""
+        named = ", named" if self.axis[1] else ""
+        return f"{self.axis[0]} layers on the wire{named}; the model has {self.model.layers} MoE layers"
+
+
+class TopK(Check):
+    """As many ids per route as the model chooses experts."""
+
+    name = "top-k"
+    unit = "recordings"
+    advice = "check --model; drop the columns of fused shared experts before writing routes"
+
+    def look(self, reading: Reading) -> None:
+        columns = reading.recording.rows.shape[2]
+        wrong = columns != self.model.top_k
+        self.counts.add(
+            int(wrong), 1, lambda: f"{reading.title}: {columns} ids per route, top-{self.model.top_k} model"
+        )
+
+
+class ZeroLayers(Check):
+    """MoE layers that are zero throughout a recording."""
+
+    name = "zero-layers"
+    unit = "layers"
+    advice = (
+        "routes of these layers were never captured: merge the captures of all pipeline stages, or upgrade the engine"
+    )
+
+    def look(self, reading: Reading) -> None:
+        dead = np.flatnonzero(reading.dead_L).tolist()
+        layers = [reading.numbers_L[i] for i in dead]
+        self.counts.add(len(dead), len(reading.dead_L), lambda: f"{reading.title}, layers {layers}")
+
+
+class DenseLayers(Check):
+    """Dense layers on the wire hold nothing."""
+
+    name = "dense-layers"
+    unit = "layers"
+    needs = "dense layers on the wire"
+    advice = "ids in layers without experts: the layer axis is shifted, or --model names the wrong dense layers"
+
+    def look(self, reading: Reading) -> None:
+        dense_TLK = reading.dense_TLK
+        # Two tests, so that unsigned ids are never compared with -1.
+        filled_TLK = dense_TLK != 0
+        if dense_TLK.dtype.kind == "i":
+            filled_TLK &= dense_TLK != -1
+        filled = np.flatnonzero(filled_TLK.any(axis=(0, 2))).tolist()
+        layers = [reading.dense_numbers[i] for i in filled]
+        self.counts.add(len(filled), dense_TLK.shape[1], lambda: f"{reading.title}, layers {layers}")
+
+
+class EqualRows(Check):
+    """Routes of k equal ids."""
+
+    name = "equal-rows"
+    advice = "fillers in place of routes (0 is a valid expert): write -1 for rows that were not recorded"
+
+    def look(self, reading: Reading) -> None:
+        if len(reading.ids_KTL) > 1:
+            bad_TL = reading.equal_TL[: reading.num_judged]
+            self.counts.add_routes(bad_TL, reading)
+
+
+class Padding(Check):
+    """How many rows are padding, and which experts they are sent to."""
+
+    name = "padding"
+    unit = "rows"
+    advice = (
+        "padding is dispatched too, here to the same few experts and so to one rank: pack tighter, "
+        "or fill padding with distinct ids that run through all experts"
+    )
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__(model)
+        self.sent: dict[int, np.ndarray] = {}
+
+    def look(self, reading: Reading) -> None:
+        padding = reading.padding_TLK
+        self.counts.add(len(padding), len(padding) + reading.num_rows, lambda: reading.title)
+        for layer, number in enumerate(reading.numbers_L if len(padding) else ()):
+            ids_TK = np.sort(padding[:, layer], axis=1)
+            # A token that names an expert twice is still sent there once.
+            first = np.diff(ids_TK, axis=1, prepend=ids_TK[:, :1]) != 0
+            first[:, :1] = True
+            ids = ids_TK[first & (ids_TK >= 0) & (ids_TK < self.model.experts)]
+            count_E = np.bincount(ids.astype(np.int64), minlength=self.model.experts)
+            self.sent[number] = self.sent.get(number, 0) + count_E
+
+    @property
+    def busiest_share(self) -> float:
+        """Share of the padding tokens that the busiest expert takes, mean over layers."""
+        if not self.sent or not self.counts.count:
+            return 0.0
+        return float(np.mean([count_E.max() for count_E in self.sent.values()])) / self.counts.count
+
+    def findings(self) -> tuple[Finding, ...]:
+        even = self.model.top_k / self.model.experts
+        limit = max(PADDING_SHARE, min(1.0, 2 * even))
+        concentrated = self.counts.count >= _MIN_PADDING and self.busiest_share > limit
+        (found,) = super().findings()
+        if concentrated or found.verdict == "skipped":
+            return (found,)
+        # Padding alone is not a fault; its share stays in the table.
+        return (replace(found, verdict="good", first_place="", advice=""),)
+
+    def detail(self) -> str:
+        if not self.sent:
+            return ""
+        total_E = sum(self.sent.values(), np.zeros(self.model.experts, dtype=np.int64))
+        top = [f"{e}: {int(total_E[e])}" for e in np.argsort(-total_E, kind="stable")[:4].tolist() if total_E[e]]
+        return f"busiest expert of a layer takes {self.busiest_share:.0%} of padding; rows by expert {', '.join(top)}"
 
 
 class DistinctIds(Check):
@@ -68,11 +233,17 @@ class DistinctIds(Check):
         for a, b in combinations(range(len(ids_KTL)), 2):
             twice_TL |= (ids_KTL[a] == ids_KTL[b]) & (ids_KTL[a] >= 0)
         twice_TL &= reading.routed_TL
-        self.tally.add(int(twice_TL.sum()), twice_TL.size, lambda: reading.place(twice_TL))
+        self.counts.add_routes(twice_TL, reading)
 
 
 class IdCauses(Check):
-    """Ids outside the model's experts, each blamed on one cause."""
+    """Ids outside the model's experts, each attributed to exactly one cause.
+
+    1. wrapped: negative, and the model has more than 128 experts, so that an int8 turned 128..255 into -128..-1; or the
+       dtype on the wire cannot hold the last expert; or more than 256 experts and, in many ids, not one above 255.
+    2. physical: from `experts` to twice that, in most layers and not rare, as slots of redundant experts are.
+    3. out of range: every other one.
+    """
 
     advice_range = "check --model; look for uninitialised buffers and for routes of another model"
     advice_overflow = "write ids in a dtype that holds every expert (uint8 up to 256, int8 only up to 128, else int16)"
@@ -83,9 +254,9 @@ class IdCauses(Check):
 
     def __init__(self, model: ModelShape) -> None:
         super().__init__(model)
-        self.wrapped = Tally()
-        self.above = Tally()
-        self.wild = Tally()
+        self.wrapped = CheckCounts()
+        self.above = CheckCounts()
+        self.wild = CheckCounts()
         self.num_ids = 0
         self.top_id = -1
         self.layers: set[int] = set()
@@ -93,7 +264,11 @@ class IdCauses(Check):
         self.first_title = ""
 
     def look(self, reading: Reading) -> None:
-        self._look_at_padding(reading)
+        # Padding rows are dispatched as recorded, so their ids must exist too; -1 leaves them to the router.
+        padding = reading.padding_TLK
+        stray_TL = ((padding < -1) | (padding >= self.model.experts)).any(axis=2)
+        count = int(stray_TL.sum())
+        self.wild.add(count, count, lambda: f"{reading.title}, padding row {int(np.argwhere(stray_TL)[0][0])}")
         ids_KTL, experts = reading.ids_KTL, self.model.experts
         self.layers.update(reading.numbers_L)
         self.num_ids += ids_KTL.size
@@ -103,60 +278,42 @@ class IdCauses(Check):
         low, high = int(ids_KTL.min()), int(ids_KTL.max())
         self.top_id = max(self.top_id, high)
         if np.iinfo(ids_KTL.dtype).max < experts - 1:
-            words = f"{reading.title}: {ids_KTL.dtype} on the wire for {experts} experts"
-            self.wrapped.add(reading.num_routes, reading.num_routes, lambda: words)
+            place = f"{reading.title}: {ids_KTL.dtype} on the wire for {experts} experts"
+            self.wrapped.add(reading.num_routes, reading.num_routes, lambda: place)
         elif low >= 0 and high < experts:
-            for tally in (self.wrapped, self.above, self.wild):
-                tally.total += reading.num_routes
+            for counts in (self.wrapped, self.above, self.wild):
+                counts.total += reading.num_routes
         else:
-            self._blame(reading)
+            self._attribute(reading)
 
-    def _look_at_padding(self, reading: Reading) -> None:
-        """Padding rows are dispatched as they stand, so their ids must exist too; -1 leaves them to the router."""
-        padding = reading.padding_TLK
-        stray_TL = ((padding < -1) | (padding >= self.model.experts)).any(axis=2)
-        count = int(stray_TL.sum())
-        self.wild.add(count, count, lambda: f"{reading.title}, padding row {int(np.argwhere(stray_TL)[0][0])}")
-
-    def _blame(self, reading: Reading) -> None:
-        """Give each route with a stray id to one cause."""
+    def _attribute(self, reading: Reading) -> None:
+        """Attribute each route with a stray id to one cause."""
         ids_KTL, experts = reading.ids_KTL.astype(np.int64), self.model.experts
         routed_TL = reading.routed_TL
         wraps_KTL = (ids_KTL < 0) & (ids_KTL + _INT8_WRAP >= 128) & (ids_KTL + _INT8_WRAP < experts)
         above_KTL = (ids_KTL >= experts) & (ids_KTL < 2 * experts)
         wild_KTL = ((ids_KTL < 0) & ~wraps_KTL) | (ids_KTL >= 2 * experts)
-        for tally, bad_KTL in ((self.wrapped, wraps_KTL), (self.wild, wild_KTL), (self.above, above_KTL)):
+        for counts, bad_KTL in ((self.wrapped, wraps_KTL), (self.wild, wild_KTL), (self.above, above_KTL)):
             bad_TL = bad_KTL.any(axis=0) & routed_TL
-            self._count(tally, bad_TL, reading)
+            counts.add_routes(bad_TL, reading)
             # The first cause keeps the route: none is counted twice.
             routed_TL &= ~bad_TL
         hit = np.flatnonzero(bad_TL.any(axis=0)).tolist()
         self.above_layers.update(reading.numbers_L[i] for i in hit)
 
-    def _count(self, tally: Tally, bad_TL: np.ndarray, reading: Reading) -> None:
-        tally.add(int(bad_TL.sum()), bad_TL.size, lambda: reading.place(bad_TL))
-
-    @property
-    def _is_physical(self) -> bool:
-        wide = 2 * len(self.above_layers) > len(self.layers)
-        return wide and self.above.count >= max(_PHYSICAL_MIN, _PHYSICAL_SHARE * self.above.total)
-
-    @property
-    def _is_folded(self) -> bool:
-        many = self.num_ids >= _FOLD_IDS_PER_EXPERT * self.model.experts
-        return self.model.experts > _INT8_WRAP and self.top_id < _INT8_WRAP and many
-
     def findings(self) -> tuple[Finding, ...]:
         experts = self.model.experts
-        stray, physical, wrapped = self.wild, Tally(total=self.above.total), self.wrapped
-        if self._is_physical:
+        stray, physical, wrapped = self.wild, CheckCounts(total=self.above.total), self.wrapped
+        is_wide = 2 * len(self.above_layers) > len(self.layers)
+        if is_wide and self.above.count >= max(_PHYSICAL_MIN, _PHYSICAL_SHARE * self.above.total):
             physical = self.above
         else:
             place = self.wild.first_place or self.above.first_place
-            stray = Tally(self.wild.count + self.above.count, self.wild.total, place)
-        if self._is_folded and not wrapped.count:
-            words = f"{self.first_title}: no id above {self.top_id} in {self.num_ids} ids of {experts} experts"
-            wrapped = Tally(wrapped.total, wrapped.total, words)
+            stray = CheckCounts(self.wild.count + self.above.count, self.wild.total, place)
+        is_folded = experts > _INT8_WRAP > self.top_id and self.num_ids >= _FOLD_IDS_PER_EXPERT * experts
+        if is_folded and not wrapped.count:
+            place = f"{self.first_title}: no id above {self.top_id} in {self.num_ids} ids of {experts} experts"
+            wrapped = CheckCounts(wrapped.total, wrapped.total, place)
         limits = f"ids up to {self.top_id}, experts 0..{experts - 1}"
         redundant = f"ids up to {self.top_id}: {experts} experts and {self.top_id + 1 - experts} more"
         return (
@@ -170,22 +327,6 @@ class IdCauses(Check):
                 detail=redundant if physical.count else "",
             ),
         )
-
-
-# The doctor's checks of what spans the turns of a sample.
-#
-#     missing-rows        every token but the last has a route in every layer, by one turn or another
-#     turns               turns agree on tokens and routes where they overlap, and follow each other
-#     versions-in-sample  one sample, one version of the weights
-#     versions-across     all samples of one version
-#
-# Neighbouring recordings of one name are the turns of one sample. Knows one sample at a time, and of earlier ones only
-# their names. Does not know any wire form, and never raises on what a dump holds.
-#
-# Invariants (asserted by the tests):
-# 1. Breaking one thing in good data fires that thing's check and no other.
-# 2. A sample of one turn is skipped by `turns`; a dump that names no version is skipped by the last two.
-# 3. What these and the other checks find good can be interpreted: `interpret.py` raises on nothing the doctor passed.
 
 
 class MissingRows(Check):
@@ -209,15 +350,15 @@ class MissingRows(Check):
         gap = max(0, recording.start - self.covered)
         layers = len(reading.numbers_L)
         before = f"{reading.title}, tokens {self.covered} to {recording.start - 1} have no row"
-        self.tally.add(gap * layers, gap * layers, lambda: before)
+        self.counts.add(gap * layers, gap * layers, lambda: before)
         self.covered = max(self.covered, recording.start + reading.num_rows)
 
         missing_TL = reading.missing_TL[: reading.num_judged]
-        self.tally.add(int(missing_TL.sum()), missing_TL.size, lambda: reading.place(missing_TL))
+        self.counts.add_routes(missing_TL, reading)
 
 
-class Turns(Check):
-    """Turns of one sample tell the same story."""
+class TurnConflicts(Check):
+    """Turns of one sample agree where they overlap, and follow each other."""
 
     name = "turns"
     unit = "recordings"
@@ -236,22 +377,20 @@ class Turns(Check):
         if self.turns and self.turns[-1].sample != reading.sample:
             self.names.add(self.turns[-1].recording.name)
             self.turns = []
-        wrong = self._apart(reading) or next(filter(None, (_contradict(t, reading) for t in self.turns)), "")
-        has_company = bool(self.turns) or reading.recording.name in self.names
+        start, is_known = reading.recording.start, reading.recording.name in self.names
+        if not self.turns and start and is_known:
+            wrong = f"a turn from token {start} does not follow its earlier turns"
+        elif len(reading.padding_TLK) and (self.turns or start):
+            wrong = "padding rows in a sample of several turns or with a start offset"
+        else:
+            wrong = next(filter(None, (_contradiction(turn, reading) for turn in self.turns)), "")
+        has_others = bool(self.turns) or is_known
         self.turns.append(reading)
-        self.tally.add(int(bool(wrong)), int(has_company or bool(wrong)), lambda: f"{reading.title}: {wrong}")
-
-    def _apart(self, reading: Reading) -> str:
-        start, has_padding = reading.recording.start, bool(len(reading.padding_TLK))
-        if not self.turns and start and reading.recording.name in self.names:
-            return f"a turn from token {start} stands apart from its earlier turns"
-        if has_padding and (self.turns or start):
-            return "padding rows in a sample of several turns or with a start offset"
-        return ""
+        self.counts.add(int(bool(wrong)), int(has_others or bool(wrong)), lambda: f"{reading.title}: {wrong}")
 
 
-def _contradict(early: Reading, late: Reading) -> str:
-    """In which token two turns of one sample contradict each other, in words; empty where they do not."""
+def _contradiction(early: Reading, late: Reading) -> str:
+    """Say at which token two turns of one sample contradict each other; empty if they do not."""
     a, b = early.recording.tokens, late.recording.tokens
     if a is not None and b is not None:
         common = min(len(a), len(b))
@@ -270,7 +409,7 @@ def _contradict(early: Reading, late: Reading) -> str:
 
 
 class Versions(Check):
-    """Weight versions, within samples and across them. Samples mixed inside are not counted again across."""
+    """Weight versions, within samples and across them. Samples of several versions are not counted again across."""
 
     needs = "weight versions"
     advice_in = (
@@ -283,7 +422,7 @@ class Versions(Check):
         self.sample = -1
         self.title = ""
         self.seen: set[str] = set()
-        self.mixed = Tally()
+        self.mixed = CheckCounts()
         self.by_version: Counter[str] = Counter()
         self.first_other = ""
 
@@ -291,11 +430,11 @@ class Versions(Check):
         if reading.sample != self.sample:
             self._close()
             self.sample, self.title = reading.sample, reading.title
-        # A dump that knows a sample's versions but not their rows (slime) joins them by commas.
+        # A dump that has a sample's versions but not their rows (slime) joins them by commas.
         self.seen.update(v for v in reading.recording.weight_version.split(",") if v)
 
     def _close(self) -> None:
-        """Take in the sample that has just ended."""
+        """Count the sample that has just ended."""
         versions, self.seen = sorted(self.seen), set()
         if not versions:
             return
@@ -309,7 +448,7 @@ class Versions(Check):
         self._close()
         total = sum(self.by_version.values())
         other = total - max(self.by_version.values(), default=0)
-        across = Tally(count=other, total=total, first_place=self.first_other)
+        across = CheckCounts(count=other, total=total, first_place=self.first_other)
         listed = ", ".join(f"{version}: {count}" for version, count in self.by_version.most_common(4))
         return (
             judge("versions-in-sample", self.mixed, unit="samples", advice=self.advice_in, needs=self.needs),
@@ -317,199 +456,3 @@ class Versions(Check):
                 "versions-across", across, unit="samples", advice=self.advice_across, detail=listed, needs=self.needs
             ),
         )
-
-
-PADDING_SHARE = 0.5
-"""Padding is concentrated where one expert of a layer takes more than this share of the padding tokens."""
-_MIN_PADDING = 8
-"""Fewer padding tokens can neither be concentrated nor hurt."""
-
-
-class RowsTokens(Check):
-    """Rows against tokens: the last row is the last token's (T) or the one before (T-1)."""
-
-    name = "rows-tokens"
-    unit = "recordings"
-    needs = "token ids or token counts"
-    advice = (
-        "rows do not reach the end of the sample, or pass it: look for a lost turn, a wrong start offset, "
-        "a dropped or doubled row where routes and tokens are joined"
-    )
-
-    def __init__(self, model: ModelShape) -> None:
-        super().__init__(model)
-        self.short_by: Counter[int] = Counter()
-
-    def look(self, reading: Reading) -> None:
-        recording = reading.recording
-        tokens = len(recording.tokens) if recording.tokens is not None else recording.num_tokens
-        if tokens is None:
-            return
-        named = tokens if recording.num_tokens is None else recording.num_tokens
-        stop = recording.start + reading.num_rows
-        self.short_by[tokens - stop] += 1
-        wrong = tokens - stop not in (0, 1) or named != tokens
-        words = f"{reading.num_rows} rows from token {recording.start} on, {named} tokens"
-        if named != tokens:
-            words += f", {tokens} token ids"
-        self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {words}")
-
-    def detail(self) -> str:
-        return f"T rows in {self.short_by[0]} recordings, T-1 in {self.short_by[1]}" if self.tally.total else ""
-
-
-class LayerAxis(Check):
-    """The wire's layer axis: all decoder layers, the MoE layers, or numbers that name every MoE layer."""
-
-    name = "layer-map"
-    unit = "recordings"
-    advice = (
-        "layers cannot be mapped to the model's: check --model, merge the captures of all pipeline stages, "
-        "and leave MTP layers out"
-    )
-
-    def __init__(self, model: ModelShape) -> None:
-        super().__init__(model)
-        self.axis: tuple[int, tuple[int, ...] | None] | None = None
-
-    def look(self, reading: Reading) -> None:
-        wrong = reading.unmapped or self._incomplete(reading) or self._unlike_others(reading)
-        self.tally.add(int(bool(wrong)), 1, lambda: wrong)
-
-    def _incomplete(self, reading: Reading) -> str:
-        absent = sorted(set(self.model.layer_numbers) - set(reading.numbers_L))
-        if not absent:
-            return ""
-        return f"{reading.title}: MoE layer {absent[0]} is absent, {len(absent)} of {self.model.layers} are"
-
-    def _unlike_others(self, reading: Reading) -> str:
-        axis = (reading.recording.rows.shape[1], reading.recording.layer_numbers)
-        self.axis = self.axis or axis
-        return "" if axis == self.axis else f"{reading.title}: {axis[0]} layers, unlike the first recording's axis"
-
-    def detail(self) -> str:
-        if self.axis is None:
-            return ""
-        named = ", named" if self.axis[1] else ""
-        return f"{self.axis[0]} layers on the wire{named}; the model has {self.model.layers} MoE layers"
-
-
-class TopK(Check):
-    """As many ids per route as the model chooses experts."""
-
-    name = "top-k"
-    unit = "recordings"
-    advice = "check --model; drop the columns of fused shared experts before writing routes"
-
-    def look(self, reading: Reading) -> None:
-        columns = reading.recording.rows.shape[2]
-        wrong = columns != self.model.top_k
-        self.tally.add(int(wrong), 1, lambda: f"{reading.title}: {columns} ids per route, top-{self.model.top_k} model")
-
-
-class ZeroLayers(Check):
-    """MoE layers that are zero throughout a recording."""
-
-    name = "zero-layers"
-    unit = "layers"
-    advice = (
-        "routes of these layers were never captured: merge the captures of all pipeline stages, or upgrade the engine"
-    )
-
-    def look(self, reading: Reading) -> None:
-        dead = np.flatnonzero(reading.dead_L).tolist()
-        layers = [reading.numbers_L[i] for i in dead]
-        self.tally.add(len(dead), len(reading.dead_L), lambda: f"{reading.title}, layers {layers}")
-
-
-class DenseLayers(Check):
-    """Dense layers on the wire hold nothing."""
-
-    name = "dense-layers"
-    unit = "layers"
-    needs = "dense layers on the wire"
-    advice = (
-        "ids stand where the model has no experts: the layer axis is shifted, or --model names the wrong dense layers"
-    )
-
-    def look(self, reading: Reading) -> None:
-        dense_TLK = reading.dense_TLK
-        # Written as two tests so that unsigned ids are never compared with -1.
-        filled_TLK = dense_TLK != 0
-        if dense_TLK.dtype.kind == "i":
-            filled_TLK &= dense_TLK != -1
-        filled = np.flatnonzero(filled_TLK.any(axis=(0, 2))).tolist()
-        layers = [reading.dense_numbers[i] for i in filled]
-        self.tally.add(len(filled), dense_TLK.shape[1], lambda: f"{reading.title}, layers {layers}")
-
-
-class EqualRows(Check):
-    """Routes of k equal ids."""
-
-    name = "equal-rows"
-    advice = "fillers stand where routes should be (0 is a valid expert): write -1 for rows that were not recorded"
-
-    def look(self, reading: Reading) -> None:
-        if len(reading.ids_KTL) > 1:
-            bad_TL = reading.equal_TL[: reading.num_judged]
-            self.tally.add(int(bad_TL.sum()), bad_TL.size, lambda: reading.place(bad_TL))
-
-
-class Padding(Check):
-    """How many rows are padding, and which experts they are sent to."""
-
-    name = "padding"
-    unit = "rows"
-    advice = (
-        "padding is dispatched too, here to the same few experts and so to one rank: pack tighter, "
-        "or fill padding with distinct ids that run through all experts"
-    )
-
-    def __init__(self, model: ModelShape) -> None:
-        super().__init__(model)
-        self.sent: dict[int, np.ndarray] = {}
-
-    def look(self, reading: Reading) -> None:
-        padding = reading.padding_TLK
-        self.tally.add(len(padding), len(padding) + reading.num_rows, lambda: reading.title)
-        for layer, number in enumerate(reading.numbers_L if len(padding) else ()):
-            ids_TK = np.sort(padding[:, layer], axis=1)
-            # A token that names an expert twice is still one token sent there.
-            first = np.diff(ids_TK, axis=1, prepend=ids_TK[:, :1]) != 0
-            first[:, :1] = True
-            ids = ids_TK[first & (ids_TK >= 0) & (ids_TK < self.model.experts)]
-            count_E = np.bincount(ids.astype(np.int64), minlength=self.model.experts)
-            self.sent[number] = self.sent.get(number, 0) + count_E
-
-    @property
-    def busiest_share(self) -> float:
-        """Share of the padding tokens that the busiest expert takes, mean over layers."""
-        if not self.sent or not self.tally.count:
-            return 0.0
-        return float(np.mean([count_E.max() for count_E in self.sent.values()])) / self.tally.count
-
-    def findings(self) -> tuple[Finding, ...]:
-        even = self.model.top_k / self.model.experts
-        limit = max(PADDING_SHARE, min(1.0, 2 * even))
-        concentrated = self.tally.count >= _MIN_PADDING and self.busiest_share > limit
-        verdict = judge(self.name, self.tally, unit=self.unit, advice=self.advice, detail=self.detail())
-        if concentrated or verdict.verdict == "skipped":
-            return (verdict,)
-        # Padding as such is nothing wrong; its share stays in the table.
-        return (
-            Finding(
-                check=self.name,
-                verdict="good",
-                count=self.tally.count,
-                total=self.tally.total,
-                unit=self.unit,
-                detail=self.detail(),
-            ),
-        )
-
-    def detail(self) -> str:
-        if not self.sent:
-            return ""
-        total_E = sum(self.sent.values(), np.zeros(self.model.experts, dtype=np.int64))
-        top = [f"{e}: {int(total_E[e])}" for e in np.argsort(-total_E, kind="stable")[:4].tolist() if total_E[e]]
-        return f"busiest expert of a layer takes {self.busiest_share:.0%} of padding; rows by expert {', '.join(top)}"

@@ -1,21 +1,16 @@
 """`diagnose`: run every check over a dump's recordings, one sample at a time, and say what is wrong and what to do.
 
 1. Take one sample's recordings (its turns) from the stream; a reader's error becomes the finding `decode`.
-2. Prepare each once (`reading.py`) and show it to every check (`checks.py`, `turns.py`, `ids.py`, `stale.py`).
+2. Prepare each once (`reading.py`) and pass it to every check (`checks.py`, `stale.py`).
 3. Given a second recording of the same tokens, compare sample by sample (`agreement.py`).
-4. Judge.
+4. Collect the findings. `docs/doctor.md` explains each check.
 
-It looks at recordings, not at `Routes`: mapping hides what is wrong. Knows the order of checks; each check knows its
-own. `docs/doctor.md` says in words what each check means.
-
-Invariants (asserted by the tests):
-1. Good data of every format has no finding.
-2. Bad data never raises: what cannot be decoded is a finding that names the place, and what came before it is judged.
-3. Nothing is kept of a sample but counts and digests.
+Bad data never raises, and nothing is kept of a sample but counts and digests.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from equipoise.core import ModelShape, Routes, RoutesError
@@ -31,11 +26,11 @@ from equipoise.routes.doctor.checks import (
     Padding,
     RowsTokens,
     TopK,
-    Turns,
+    TurnConflicts,
     Versions,
     ZeroLayers,
 )
-from equipoise.routes.doctor.reading import Check, Finding, Reading, Tally, judge, read_samples
+from equipoise.routes.doctor.reading import Check, CheckCounts, Finding, judge, read_samples
 from equipoise.routes.doctor.stale import StaleRows
 from equipoise.routes.interpret import Recording
 
@@ -46,7 +41,7 @@ CHECKS: tuple[type[Check], ...] = (
     ZeroLayers,
     DenseLayers,
     MissingRows,
-    Turns,
+    TurnConflicts,
     EqualRows,
     DistinctIds,
     IdCauses,
@@ -54,7 +49,7 @@ CHECKS: tuple[type[Check], ...] = (
     Padding,
     Versions,
 )
-"""In the order in which a cause should be looked for: shape, layers, rows, ids, samples."""
+"""In the order in which to look for a cause: shape, layers, rows, ids, samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +107,9 @@ def diagnose(
     for turns in read_samples(decode.guard(recordings), model=model):
         num_samples += 1
         num_rows += sum(turn.num_rows for turn in turns)
-        _show(turns, checks)
+        for turn in turns:
+            for check in checks:
+                check.look(turn)
         if partners is not None:
             agreement.compare(turns, next(partners, None))
     for extra in partners or ():
@@ -122,7 +119,7 @@ def diagnose(
 
 
 def _check_stream(name: str, value: object) -> None:
-    """Raise where a dump or its routes are given: mapped routes hide what is wrong with a recording."""
+    """Raise for a dump or its routes: mapped routes hide what is wrong with a recording."""
     if not isinstance(value, Iterable) or isinstance(value, str | Routes):
         raise RoutesError(
             f"{name} is a {type(value).__name__}; it must be what equipoise.routes.stream_recordings(dump, model=) "
@@ -130,38 +127,29 @@ def _check_stream(name: str, value: object) -> None:
         )
 
 
-def _show(turns: list[Reading], checks: list[Check]) -> None:
-    for turn in turns:
-        for check in checks:
-            check.look(turn)
-
-
 class _Decode:
     """Turns a reader's error into a finding."""
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.counts = CheckCounts()
 
     def guard(self, recordings: Iterable[Recording], *, of: str = "") -> Iterator[Recording]:
-        """Pass recordings on until the reader gives up, and keep what it said."""
+        """Yield recordings until the reader raises, and keep its message."""
         stream = iter(recordings)
         while True:
             try:
                 recording = next(stream, None)
             except RoutesError as error:
-                self._give_up(f"{of}: {error}" if of else str(error))
+                self.counts.add(1, 1, partial(str, f"{of}: {error}" if of else error))
                 return
             if recording is None:
                 return
-            self.tally.total += 1
+            self.counts.total += 1
             yield recording
 
-    def _give_up(self, words: str) -> None:
-        self.tally.add(1, 1, lambda: words)
-
     def finding(self) -> Finding:
-        """Judge the decoding; a dump without a single recording is a finding too."""
-        if not self.tally.total:
-            self._give_up("the dump holds no recording")
+        """Report the decoding; a dump without a recording is a finding too."""
+        if not self.counts.total:
+            self.counts.add(1, 1, lambda: "the dump holds no recording")
         advice = "the dump cannot be read past this place; write it again, or name its format with --format"
-        return judge("decode", self.tally, unit="recordings", advice=advice)
+        return judge("decode", self.counts, unit="recordings", advice=advice)

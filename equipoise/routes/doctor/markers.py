@@ -1,18 +1,12 @@
 """Planted markers: known rows that prove that each token's route arrives with its token, through any slicing.
 
-A marker row names its token and its layer by the ids it holds, so a trainer's own packing and slicing can be run on
-markers instead of routes, and every delivered row be compared with the token it was delivered with.
+The ids of a marker row encode its token and its layer. A trainer's own packing and slicing can therefore run on markers
+instead of routes, and every delivered row can be compared with the token it was delivered with.
 
 The code. Tokens of all samples are numbered 0, 1, 2, ... in order. With `base = experts // top_k`, column k of a route
 takes its id from the band `[k * base, (k + 1) * base)`, so ids are distinct and may be sorted or kept as a set.
-The token number is written in D digits of that base; position `p = layer * top_k + k` holds digit `p mod D`, turned by
-digit k of the layer's index (modulo base), so that rows of two layers, too, are told apart.
-
-Knows ids and arrays. Does not know any trainer: theirs comes in as a function. Our own slicing is in `slicing.py`.
-
-Invariants (asserted by the tests):
-1. Marker rows are good routes: k distinct ids in range; reading a row gives back its sample and token.
-2. A row moved to another token, a layer moved to another layer, a token lost or doubled is found and named.
+The token number is written in D digits of that base; position `p = layer * top_k + k` holds digit `p mod D`, shifted by
+digit k of the layer's index (modulo base), so that rows of two layers differ, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,16 +16,16 @@ from itertools import product
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Schedule
-from equipoise.routes.doctor.reading import Finding, Tally, judge
+from equipoise.routes.doctor.reading import CheckCounts, Finding, judge
 from equipoise.routes.interpret import Recording
 
 PADDING = -1
-"""Token number of padding; its row may hold anything."""
+"""Token number of padding; its row may hold any ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Delivery:
-    """What one rank holds of one pipeline stage: token numbers, and the rows that came with them."""
+    """What one rank holds of one pipeline stage: token numbers, and the rows delivered with them."""
 
     name: str
     """Who holds it, for messages: "cp 1, sp 0, pp 2"."""
@@ -85,14 +79,14 @@ class Markers:
         return digits
 
     def rows(self, tokens_T: np.ndarray) -> np.ndarray:
-        """[T, L, K] the marker rows of these token numbers."""
+        """Return the [T, L, K] marker rows of these token numbers."""
         digit_TD = tokens_T[:, None] // self.base ** np.arange(self.num_digits) % self.base
         digit_TLK = digit_TD[:, self._digit_LK()] + self._turn_LK()
         ids_TLK: np.ndarray = digit_TLK % self.base + self.base * np.arange(self.model.top_k)
         return ids_TLK
 
     def read(self, ids_TLK: np.ndarray) -> np.ndarray:
-        """[T] the token numbers of rows with all layers, ids in any order; -1 where the row is no marker."""
+        """Return [T] token numbers of rows with all layers, ids in any order; -1 if the row is no marker."""
         ids = np.sort(ids_TLK.astype(np.int64), axis=2) - self.base * np.arange(self.model.top_k)
         digit_TLK = (ids - self._turn_LK()) % self.base
         place_LK = self._digit_LK()
@@ -103,7 +97,7 @@ class Markers:
         return np.where(same_T & (token_T < self.num_tokens), token_T, -1)
 
     def name(self, token: int) -> str:
-        """'token 3 of sample 1' for a token number."""
+        """Describe a token number: 'token 3 of sample 1'."""
         if not 0 <= token < self.num_tokens:
             return "padding" if token == PADDING else "no marker"
         ends = np.cumsum(self.lengths)
@@ -111,18 +105,18 @@ class Markers:
         return f"token {token - int(ends[sample]) + self.lengths[sample]} of sample {sample}"
 
     def sample_tokens(self) -> list[np.ndarray]:
-        """Token numbers of each sample."""
+        """Return the token numbers of each sample."""
         return np.split(np.arange(self.num_tokens), np.cumsum(self.lengths)[:-1])
 
     def recordings(self) -> list[Recording]:
-        """One recording per sample, MoE layers only, a row for every token; token ids are the token numbers."""
+        """Return one recording per sample: MoE layers only, a row for every token, token numbers as token ids."""
         return [
             Recording(name=f"sample {i}", rows=self.rows(tokens), num_tokens=len(tokens), tokens=tokens)
             for i, tokens in enumerate(self.sample_tokens())
         ]
 
     def routes(self) -> Routes:
-        """The same as routes, for writers and for loads."""
+        """Return the same as routes."""
         samples = [
             SampleRoutes(name=f"sample {i}", ids_TLK=self.rows(tokens), num_tokens=len(tokens), tokens_T=tokens)
             for i, tokens in enumerate(self.sample_tokens())
@@ -130,7 +124,7 @@ class Markers:
         return Routes.of(samples, model=self.model)
 
     def _digit_LK(self) -> np.ndarray:
-        """[L, K] which digit of the token number stands where."""
+        """[L, K] index of the digit of the token number."""
         return np.arange(self.model.layers * self.model.top_k).reshape(-1, self.model.top_k) % self.num_digits
 
     def _turn_LK(self) -> np.ndarray:
@@ -156,24 +150,24 @@ def check_arrival(markers: Markers, deliveries: Iterable[Delivery], *, check: st
         check: name of the finding
 
     Returns:
-        A finding counted in routes; a token that never arrives in some layer, or arrives twice, counts too.
+        a finding in routes; a token that is not delivered exactly once in some layer counts, too
     """
-    tally = Tally()
+    counts = CheckCounts()
     seen_TL = np.zeros((markers.num_tokens, markers.model.layers), dtype=np.int64)
     for delivery in deliveries:
-        _check_delivery(markers, delivery, tally, seen_TL)
+        _check_delivery(markers, delivery, counts, seen_TL)
     wrong_TL = seen_TL != 1
 
     def place() -> str:
         token, layer = (int(i) for i in np.argwhere(wrong_TL)[0])
         return f"{markers.name(token)}, layer index {layer}: delivered {int(seen_TL[token, layer])} times"
 
-    tally.add(int(wrong_TL.sum()), int(wrong_TL.sum()), place)
+    counts.add(int(wrong_TL.sum()), int(wrong_TL.sum()), place)
     advice = "routes and tokens are cut differently: make both go through one slicing function, then run this again"
-    return judge(check, tally, unit="routes", advice=advice)
+    return judge(check, counts, unit="routes", advice=advice)
 
 
-def _check_delivery(markers: Markers, delivery: Delivery, tally: Tally, seen_TL: np.ndarray) -> None:
+def _check_delivery(markers: Markers, delivery: Delivery, counts: CheckCounts, seen_TL: np.ndarray) -> None:
     real_T = delivery.tokens_T != PADDING
     tokens_T, layers = delivery.tokens_T[real_T], list(delivery.layers)
     got_TLK = np.sort(delivery.ids_TLK[real_T], axis=2)
@@ -182,34 +176,34 @@ def _check_delivery(markers: Markers, delivery: Delivery, tally: Tally, seen_TL:
 
     def place() -> str:
         row, layer = (int(i) for i in np.argwhere(wrong_TL)[0])
-        words = f"{delivery.name}: {markers.name(int(tokens_T[row]))}, layer index {layers[layer]}"
+        found = f"{delivery.name}: {markers.name(int(tokens_T[row]))}, layer index {layers[layer]}"
         if layers == list(range(markers.model.layers)):
-            words += f", came with the route of {markers.name(int(markers.read(got_TLK[row : row + 1])[0]))}"
-        return words
+            found += f", delivered with the route of {markers.name(int(markers.read(got_TLK[row : row + 1])[0]))}"
+        return found
 
-    tally.add(int(wrong_TL.sum()), wrong_TL.size, place)
+    counts.add(int(wrong_TL.sum()), wrong_TL.size, place)
 
 
 def prove_slicing(slicer: Slicer, *, markers: Markers, multiple: int = 1) -> Finding:
     """Run a trainer's own slicing on packed markers and prove that every route arrives with its token.
 
     Args:
-        slicer: gets tokens_T and ids_TLK, gives what each rank and stage holds
+        slicer: takes tokens_T and ids_TLK, yields what each rank and stage holds
         markers: what to plant
-        multiple: each sample is padded to a multiple of this many tokens before
+        multiple: pad each sample to a multiple of this many tokens
     """
     tokens_T = pack_tokens(markers, multiple=multiple)
     return check_arrival(markers, slicer(tokens_T, pack_rows(markers, multiple=multiple)))
 
 
 def pack_tokens(markers: Markers, *, multiple: int = 1) -> np.ndarray:
-    """[T] token numbers of all samples in a row, each padded to a multiple."""
+    """Concatenate the token numbers of all samples, each padded to a multiple."""
     parts = [np.pad(t, (0, -len(t) % multiple), constant_values=PADDING) for t in markers.sample_tokens()]
     return np.concatenate(parts)
 
 
 def pack_rows(markers: Markers, *, multiple: int = 1) -> np.ndarray:
-    """[T, L, K] marker rows of all samples in a row; padding rows hold 0..k-1."""
+    """Concatenate the marker rows of all samples; padding rows hold 0..k-1."""
     parts = []
     for recording in markers.recordings():
         rows = np.empty((-(-len(recording.rows) // multiple) * multiple, *recording.rows.shape[1:]), dtype=np.int64)
@@ -219,19 +213,13 @@ def pack_rows(markers: Markers, *, multiple: int = 1) -> np.ndarray:
     return np.concatenate(parts)
 
 
-# Packing, context-, sequence- and pipeline-parallel slicing of markers, done twice and held against each other.
-#
-# `slice_arrays` cuts arrays step by step, as a trainer does; `slice_numbers` computes from a rank's coordinates which
-# token stands at each of its places. The self-check delivers the rows of the first with the tokens of the second.
+# The self-check slices markers twice: `slice_arrays` cuts arrays step by step, as a trainer does; `slice_numbers`
+# computes from a rank's coordinates which token is at each of its positions. Rows of the first are delivered with the
+# tokens of the second.
 # 1. Pack: samples follow each other, each padded to a multiple of 2 * cp.
 # 2. Context parallel: zig-zag, rank c holds chunks c and 2 * cp - 1 - c of each padded sample.
 # 3. Sequence parallel: a rank's tokens, padded to a multiple of sp, cut into sp equal runs.
 # 4. Pipeline: layers cut into pp runs, as level as possible, earlier stages longer.
-#
-# Invariants (asserted by the tests):
-# 1. Both ways hold the same tokens at the same places, for every cp, sp and pp.
-# 2. Every token is delivered exactly once per layer.
-
 
 WIDTHS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 3), (3, 4, 1))
 """(cp, sp, pp) that the self-check runs: each alone, all together, and sizes that do not divide."""
@@ -246,7 +234,7 @@ def self_check(markers: Markers) -> tuple[Finding, ...]:
 
 
 def slice_markers(markers: Markers, *, cp: int, sp: int, pp: int) -> Iterator[Delivery]:
-    """What each rank and stage holds: rows cut as arrays, tokens computed from the rank's coordinates."""
+    """Yield what each rank and stage holds: rows cut as arrays, tokens computed from the rank's coordinates."""
     rows_CP = slice_arrays(markers, cp=cp, sp=sp)
     layers = np.array_split(np.arange(markers.model.layers), pp)
     for c, s, p in product(range(cp), range(sp), range(pp)):
@@ -259,7 +247,7 @@ def slice_markers(markers: Markers, *, cp: int, sp: int, pp: int) -> Iterator[De
 
 
 def slice_arrays(markers: Markers, *, cp: int, sp: int) -> list[list[np.ndarray]]:
-    """Rows of each (context rank, sequence rank), cut step by step from the packed array."""
+    """Cut the packed rows step by step, for each (context rank, sequence rank)."""
     rows_TLK = pack_rows(markers, multiple=2 * cp)
     lengths = [-(-n // (2 * cp)) * 2 * cp for n in markers.lengths]
     samples = np.split(rows_TLK, np.cumsum(lengths)[:-1])
@@ -273,7 +261,7 @@ def slice_arrays(markers: Markers, *, cp: int, sp: int) -> list[list[np.ndarray]
 
 
 def slice_numbers(markers: Markers, *, cp: tuple[int, int], sp: tuple[int, int]) -> np.ndarray:
-    """[T] the token number at each place of one rank, from its coordinates.
+    """Compute the token number at each position of one rank, from its coordinates.
 
     Args:
         markers: what was planted
@@ -286,7 +274,7 @@ def slice_numbers(markers: Markers, *, cp: tuple[int, int], sp: tuple[int, int])
     for length in markers.lengths:
         chunk = -(-length // (2 * num_c))
         for place in range(2 * chunk):
-            # The first chunk counts from the sample's front, the second mirrors it from the back.
+            # The first chunk counts from the start of the sample, the second mirrors it from the end.
             token = c * chunk + place if place < chunk else (2 * num_c - 2 - c) * chunk + place
             numbers.append(first + token if token < length else PADDING)
         first += length

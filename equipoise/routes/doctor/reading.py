@@ -1,15 +1,9 @@
-"""`Reading`: one recording with what every check of the doctor needs, worked out once.
+"""`Reading`: one recording, prepared once for all checks; `Check` and `Finding`: how checks count and report.
 
-1. Map the wire's layer axis to global layer numbers (`layer_map.py`); where that fails, keep the reason and go on.
-2. Set padding rows and dense layers aside; turn the rest column-major, so that each check is a few flat passes.
-3. Mark routes that are no routes: *missing* (every id is -1) and *equal* (k > 1 and every id is the same).
-
-Knows shapes and the model. Judges nothing, and never raises on what a recording holds.
-
-Invariants (asserted by the tests):
-1. Missing, equal and dead layers are disjoint: no route is blamed twice.
-2. `place` names the sample, the token and the global layer number.
-3. A recording of no rows, no layers or no columns gives empty arrays, not an error.
+1. Map the wire's layer axis to global layer numbers; if that fails, keep the reason and continue.
+2. Separate padding rows and dense layers; transpose the rest, so that each check is a few passes over flat arrays.
+3. Mark what is not a route: *missing* (every id is -1), *equal* (k > 1 and every id is the same), *dead* layers
+   (zero throughout). The three are disjoint, so that no route is reported twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,13 +27,13 @@ class Reading:
     sample: int
     """Running number of the sample in the dump; its turns share it."""
     unmapped: str
-    """Why the layer axis cannot be mapped; empty where it can."""
+    """Why the layer axis cannot be mapped; empty if it can."""
     numbers_L: tuple[int, ...]
-    """Global numbers of the L axis here; positions on the wire where there is no map."""
+    """Global numbers of the L axis; positions on the wire if there is no map."""
     ids_KTL: np.ndarray
     """[K, T, L] ids as on the wire, MoE layers only, without padding rows."""
     dense_TLK: np.ndarray
-    """[T, dense layers on the wire, K] what stands where the model has no experts."""
+    """[T, dense layers on the wire, K] ids in layers where the model has no experts."""
     dense_numbers: tuple[int, ...]
     """Global numbers of the dense layers on the wire."""
     padding_TLK: np.ndarray
@@ -63,9 +57,9 @@ class Reading:
 
     @property
     def num_judged(self) -> int:
-        """Rows that should hold routes: all, or all but the last token's if that holds a filler.
+        """Rows that should hold routes: all, or all but the last token's if it is filler.
 
-        The last token was sampled but never forwarded; trainers that want T rows append a placeholder for it.
+        The last token was sampled but never forwarded; trainers that need T rows append a placeholder for it.
         """
         recording = self.recording
         if not self.num_rows or recording.num_tokens not in (None, recording.start + self.num_rows):
@@ -74,17 +68,17 @@ class Reading:
 
     @property
     def routed_TL(self) -> np.ndarray:
-        """[T, L] bool, routes that look like routes: neither missing nor equal nor of a dead layer."""
+        """[T, L] bool, routes that are neither missing nor equal nor of a dead layer."""
         routed: np.ndarray = ~(self.missing_TL | self.equal_TL | self.dead_L)
         return routed
 
     @property
     def title(self) -> str:
-        """The sample as messages call it."""
+        """How messages refer to the sample."""
         return f"sample {self.recording.name!r}"
 
     def place(self, bad_TL: np.ndarray) -> str:
-        """Name the first True of `bad_TL`, with the ids that stand there."""
+        """Name sample, token and global layer of the first True of `bad_TL`, with the ids there."""
         row, layer = (int(i) for i in np.argwhere(bad_TL)[0])
         ids = self.ids_KTL[:, row, layer].tolist()
         return f"{self.title}, token {self.recording.start + row}, layer {self.numbers_L[layer]}: {ids}"
@@ -92,11 +86,24 @@ class Reading:
 
 def read(recording: Recording, *, sample: int, model: ModelShape) -> Reading:
     """Prepare one recording for the checks."""
-    layers, unmapped = _map(recording, model)
+    # Step 1: map layers, or take every layer for an MoE layer.
+    try:
+        layers, unmapped = map_recording(recording, model), ""
+    except RoutesError as error:
+        places = tuple(range(recording.rows.shape[1]))
+        layers, unmapped = LayerMap(numbers=places, wire_L=places), str(error)
+    # Step 2: separate padding rows.
+    real, padding = recording.rows, recording.rows[:0]
+    if recording.padding is not None and recording.padding.any():
+        real, padding = recording.rows[~recording.padding], recording.rows[recording.padding]
     moe = list(layers.wire_L)
-    real, padding = _split_padding(recording)
     ids_KTL = np.ascontiguousarray(real[:, moe].transpose(2, 0, 1))
-    missing_TL = _missing(ids_KTL)
+    # Step 3: mark what is not a route.
+    missing_TL, equal_TL = np.zeros((2, *ids_KTL.shape[1:]), dtype=bool)
+    if ids_KTL.dtype.kind == "i" and len(ids_KTL):
+        missing_TL = (ids_KTL == -1).all(axis=0)
+    if len(ids_KTL) > 1:
+        equal_TL = (ids_KTL[1:] == ids_KTL[0]).all(axis=0)
     dead_L = _dead_layers(ids_KTL, missing_TL)
     return Reading(
         recording=recording,
@@ -108,7 +115,7 @@ def read(recording: Recording, *, sample: int, model: ModelShape) -> Reading:
         dense_numbers=tuple(number for _, number in layers.dense),
         padding_TLK=padding[:, moe],
         missing_TL=missing_TL,
-        equal_TL=_equal(ids_KTL) & ~missing_TL & ~dead_L,
+        equal_TL=equal_TL & ~missing_TL & ~dead_L,
         dead_L=dead_L,
     )
 
@@ -127,50 +134,13 @@ def read_samples(recordings: Iterable[Recording], *, model: ModelShape) -> Itera
         yield turns
 
 
-def _map(recording: Recording, model: ModelShape) -> tuple[LayerMap, str]:
-    """The layer map, or one that takes every layer for an MoE layer and the reason why there is no better one."""
-    try:
-        return map_recording(recording, model), ""
-    except RoutesError as error:
-        places = tuple(range(recording.rows.shape[1]))
-        return LayerMap(numbers=places, wire_L=places), str(error)
-
-
-def _split_padding(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
-    if recording.padding is None or not recording.padding.any():
-        return recording.rows, recording.rows[:0]
-    return recording.rows[~recording.padding], recording.rows[recording.padding]
-
-
-def _missing(ids_KTL: np.ndarray) -> np.ndarray:
-    if ids_KTL.dtype.kind == "u" or not len(ids_KTL):
-        return np.zeros(ids_KTL.shape[1:], dtype=bool)
-    missing: np.ndarray = (ids_KTL == -1).all(axis=0)
-    return missing
-
-
-def _equal(ids_KTL: np.ndarray) -> np.ndarray:
-    if len(ids_KTL) < 2:
-        return np.zeros(ids_KTL.shape[1:], dtype=bool)
-    equal: np.ndarray = (ids_KTL[1:] == ids_KTL[0]).all(axis=0)
-    return equal
-
-
 def _dead_layers(ids_KTL: np.ndarray, missing_TL: np.ndarray) -> np.ndarray:
-    """Layers that are zero in every recorded row, unless all are: then the rows are filler, not the layers."""
+    """Find layers that are zero in every recorded row, unless all are: then the rows are filler, not the layers."""
     used_L = ((ids_KTL != 0).any(axis=0) & ~missing_TL).any(axis=0)
     recorded_L = (~missing_TL).sum(axis=0)
     enough = 2 if len(ids_KTL) > 1 else _DEAD_ROWS_TOP1
     dead_L: np.ndarray = ~used_L & (recorded_L >= enough) & bool(used_L.any())
     return dead_L
-
-
-# `Finding`, `Check`: what the doctor says, and the face every one of its checks shows.
-#
-# Invariants (asserted by the tests):
-# 1. `share` is `count / total`, and 0 where nothing was looked at.
-# 2. A check that looked at nothing is `skipped`, never `good`, and says what it needs.
-# 3. Advice is given exactly with the verdict `finding`.
 
 
 Verdict = Literal["good", "finding", "skipped"]
@@ -185,13 +155,13 @@ class Finding:
     count: int = 0
     """How many of `total` are wrong (or, for padding, are padding)."""
     total: int = 0
-    """How many were looked at."""
+    """How many were examined."""
     unit: str = "routes"
     """What is counted: "routes" (one token in one layer), "rows" (one token), "layers", "samples", "recordings"."""
     first_place: str = ""
-    """Where the first wrong one stands: sample, token, layer."""
+    """Sample, token and layer of the first wrong one."""
     detail: str = ""
-    """Figures worth knowing, in words; also where nothing is wrong."""
+    """Figures as text, also if nothing is wrong."""
     advice: str = ""
     """What to do; empty unless the verdict is `finding`."""
     rate_L: tuple[float, ...] = ()
@@ -199,13 +169,13 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Wrong part of what was looked at, 0 to 1."""
+        """Wrong share of those examined, 0 to 1."""
         return self.count / self.total if self.total else 0.0
 
 
 @dataclass(slots=True)
-class Tally:
-    """A running count of wrong things, which remembers where the first one stood."""
+class CheckCounts:
+    """A running count of faults, and the place of the first one."""
 
     count: int = 0
     total: int = 0
@@ -218,45 +188,49 @@ class Tally:
         self.count += count
         self.total += total
 
+    def add_routes(self, bad_TL: np.ndarray, reading: Reading) -> None:
+        """Add the routes of a reading, those of `bad_TL` as wrong."""
+        self.add(int(bad_TL.sum()), bad_TL.size, lambda: reading.place(bad_TL))
+
 
 class Check:
-    """One named check: looks at one reading after another, then gives its findings. Keeps only running counts."""
+    """One named check: examines one reading after another, then reports. Keeps only running counts."""
 
     name: ClassVar[str]
     unit: ClassVar[str] = "routes"
     advice: ClassVar[str]
     needs: ClassVar[str] = "rows"
-    """What a dump must hold for this check, told where it is skipped."""
+    """What a dump must hold for this check; a skipped check reports it."""
 
     def __init__(self, model: ModelShape) -> None:
         self.model = model
-        self.tally = Tally()
+        self.counts = CheckCounts()
 
     def look(self, reading: Reading) -> None:
-        """Take in the next recording."""
+        """Examine the next recording."""
         raise NotImplementedError
 
     def findings(self) -> tuple[Finding, ...]:
-        """Judge what was seen."""
+        """Report what was found."""
         return (
-            judge(self.name, self.tally, unit=self.unit, advice=self.advice, detail=self.detail(), needs=self.needs),
+            judge(self.name, self.counts, unit=self.unit, advice=self.advice, detail=self.detail(), needs=self.needs),
         )
 
     def detail(self) -> str:
-        """Figures worth knowing, in words."""
+        """Return figures for the report."""
         return ""
 
 
-def judge(check: str, tally: Tally, *, unit: str, advice: str, detail: str = "", needs: str = "rows") -> Finding:
-    """Make a finding of a tally: any wrong one is a finding, nothing looked at is skipped."""
-    verdict: Verdict = "finding" if tally.count else ("good" if tally.total else "skipped")
+def judge(check: str, counts: CheckCounts, *, unit: str, advice: str, detail: str = "", needs: str = "rows") -> Finding:
+    """Make a finding of counts: `finding` if any is wrong, `skipped`, with what it needs, if none was examined."""
+    verdict: Verdict = "finding" if counts.count else ("good" if counts.total else "skipped")
     return Finding(
         check=check,
         verdict=verdict,
-        count=tally.count,
-        total=tally.total,
+        count=counts.count,
+        total=counts.total,
         unit=unit,
-        first_place=tally.first_place,
+        first_place=counts.first_place,
         detail=f"needs {needs}" if verdict == "skipped" else detail,
         advice=advice if verdict == "finding" else "",
     )

@@ -1,20 +1,15 @@
-"""The doctor's check for rows that belong to another sample: a stale or reused capture buffer.
+"""The doctor's check for rows that belong to another sample, from a stale or reused capture buffer.
 
 Rows are cut into blocks of `BLOCK` tokens at multiples of `BLOCK`; each block leaves one 8-byte digest. A block whose
 rows some other sample already had is *shared*. Sharing is legitimate exactly for a common prefix: the route of a token
 is a function of the tokens up to it.
 - Token ids known in both samples: a shared block is legitimate if all tokens up to its end are the same, or if the two
   blocks differ in fewer than `MIN_BLOCK` tokens: small models give single tokens equal experts by chance; else stale.
-- Rows that moved to other places are found if they moved by a multiple of `BLOCK`.
-- Token ids unknown: a run of shared blocks from token 0 on, at the same places, may be a common prompt and is let pass;
+- Rows that moved to other tokens are found if they moved by a multiple of `BLOCK`.
+- Token ids unknown: a run of shared blocks from token 0 on, at the same tokens, may be a common prompt and is accepted;
   a shared block after the first difference is stale, and so is a sample whose every row another sample already had.
 
-Knows routes as bytes. Keeps one digest per block, no rows. Blocks that hold no route at all are not looked at.
-
-Invariants (asserted by the tests):
-1. Samples of one prompt are not stale to each other, with and without token ids.
-2. The rows of one sample standing in another with different tokens are stale, from the first full block on.
-3. Turns of one sample are never compared with each other.
+Turns of one sample are never compared with each other. Blocks without a route are skipped.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +22,7 @@ from equipoise.core import ModelShape
 from equipoise.routes.doctor.reading import Check, Finding, Reading
 
 BLOCK = 8
-"""Tokens per digest: any 15 stale rows at their old places hold a whole block, and real traces show no false alarm."""
+"""Tokens per digest: any 15 stale rows at their old tokens hold a whole block, and real traces give no false alarm."""
 MIN_BLOCK = 4
 """Tokens that must differ, and shortest remainder that is compared: small models repeat single rows by chance."""
 
@@ -47,13 +42,13 @@ class _Origin:
 
 @dataclass(slots=True)
 class _Run:
-    """What is known of the sample being looked at."""
+    """What is known of the sample being examined."""
 
     sample: int = -1
     is_prefix: bool = True
     """Whether every block so far may be part of a common prompt."""
     prefix_rows: int = 0
-    """Rows let pass as a common prompt."""
+    """Rows accepted as a common prompt."""
     origin: str = ""
     title: str = ""
     whole: Any = field(default_factory=lambda: blake2b(digest_size=8))
@@ -66,7 +61,7 @@ class StaleRows(Check):
     name = "stale-rows"
     unit = "rows"
     advice = (
-        "rows of one sample stand in another: the engine's capture buffer was not refreshed (prefix cache, slot "
+        "rows of one sample appear in another: the engine's capture buffer was not refreshed (prefix cache, slot "
         "reuse); upgrade, or turn prefix caching off while recording. Token ids in the dump tell "
         "equal rollouts of one prompt apart"
     )
@@ -99,42 +94,32 @@ class StaleRows(Check):
         rows = ids_KTL.shape[1]
         digest = blake2b(ids_KTL.tobytes(), digest_size=8).digest()
         self.run.whole.update(digest)
-        self.tally.total += rows
+        self.counts.total += rows
         if rows < MIN_BLOCK:
             return
         there = self.blocks.setdefault(digest, here)
         if there is here:
             self.run.is_prefix = False
-        elif there.sample == here.sample:
+        if there.sample == here.sample:
             return
-        elif here.prefix is not None and there.prefix is not None:
-            self._judge_known(here, there, rows)
+        if here.prefix is not None and there.prefix is not None:
+            differing = sum(a != b for a, b in zip(here.tokens, there.tokens, strict=True))
+            is_chance = here.start == there.start and differing < MIN_BLOCK
+            is_stale = here.prefix != there.prefix and not is_chance
         else:
-            self._judge_unknown(here, there, rows)
-
-    def _judge_known(self, here: _Origin, there: _Origin, rows: int) -> None:
-        differing = sum(a != b for a, b in zip(here.tokens, there.tokens, strict=True))
-        is_chance = here.start == there.start and differing < MIN_BLOCK
-        if here.prefix != there.prefix and not is_chance:
-            self._blame(here, there.title, rows)
-
-    def _judge_unknown(self, here: _Origin, there: _Origin, rows: int) -> None:
-        if self.run.is_prefix and here.start == there.start:
-            self.run.prefix_rows += rows
-            self.run.origin = there.title
-        else:
-            self._blame(here, there.title, rows)
-
-    def _blame(self, here: _Origin, other: str, rows: int) -> None:
-        words = f"{here.title}, tokens {here.start} to {here.start + rows - 1}: the rows of {other}"
-        self.tally.add(rows, 0, lambda: words)
+            is_stale = not self.run.is_prefix or here.start != there.start
+            if not is_stale:
+                self.run.prefix_rows += rows
+                self.run.origin = there.title
+        if is_stale:
+            place = f"{here.title}, tokens {here.start} to {here.start + rows - 1}: the rows of {there.title}"
+            self.counts.add(rows, 0, lambda: place)
 
     def _close(self) -> None:
-        """Blame a sample of unknown tokens that passed as a prefix of others, if another one ended there too."""
+        """Report a sample of unknown tokens that was accepted as a prefix of others, if another one ended there too."""
         run, whole = self.run, self.run.whole.digest()
         if run.is_prefix and run.prefix_rows and whole in self.wholes:
-            words = f"{run.title}: every row is that of {run.origin}"
-            self.tally.add(run.prefix_rows, 0, lambda: words)
+            self.counts.add(run.prefix_rows, 0, lambda: f"{run.title}: every row is that of {run.origin}")
         self.wholes.add(whole)
 
     def findings(self) -> tuple[Finding, ...]:
@@ -144,7 +129,7 @@ class StaleRows(Check):
 
 
 def _prefixes(tokens: np.ndarray | None, stops: list[int]) -> list[bytes | None]:
-    """Digest of the tokens up to each stop; None where they are unknown."""
+    """Digest the tokens up to each stop; None if they are unknown."""
     if tokens is None:
         return [None] * len(stops)
     digests: list[bytes | None] = []

@@ -37,7 +37,7 @@ class TestSecondRecording:
         diagnosis = diagnose(good(), model=MODEL, second=second)
         # Misaligned rows cannot agree: the low agreement is the consequence.
         assert diagnosis.fired == ("agreement", "token-order")
-        assert diagnosis["token-order"].first_place == f"the second recording stands one row {word}"
+        assert diagnosis["token-order"].first_place == f"the second recording is one row {word}"
         assert diagnosis["token-order"].share == 1.0
 
     def test_rows_only_one_side_has_are_not_compared(self):

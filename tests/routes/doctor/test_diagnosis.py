@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.doctor.diagnosis import CHECKS, diagnose
-from equipoise.routes.doctor.reading import Tally, judge
+from equipoise.routes.doctor.reading import CheckCounts, judge
 from equipoise.routes.interpret import Recording, interpret
 from tests.routes.doctor.recordings import MODEL, fired, good
 
@@ -144,15 +144,15 @@ def attempt(recording, change):
 
 
 def test_a_finding_has_a_share_and_advice_exactly_when_it_is_one():
-    tally = Tally()
-    none = judge("x", tally, unit="rows", advice="do", needs="pears")
+    counts = CheckCounts()
+    none = judge("x", counts, unit="rows", advice="do", needs="pears")
     assert (none.verdict, none.detail, none.advice) == ("skipped", "needs pears", "")
-    tally.add(0, 8, lambda: "nowhere")
-    good_one = judge("x", tally, unit="rows", advice="do")
+    counts.add(0, 8, lambda: "nowhere")
+    good_one = judge("x", counts, unit="rows", advice="do")
     assert (good_one.verdict, good_one.share, good_one.advice, good_one.first_place) == ("good", 0.0, "", "")
-    tally.add(1, 2, lambda: "first")
-    tally.add(1, 2, lambda: "second")
-    bad_one = judge("x", tally, unit="rows", advice="do")
+    counts.add(1, 2, lambda: "first")
+    counts.add(1, 2, lambda: "second")
+    bad_one = judge("x", counts, unit="rows", advice="do")
     assert (bad_one.verdict, bad_one.advice, bad_one.first_place) == ("finding", "do", "first")
     assert bad_one.share == pytest.approx(2 / 12)
 

@@ -268,7 +268,7 @@ def test_a_trainer_that_lost_the_first_row_is_found_in_every_format(second, tmp_
         second=stream_recordings(target, model=MODEL, format=second.name),
     )
     assert diagnosis.fired == ("agreement", "token-order")
-    assert diagnosis["token-order"].first_place == "the second recording stands one row earlier"
+    assert diagnosis["token-order"].first_place == "the second recording is one row earlier"
 
 
 def test_ragged_nemo_rl_batches_send_their_padding_to_the_first_experts(tmp_path):

@@ -141,7 +141,7 @@ class TestBrokenSlicing:
         finding = self.run(lambda rows: np.roll(rows, 1, axis=0))
         assert finding.verdict == "finding"
         assert finding.share == 1.0
-        words = "rank 0: token 0 of sample 0, layer index 0, came with the route of token 119 of sample 4"
+        words = "rank 0: token 0 of sample 0, layer index 0, delivered with the route of token 119 of sample 4"
         assert finding.first_place == words
 
     def test_two_neighbours_swapped(self):
