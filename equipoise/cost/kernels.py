@@ -223,17 +223,15 @@ def _transfers(
     for r in range(ranks):
         slowed = compute_R[r]
         if in_R[r] > 0:
-            by_host = host_pulls(in_R[r], far_R[r], forward_ns, tables)
-            line[HOST_PULLS] += by_host
-            line[PEER_PULLS] += in_R[r] - by_host
-            late_forward = max(late_forward, pull_ns(by_host, in_R[r] - by_host, tables) - forward_ns)
-            slowed += slow_ns(by_host, in_R[r] - by_host, tables)
+            # From a peer, unless only the host store of the node has the weights.
+            by_host, by_peer = far_R[r], in_R[r] - far_R[r]
+            line[HOST_PULLS] += tables.phases * by_host
+            line[PEER_PULLS] += tables.phases * by_peer
+            took = pull_ns(by_host, by_peer, tables)
+            late_forward = max(late_forward, took - forward_ns)
             if tables.phases == 2:
-                by_host = host_pulls(in_R[r], far_R[r], backward_ns, tables)
-                line[HOST_PULLS] += by_host
-                line[PEER_PULLS] += in_R[r] - by_host
-                late_backward = max(late_backward, pull_ns(by_host, in_R[r] - by_host, tables) - backward_ns)
-                slowed += slow_ns(by_host, in_R[r] - by_host, tables)
+                late_backward = max(late_backward, took - backward_ns)
+            slowed += tables.phases * slow_ns(by_host, by_peer, tables)
         slowest = max(slowest, slowed)
         # A home serves its pulls one after another, too.
         late_forward = max(late_forward, out_R[r] * tables.peer_ns - forward_ns)
@@ -257,83 +255,3 @@ def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:
     host = by_host * tables.host_ns + (tables.host_fixed_ns if by_host else 0)
     peer = by_peer * tables.peer_ns + (tables.peer_fixed_ns if by_peer else 0)
     return max(host, peer)
-
-
-@compiled
-def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
-    """How many of a rank's pulls take the host path; experts of another node (`far`) always do.
-
-    The preferred path takes as many as fit in the window; if not all fit on both, the split that ends first wins.
-    """
-    best, best_ns = far, pull_ns(far, pulls - far, tables)
-    for step in range(pulls - far + 1):
-        by_host = pulls - step if tables.prefers_host else far + step
-        ns = pull_ns(by_host, pulls - by_host, tables)
-        if ns <= window_ns:
-            return by_host
-        if ns < best_ns:
-            best, best_ns = by_host, ns
-    return best
-
-
-@compiled
-def choose_paths(
-    row_MLR: np.ndarray, home_LE: np.ndarray, node_R: np.ndarray, rep_expert_MLRS: np.ndarray, tables: Tables
-) -> np.ndarray:
-    """[M, L, R, S, 2] path of each replica, forward and backward: 0 peer, 1 host; experts of another node come first.
-
-    Args:
-        row_MLR: [M, L, R] rows at each source
-    """
-    micro_steps, layers, ranks, slots = rep_expert_MLRS.shape
-    path_MLRS2 = np.zeros((micro_steps, layers, ranks, slots, 2), dtype=np.int64)
-    for m in range(micro_steps):
-        for layer in range(layers):
-            expert_RS = rep_expert_MLRS[m, layer]
-            if slots == 0 or expert_RS.max() < 0:
-                continue
-            windows = windows_ns(row_MLR[m, layer], home_LE.shape[1], tables)
-            for r in range(ranks):
-                if expert_RS[r].max() < 0:
-                    continue
-                for phase in range(2):
-                    _choose_for_rank(
-                        home_LE[layer],
-                        node_R,
-                        r,
-                        expert_RS[r],
-                        windows[phase],
-                        tables,
-                        path_MLRS2[m, layer, r, :, phase],
-                    )
-    return path_MLRS2
-
-
-@compiled
-def _choose_for_rank(
-    home_E: np.ndarray,
-    node_R: np.ndarray,
-    rank: int,
-    expert_S: np.ndarray,
-    window_ns: int,
-    tables: Tables,
-    path_S: np.ndarray,
-) -> None:
-    """Give the host path to experts of other nodes, then to the first others as long as it is worth it."""
-    pulls, far = np.int64(0), np.int64(0)
-    for e in expert_S:
-        if e >= 0:
-            pulls += 1
-            far += node_R[home_E[e]] != node_R[rank]
-    if pulls == 0:
-        return
-    left = host_pulls(pulls, far, window_ns, tables) - far
-    for j in range(len(expert_S)):
-        e = expert_S[j]
-        if e < 0:
-            continue
-        if node_R[home_E[e]] != node_R[rank]:
-            path_S[j] = 1
-        elif left > 0:
-            path_S[j] = 1
-            left -= 1

@@ -81,8 +81,6 @@ class Tables(NamedTuple):
     depth: int
     """Visits ahead that pulls start; 0 in the first visit of a window, which has none before it."""
     top_k: int
-    prefers_host: int
-    """1 where pulls take the host path as long as it fits in the window."""
     forwards: int
     """1 where a token crosses to each node once and is handed on there to its ranks; 0 where every row crosses."""
 
@@ -265,7 +263,6 @@ class CostModel(Value):
             backward_window_ps=2 * self.attention_flops * PICO // profile.attention_backward_flops_per_s,
             depth=self.depth,
             top_k=model.top_k,
-            prefers_host=0 if update else 1,
             forwards=int(self.sends == "tokens"),
         )
 

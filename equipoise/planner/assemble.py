@@ -15,7 +15,7 @@ import numpy as np
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.loads import Stage
 from equipoise.core.options import PlanOptions
-from equipoise.core.plan import Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
+from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
 from equipoise.cost import CostModel
 from equipoise.cost.kernels import (
     ACROSS,
@@ -26,7 +26,6 @@ from equipoise.cost.kernels import (
     PEER_PULLS,
     PULL,
     RETURN,
-    choose_paths,
 )
 from equipoise.cost.ranks import Edges, Turn, exposed_edges, visit_ns
 
@@ -340,20 +339,16 @@ def _replica_table(task: Task, draft: Draft) -> ReplicaTable:
     micro_steps, layers, ranks, slots = draft.rep_expert_MLRS.shape
     held = (draft.rep_expert_MLRS >= 0) & (draft.rep_rows_MLRS > 0)
     per_entry = held.reshape(micro_steps * layers, -1).sum(axis=1)
-    path_MLRS2 = np.zeros((*held.shape, 2), dtype=np.int64)
-    if draft.executable and held.any():
-        tables = task.cost.tables(task.cluster.home_slots(task.model))
-        row_MLR, node_R = task.loads.load_MLRE.sum(axis=3), task.cluster.node_array_R
-        home_LE, expert_MLRS = np.array(draft.home_LE), np.array(draft.rep_expert_MLRS)
-        path_MLRS2 = choose_paths(row_MLR, home_LE, node_R, expert_MLRS, tables)
-        # The first visit has none before it to hide behind.
-        first = row_MLR[:1, :1].copy(), home_LE[:1], node_R, expert_MLRS[:1, :1].copy()
-        path_MLRS2[:1, :1] = choose_paths(*first, tables._replace(depth=0))
     rank_MLRS = np.broadcast_to(np.arange(ranks)[:, None], (micro_steps, layers, ranks, slots))
+    expert_P, rank_P, node_R = draft.rep_expert_MLRS[held], rank_MLRS[held], task.cluster.node_array_R
+    # From a peer, unless only the host store of the node has the weights.
+    _, layer_P, _, _ = np.nonzero(held)
+    is_far_P = node_R[rank_P] != node_R[draft.home_LE[layer_P, expert_P]]
+    path_P = np.where(is_far_P & draft.executable, PATHS.index("host"), PATHS.index("peer"))
     return ReplicaTable(
         start_ML=np.concatenate([[0], np.cumsum(per_entry)]),
-        expert_P=draft.rep_expert_MLRS[held],
-        rank_P=rank_MLRS[held],
+        expert_P=expert_P,
+        rank_P=rank_P,
         rows_P=draft.rep_rows_MLRS[held],
-        path_P2=path_MLRS2[held],
+        path_P2=np.stack([path_P, path_P], axis=1),
     )

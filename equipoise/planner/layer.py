@@ -2,15 +2,14 @@
 
 1. `plan_layer` tries a few placements of homes (`candidates`), works out replicas and prices for each (`evaluate`),
    and keeps the one with the least total, with what publish and collect add to it (`value_of`). Homes at their owners
-   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, the best homes and
-   the owners are tried with that, too, the best ones also without trades (`trade_reference.py`) that cross.
+   are always tried first, so a plan never loses to doing nothing. Where replicas may cross nodes, all homes are tried
+   with that, too: the best homes inside nodes are often not the best ones across.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
-   Nodes look at experts owner by owner in turn (`in_turn`), so that what is displaced spreads over the owners' links.
-3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, then with
-   experts moved to where their sources are (`bring_near`), and with ranks level in what crosses, too (`with_far`).
+3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, and with
+   ranks level in what crosses, too (`with_far`).
 
-The inner functions, `level`, `near` and `evaluate`, come in two forms that return the same to the bit: plain ones in
+The inner functions, `level` and `evaluate`, come in two forms that return the same to the bit: plain ones in
 `reference.py`, which specify them, and compiled ones in `fast.py`.
 
 Knows rows and prices. Does not know windows, slots in memory or itineraries.
@@ -21,7 +20,7 @@ Invariants (asserted by the tests):
 3. An edge that takes longer, or has less to hide behind, never costs less.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ import numpy as np
 from equipoise.core import LoadMatrix
 from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
-from equipoise.planner.homes import far_rows, in_turn
 
 # Partial knowledge: loads whose routes are partly unknown, completed from what the window does know.
 #
@@ -71,8 +69,6 @@ def complete(loads: LoadMatrix) -> tuple[LoadMatrix, float]:
 
 Level = Callable[..., np.ndarray]
 """`reference.level` or its compiled twin."""
-Near = Callable[..., np.ndarray]
-"""`reference.near` or its compiled twin."""
 
 SLACKS = (0, 4, 8, 16, 24, 32, 48)
 """How level micro plans are tried to be, in 64ths of the excess that may stay: less level, fewer replicas."""
@@ -102,14 +98,8 @@ class LayerProblem(NamedTuple):
     """Swaps without improvement before `level` stops."""
     max_checks: int
     """Swaps `polish` may look at."""
-    near_checks: int
-    """Swaps `near` may look at; half as many more from a good warm start, where nothing else looks for better nodes."""
-    near_steps: int
-    """Micro-steps that `near` looks at, evenly spaced, where a window has more."""
-    row_weight: int
-    """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
-    link_weight: int
-    """Price of one more row on the busiest link across nodes, in the same."""
+    link_ratio: int
+    """Price of one more row on the busiest link across nodes, in rows that a rank computes."""
     cost_inside: int
     """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
     cost_across: int
@@ -157,7 +147,6 @@ class Kernels(NamedTuple):
     """The inner functions of a plan, compiled or plain."""
 
     level: Level
-    near: Near
     evaluate: Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 
 
@@ -185,17 +174,16 @@ def plan_layer(
     if problem.budget > 0 and ranks > 1:
         found += candidates(load_MRE, warm_home_E, pair_EE, problem, kernels)
     inside, *crossing = _variants(problem)
-    trials = [kernels.evaluate(load_MRE, home_E, pair_EE, inside, tables) for home_E in found]
-    best = best_of(trials, load_MRE, owner_E, problem)
-    # What crosses takes longer to plan and depends less on homes: the best ones are enough, and the owners, once.
-    trials += [kernels.evaluate(load_MRE, best.home_E, pair_EE, other, tables) for other in crossing]
-    trials += [kernels.evaluate(load_MRE, owner_E, pair_EE, other, tables) for other in crossing[-1:]]
-    return best_of(trials, load_MRE, owner_E, problem)._replace(static_MC=trials[0].closed_MC)
-
-
-def best_of(trials: Sequence[LayerPlan], load_MRE: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> LayerPlan:
-    """The plan with the least value, of equal ones the first."""
-    return min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
+    trials = [
+        kernels.evaluate(load_MRE, home_E, pair_EE, each, tables)
+        for each in (inside, *crossing[-1:])
+        for home_E in found
+    ]
+    best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
+    # Without trades fewer experts cross, which pays in small windows, whatever the homes: the best ones are enough.
+    trials += [kernels.evaluate(load_MRE, best.home_E, pair_EE, each, tables) for each in crossing[:-1]]
+    best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
+    return best._replace(static_MC=trials[0].closed_MC)
 
 
 def _variants(problem: LayerProblem) -> Iterator[LayerProblem]:
@@ -219,10 +207,9 @@ def owners(experts: int, ranks: int) -> np.ndarray:
 def candidates(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, kernels: Kernels
 ) -> list[np.ndarray]:
-    """Homes worth pricing, [E] each: level across nodes and near their sources; level inside nodes, too; inside alone.
+    """Homes worth pricing, [E] each: level across nodes; level inside nodes, too; level inside nodes alone.
 
-    For skew, where displacements are free and links do not count, one is enough. From a good warm start, whose nodes
-    and ranks are level already, so are nearer ones.
+    For skew, where displacements are free and links do not count, one is enough; from a good warm start likewise.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R, level = owners(experts, ranks), problem.node_R, kernels.level
@@ -231,22 +218,16 @@ def candidates(
     start_E, is_good = owner_E, is_good_start(inputs, warm_home_E, owner_E, problem)
     if is_good:
         start_E = warm_home_E
-        problem = problem._replace(patience=problem.patience // 24, max_checks=problem.max_checks // 24)
+        problem = problem._replace(patience=problem.patience // 24, max_checks=problem.max_checks // 8)
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
-    if is_good and not problem.by_skew:
-        longer = problem._replace(near_checks=3 * problem.near_checks // 2)
-        found = [bring_near(load_MRE, start_E, longer, kernels.near)]
-    else:
-        nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
-        if problem.by_skew:
-            return [level_ranks(inputs, nodes_E, problem, level)]
+    nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
+    if problem.by_skew:
+        return [level_ranks(inputs, nodes_E, problem, level)]
+    found = [nodes_E]
+    if not is_good:
         far = with_far(inputs, load_MRE, nodes_E, problem)
-        found = [
-            bring_near(load_MRE, nodes_E, problem, kernels.near),
-            level_ranks(far, nodes_E, problem, level),
-            level_ranks(inputs, start_E, problem, level),
-        ]
+        found += [level_ranks(far, nodes_E, problem, level), level_ranks(inputs, start_E, problem, level)]
     if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
@@ -254,7 +235,7 @@ def candidates(
 
 
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
-    """Whether warm homes leave less than three quarters of what the owners' leave unlevel, within the budget.
+    """Whether warm homes leave less than half of what the owners' leave unlevel, within the budget.
 
     Then a short search is enough; likewise where homes stayed at their owners, because nothing else paid.
     After an abrupt change they do not, and the search starts afresh.
@@ -273,7 +254,7 @@ def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, 
         rows_GM = member_GE.astype(np.int64) @ inputs.load_EM
         top_M = (-(-rows_GM // np.bincount(group_R)[:, None])).max(axis=0)
         excess.append(int((inputs.weight_M * (top_M - even_M)).sum()))
-    return 4 * excess[0] < 3 * excess[1]
+    return 2 * excess[0] < excess[1]
 
 
 def search_inputs(load_MRE: np.ndarray, problem: LayerProblem) -> Inputs:
@@ -309,8 +290,11 @@ def level_nodes(
     node_R, experts = problem.node_R, len(start_E)
     owner_E = owners(experts, len(node_R))
     limits = problem.budget, problem.patience, problem.max_checks
-    # Skew does not ask what is displaced.
-    turn_E = np.arange(experts) if problem.by_skew else in_turn(experts, len(node_R))
+    # Of experts that serve as well, the first one found is displaced. So look at the first expert of every owner, then
+    # at every second one, and so on: no owner's link then has all displaced experts at an edge. Skew does not ask.
+    turn_E = np.arange(experts)
+    if not problem.by_skew:
+        turn_E = turn_E.reshape(len(node_R), -1).T.reshape(experts)
     cost_EN, affinity_EE = node_prices(owner_E, problem)[turn_E], affinity_EE[np.ix_(turn_E, turn_E)]
     groups = (
         node_R[start_E[turn_E]],
@@ -325,17 +309,6 @@ def level_nodes(
     return settle_in(node_E, np.array(start_E), owner_E, node_R)
 
 
-def bring_near(load_MRE: np.ndarray, start_E: np.ndarray, problem: LayerProblem, near: Near) -> np.ndarray:
-    """[E] homes after bringing experts to the nodes whose sources choose them, as long as nodes stay level enough."""
-    node_R = problem.node_R
-    owner_E = owners(len(start_E), len(node_R))
-    weights = problem.row_weight, problem.link_weight
-    limits = problem.budget, problem.near_checks, problem.near_steps
-    cost_EN = node_prices(owner_E, problem)
-    node_E = near(load_MRE, node_R[start_E], node_R, cost_EN, node_R[owner_E], weights, *limits)
-    return settle_in(node_E, np.array(start_E), owner_E, node_R)
-
-
 def node_prices(owner_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
     """[E, N] price of an expert in each node: none in its owner's."""
     is_owners_EN = np.arange(problem.node_R.max() + 1) == problem.node_R[owner_E][:, None]
@@ -344,14 +317,14 @@ def node_prices(owner_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
 
 def with_far(inputs: Inputs, load_MRE: np.ndarray, home_E: np.ndarray, problem: LayerProblem) -> Inputs:
     """Rows from other nodes as further micro-steps, so that ranks of a node are level in what crosses, too."""
-    far_EM = far_rows(load_MRE, problem.node_R[home_E], problem.node_R)
+    is_far_RE = problem.node_R[:, None] != problem.node_R[home_E]
+    far_EM = np.where(is_far_RE, load_MRE, 0).sum(axis=1).T
     whole = max(1, int(inputs.load_EM.sum(axis=0).max()))
-    ratio = problem.link_weight // max(1, problem.row_weight)
     return Inputs(
         np.concatenate([inputs.load_EM, far_EM], axis=1),
         # Twice as much in the sum of squares, because a link costs several times what computing does.
         np.concatenate([inputs.share_EM, (far_EM << 21) // whole], axis=1),
-        np.concatenate([inputs.weight_M, inputs.weight_M * ratio]),
+        np.concatenate([inputs.weight_M, inputs.weight_M * problem.link_ratio]),
     )
 
 

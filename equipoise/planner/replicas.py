@@ -1,4 +1,4 @@
-"""The compiled planner of one layer: `level`, `near`, `fill`, trades (`_level.py` and so on) and `evaluate`, together.
+"""The compiled planner of one layer: `level`, `fill`, trades (`_level.py` and so on) and `evaluate`, together.
 
 Same decisions as `reference.py`, bit for bit: integers only, no clock, no randomness, ties by index. The loops over
 micro-steps are linear in M.
@@ -22,7 +22,7 @@ from equipoise.cost.links import (
 )
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
-from equipoise.planner.homes import level, near
+from equipoise.planner.homes import level
 from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
 
 # Compiled `fill` and `rebalance_rows`: replicas and their rows in one (micro-step, layer); `reference.py` specifies
@@ -492,7 +492,7 @@ def plan_layer(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
     """Plan one layer of one window with compiled kernels. See `layer.plan_layer`."""
-    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, near, evaluate))
+    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, evaluate))
 
 
 @compiled

@@ -150,15 +150,15 @@ def transfers(
     far = [sum(rank == r and node_R[home_E[e]] != node_R[r] for e, rank in replicas) for r in ranks]
     for phase in range(tables.phases):
         window = windows[phase]
-        by_host = [host_pulls(into[r], far[r], window, tables) if into[r] else 0 for r in ranks]
-        line[HOST_PULLS] += sum(by_host)
-        line[PEER_PULLS] += len(replicas) - sum(by_host)
-        late = [pull_ns(by_host[r], into[r] - by_host[r], tables) - window for r in ranks if into[r]]
+        # Experts of another node come from the host store, all others from a peer.
+        line[HOST_PULLS] += sum(far)
+        line[PEER_PULLS] += len(replicas) - sum(far)
+        late = [pull_ns(far[r], into[r] - far[r], tables) - window for r in ranks if into[r]]
         if phase == 0:
             # A home serves its pulls one after another, too.
             late += [served * tables.peer_ns - window for served in out]
         line[PULL] += max(0, *late) if late else 0
-        slowed = [slowed[r] + slow_ns(by_host[r], into[r] - by_host[r], tables) for r in ranks]
+        slowed = [slowed[r] + slow_ns(far[r], into[r] - far[r], tables) for r in ranks]
     line[PULL] += max(slowed) - max(compute)
     if tables.phases == 2 and replicas:
         line[RETURN] = max(0, max(*into, *out) * tables.return_ns - windows[2]) + max(out) * tables.add_ns
@@ -175,18 +175,6 @@ def pull_ns(by_host: int, by_peer: int, tables: Tables) -> int:
     host = tables.host_fixed_ns + by_host * tables.host_ns if by_host else 0
     peer = tables.peer_fixed_ns + by_peer * tables.peer_ns if by_peer else 0
     return max(host, peer)
-
-
-def host_pulls(pulls: int, far: int, window_ns: int, tables: Tables) -> int:
-    """How many pulls of a rank take the host path: the preferred number that is in time, else the fastest."""
-    choices = list(range(far, pulls + 1))
-    if tables.prefers_host:
-        choices.reverse()
-    in_time = [n for n in choices if pull_ns(n, pulls - n, tables) <= window_ns]
-    if in_time:
-        return in_time[0]
-    # Of equally fast ones the least by host, then in the order of preference.
-    return min([far, *choices], key=lambda n: pull_ns(n, pulls - n, tables))
 
 
 def kept_permille(node_E: np.ndarray, nodes: int, pair_EE: np.ndarray, top_k: int) -> np.ndarray:

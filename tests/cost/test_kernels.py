@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.core.split import split_in_proportion, split_rows
-from equipoise.cost import CostModel, kernels, links, reference
+from equipoise.cost import CostModel, kernels, links
 from equipoise.cost.kernels import ACROSS, COLUMNS, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
 from equipoise.cost.links import tokens_between
+from tests.cost import reference
 from tests.planner import problems
 
 few = settings(max_examples=80, deadline=None)
@@ -105,20 +106,16 @@ def test_compute_far_beyond_the_table_stays_in_its_integers(rows):
     assert kernels.compute_ns(cost.tables(16), rows, 16) == cost.compute_ns(rows, 16) > cost.compute_ns(rows // 2, 16)
 
 
-@given(st.integers(0, 6), st.data())
+@given(priced())
 @few
-def test_paths_of_pulls(pulls, data):
-    far, window = data.draw(st.integers(0, pulls)), data.draw(st.integers(0, 2 * 10**6))
-    for stage in ("update", "recompute"):
-        tables = problems.tables_of(4, 8, stage)
-        ours = kernels.host_pulls(pulls, far, window, tables)
-        assert ours == reference.host_pulls(pulls, far, window, tables)
-        assert far <= ours <= pulls
-        ns = [reference.pull_ns(n, pulls - n, tables) for n in range(far, pulls + 1)]
-        if min(ns) > window:
-            assert reference.pull_ns(ours, pulls - ours, tables) == min(ns)
-        else:
-            assert reference.pull_ns(ours, pulls - ours, tables) <= window
+def test_pulls_take_the_host_path_from_other_nodes_alone(arguments):
+    load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, _ = arguments
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    kernels.price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
+    rank_P, slot_P = np.nonzero(rows_RS)
+    is_far_P = node_R[home_E[expert_RS[rank_P, slot_P]]] != node_R[rank_P]
+    assert line[HOST_PULLS] == tables.phases * is_far_P.sum()
+    assert line[PEER_PULLS] == tables.phases * (~is_far_P).sum()
 
 
 def test_a_pull_in_time_costs_what_it_slows_the_slowest_rank():

@@ -1,4 +1,4 @@
-"""`fill` and `settle`: rows are kept, slots and nodes hold, and the split is the best for its replicas."""
+"""`fill` and `rebalance_rows`: rows are kept, slots and nodes hold, and the split is the best for its replicas."""
 
 import numpy as np
 import pytest
@@ -136,12 +136,12 @@ def test_only_what_a_node_cannot_level_crosses_to_another():
     assert np.array_equal(ours[1], inside[1])
 
 
-def test_settle_moves_rows_along_a_chain_of_holders():
+def test_rebalancing_moves_rows_along_a_chain_of_holders():
     # Rank 0 shares expert 0 with rank 1, rank 1 shares expert 1 with rank 2: rank 2 can only be reached through rank 1.
     load_E, home_E, node_R = np.array([90, 60, 30]), np.array([0, 1, 2]), np.array([0, 0, 0])
     expert_RS, rows_RS = np.array([[-1], [0], [1]]), np.array([[0], [0], [0]])
     load_R, quota_E = load_E.copy(), load_E.copy()
-    replicas.settle(load_R, quota_E, home_E, node_R, expert_RS, rows_RS, 60)
+    replicas.rebalance_rows(load_R, quota_E, home_E, node_R, expert_RS, rows_RS, 60)
     assert load_R.tolist() == [60, 60, 60]
     assert rows_RS.tolist() == [[0], [30], [30]]
 

@@ -409,15 +409,10 @@ def test_two_processes_give_the_same_bytes_as_this_one(tmp_path):
 KERNELS_SCRIPT = """
 import numpy as np
 from equipoise.cost import kernels, links, ranks
-from equipoise.cost import links
-from equipoise.planner import layer
-from equipoise.planner import replicas
-from equipoise.planner import homes
-from equipoise.planner import replicas
-from equipoise.planner import baselines
+from equipoise.planner import baselines, homes, layer, replicas
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
-rooms = (between, kernels, links, ranks, _fill, _level, fast, layer, pricing)
+rooms = (kernels, links, ranks, homes, replicas, layer, baselines)
 found = {v for room in rooms for v in vars(room).values() if isinstance(v, Dispatcher)}
 print(len(found), sum(isinstance(kernel._cache, NullCache) for kernel in found))
 print(replicas.homes_by_rank(np.arange(16) // 2, 8).tolist())

@@ -9,8 +9,8 @@ from equipoise.planner import homes, layer, replicas
 from tests.cost.reference import quotas
 from tests.planner import problems, reference
 
-COMPILED = layer.Kernels(homes.level, homes.near, replicas.evaluate)
-PLAIN = layer.Kernels(reference.level, reference.near, reference.evaluate)
+COMPILED = layer.Kernels(homes.level, replicas.evaluate)
+PLAIN = layer.Kernels(reference.level, reference.evaluate)
 
 few = settings(max_examples=60, deadline=None)
 
