@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.report import write_report
     from equipoise.routes import diagnose, read_routes, write_routes
+    from equipoise.routes.doctor import Delivery, plant_markers, prove_slicing
     from equipoise.sim import StepSetting, simulate
 
 __version__ = "0.1.0"
@@ -44,6 +45,9 @@ _HOMES = {
     "write_routes": "equipoise.routes",
     "count_routes": "equipoise.loads",
     "diagnose": "equipoise.routes",
+    "plant_markers": "equipoise.routes.doctor",
+    "prove_slicing": "equipoise.routes.doctor",
+    "Delivery": "equipoise.routes.doctor",
     "count_loads": "equipoise.loads",
     "skew": "equipoise.loads",
     "plan": "equipoise.planner",
@@ -59,6 +63,8 @@ __all__ = [
     "write_routes",
     "count_routes",
     "diagnose",
+    "plant_markers",
+    "prove_slicing",
     "count_loads",
     "skew",
     "plan",
@@ -75,6 +81,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "StepSetting",
+    "Delivery",
     "EquipoiseError",
     "RoutesError",
     "ScheduleError",

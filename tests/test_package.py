@@ -96,6 +96,8 @@ PUBLIC = [
         "write_routes",
         "count_routes",
         "diagnose",
+        "plant_markers",
+        "prove_slicing",
         "count_loads",
         "skew",
         "plan",
@@ -113,7 +115,16 @@ PUBLIC = [
         "LoadMatrix",
         "Plan",
     ),
-    *("PlanOptions", "StepSetting", "EquipoiseError", "RoutesError", "ScheduleError", "LoadsError", "TopologyError"),
+    *(
+        "PlanOptions",
+        "StepSetting",
+        "Delivery",
+        "EquipoiseError",
+        "RoutesError",
+        "ScheduleError",
+        "LoadsError",
+        "TopologyError",
+    ),
     *("InfeasiblePlanError", "TransferError", "AdapterError", "TrainingError"),
 ]
 PUBLIC_TORCH = [

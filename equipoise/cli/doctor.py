@@ -75,13 +75,13 @@ def check_slicing(model: str) -> "Diagnosis":
     import numpy as np
 
     from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context, slice_sequence
-    from equipoise.routes.doctor import Diagnosis, plant
+    from equipoise.routes.doctor import Diagnosis, plant_markers
     from equipoise.routes.doctor.markers import check_schedule, self_check
     from equipoise.routes.registry import resolve_model
 
     shape = resolve_model(model)
-    findings = [*self_check(plant(_MARKED_LENGTHS, model=shape))]
-    markers = plant(_SCHEDULED_LENGTHS, model=shape)
+    findings = [*self_check(plant_markers(_MARKED_LENGTHS, model=shape))]
+    markers = plant_markers(_SCHEDULED_LENGTHS, model=shape)
     whole = schedule_samples(
         np.array(_SCHEDULED_LENGTHS),
         ranks=1,

@@ -12,7 +12,7 @@ tests that breaks exactly that thing in good data of every format.
 """
 
 from equipoise.routes.doctor.diagnosis import Diagnosis, diagnose
-from equipoise.routes.doctor.markers import Delivery, Markers, plant, prove_slicing
+from equipoise.routes.doctor.markers import Delivery, Markers, plant_markers, prove_slicing
 from equipoise.routes.doctor.reading import Finding, Verdict
 
-__all__ = ["diagnose", "Diagnosis", "Finding", "Verdict", "plant", "prove_slicing", "Markers", "Delivery"]
+__all__ = ["diagnose", "Diagnosis", "Finding", "Verdict", "plant_markers", "prove_slicing", "Markers", "Delivery"]

@@ -136,7 +136,7 @@ class Markers:
         return turn_LK
 
 
-def plant(lengths: Sequence[int], *, model: ModelShape) -> Markers:
+def plant_markers(lengths: Sequence[int], *, model: ModelShape) -> Markers:
     """Make markers for samples of these lengths."""
     return Markers(model=model, lengths=tuple(int(n) for n in lengths))
 
