@@ -390,7 +390,7 @@ def _memory_list(memory: "MemoryForecast", group: int) -> Table:
         facts["verdict"] = Text(f"fits into {memory.limit_bytes / GIB:g} GiB", style="green")
     else:
         facts["verdict"] = Text(f"does not fit into {memory.limit_bytes / GIB:g} GiB", style="bold red")
-        fixes = [f"{fix.peak_bytes / GIB:.2f} GiB  {fix.words}" for fix in memory.fixes]
+        fixes = [f"{fix.peak_bytes / GIB:.2f} GiB  {fix.message}" for fix in memory.fixes]
         none = "none of balance, smaller micro-steps, recomputing or a larger EP is enough alone"
         facts["fix"] = "\n".join(fixes) or none
     return build_list(facts)

@@ -1,17 +1,15 @@
 """From routes to loads: who forwards which tokens when, how many rows each expert then gets, and how uneven that is.
 
-    packing.py        schedules as trainers pack them: fixed samples, token budget, CP and SP slices, order
-    schedule_file.py  a trainer's own micro-batches on disk
-    count.py          routes to histograms (`_count_kernels.py` compiled, `reference.py` obvious)
-    counts_file.py    histograms on disk
+    packing.py        schedules as trainers pack them: fixed samples, token budget, CP and SP slices, order; their file
+    count.py          routes to histograms, and their file; count_kernels.py, its compiled loops
     matrix.py         a schedule's loads: `load_MLRE`
     filling.py        experts for rows that have no route: last tokens, padding
     skew.py           the one definition of imbalance
     forecast.py       memory for received rows, and whether it fits
     generator.py      workloads with measured properties
 
-To add a way to pack, write a function in `packing.py` that returns a `Schedule`; nothing else needs to know.
-Seconds are not known here: `sim` puts loads and prices together. Importing this room imports neither numba nor torch.
+To add a packing, write a function in `packing.py` that returns a `Schedule`. Importing this room imports neither numba
+nor torch.
 """
 
 from equipoise.loads.count import RangeCount, count_range, count_routes, load_counts, save_counts

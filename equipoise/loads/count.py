@@ -1,21 +1,17 @@
-"""Counting: routes of samples, or of token ranges of them, into histograms of rows.
+"""Count routes of samples, or of token ranges of them, into histograms of rows; histograms on disk.
 
-Knows samples and histograms. Does not know micro-steps or ranks (`matrix.py`), nor any recording's form.
-
-How rows are counted
+How rows are counted:
 1. A known route of a token adds one row to each of its K ids. A duplicate id adds a row each time, as a dispatcher
    sees it; one that collapses duplicates receives fewer.
-2. A known route of a padding row adds to the padding counts instead: it is dispatched, but it is no token's.
+2. A known route of a padding row adds to the padding counts instead: it is dispatched, but belongs to no token.
 3. An unknown route adds no row. A token is unknown in a layer where its row is masked, or where it has no row.
 4. Token t owns the t-th row that is not padding. Padding rows go with the token before them, or with the first.
 
-Invariants (asserted by the tests):
-1. Counting equals `reference.py` bit for bit.
-2. Counts of ranges that tile a sample's tokens add up to the counts of the sample.
-3. Known and unknown tokens of every layer add up to the tokens of the sample; rows of a layer are known tokens x K.
-4. An id outside the model's experts is an error that names sample, row and layer, never a count.
-5. One sample is in memory at a time: an iterable of samples is consumed as it comes.
-6. Importing this module does not import numba.
+File of histograms: a compressed `.npz` without pickled objects, holding
+    format        "equipoise-counts-1"
+    head          JSON text: model (every figure of the ModelShape, by field name), layer_numbers, names of the samples
+    count_BLE, tokens_B                 any unsigned integer dtype
+    padding_BLE, unknown_BL, pair_LEE   likewise, if the counts have them
 """
 
 import json
@@ -31,69 +27,12 @@ from equipoise.core.files import whole_file
 from equipoise.core.loads import narrow, read_npz
 from equipoise.core.value import Value, frozen_array, require_int, require_kind
 
-# Histograms on disk: `RouteCounts` to a small `.npz` file and back, without pickled objects.
-#
-# File: a compressed `.npz` holding
-#     format        "equipoise-counts-1"
-#     head          JSON text: model (every figure of the ModelShape, by field name), layer_numbers, names of the
-# samples
-#     count_BLE     any unsigned integer dtype, as the two below
-#     tokens_B
-#     padding_BLE, unknown_BL, pair_LEE   where the counts have them
-#
-# Invariants (asserted by the tests):
-# 1. `load_counts(save_counts(x)) == x`.
-# 2. A file that is cut, damaged, pickled or of another kind is a RoutesError that names it.
-
-
 FORMAT = "equipoise-counts-1"
 _OPTIONAL = ("padding_BLE", "unknown_BL", "pair_LEE")
 _ARRAYS = ("count_BLE", "tokens_B", *_OPTIONAL)
 
-
-def save_counts(counts: RouteCounts, path: str | Path) -> None:
-    """Write counts to `path`, whatever its suffix."""
-    head = {"model": counts.model.figures(), "layer_numbers": counts.layer_numbers, "names": counts.names}
-    arrays = {name: getattr(counts, name) for name in _ARRAYS}
-    content: dict[str, Any] = {name: narrow(array) for name, array in arrays.items() if array is not None}
-    content.update(format=np.array(FORMAT), head=np.array(json.dumps(head)))
-    with whole_file(path, error=RoutesError) as draft, draft.open("wb") as file:
-        np.savez_compressed(file, **content)
-
-
-def load_counts(path: str | Path) -> RouteCounts:
-    """Read a file made by `save_counts`."""
-    arrays = read_npz(path, wanted=FORMAT, error=RoutesError)
-    wrong = set(arrays) ^ {"format", "head", *_ARRAYS}
-    if wrong - set(_OPTIONAL):
-        raise RoutesError(f"{path}: expected arrays {', '.join(('head', *_ARRAYS))}, found {', '.join(sorted(arrays))}")
-    head = _parse_head(str(arrays["head"]), path)
-    try:
-        for name in _ARRAYS:
-            if name in arrays and arrays[name].dtype.kind != "u":
-                raise RoutesError(f"{name} has dtype {arrays[name].dtype}; counts are unsigned integers")
-        return RouteCounts(
-            model=ModelShape.from_figures(head["model"]),
-            names=tuple(str(name) for name in head["names"]),
-            layer_numbers=tuple(int(n) for n in head["layer_numbers"]),
-            **{name: arrays[name] for name in _ARRAYS if name in arrays},
-        )
-    except (KeyError, TypeError, ValueError, TopologyError) as error:
-        raise RoutesError(f"{path} does not make sense: {error}") from error
-
-
-def _parse_head(text: str, path: str | Path) -> dict[str, Any]:
-    try:
-        head = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RoutesError(f"{path}: its head is not JSON: {error}") from error
-    if not isinstance(head, dict):
-        raise RoutesError(f"{path}: its head must hold an object, got {type(head).__name__}")
-    return head
-
-
 Progress = Callable[[int, int], None]
-"""Called with (samples done, samples in all, or 0 where that is not known) after each sample."""
+"""Called after each sample with (samples done, samples in all, or 0 if that is not known)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +58,7 @@ def count_range(sample: SampleRoutes, start: int, stop: int, experts: int) -> Ra
     """
     if not 0 <= start <= stop <= sample.num_tokens:
         raise ScheduleError(
-            f"sample {sample.name!r}: tokens {start}..{stop} asked for; it has tokens 0..{sample.num_tokens}"
+            f"sample {sample.name!r}: tokens {start}..{stop} requested; it has tokens 0..{sample.num_tokens}"
         )
     first, last = _row_range(sample, start, stop)
     return _count_rows(sample, first, last, tokens=stop - start, experts=experts)
@@ -142,66 +81,50 @@ def count_routes(
 
     Args:
         routes: `Routes`, or any iterable of samples straight from a reader
-        model: whose experts the ids are; needed where `routes` does not say
+        model: whose experts the ids are; needed for bare samples
         layer_numbers: global number of each entry of the L axis; those of `routes`, or all MoE layers of `model`
         pairs: count co-activations `pair_LEE` in the same pass
         progress: called after each sample
     """
     model, numbers = _shape_of(routes, model, layer_numbers)
     total = len(routes) if isinstance(routes, Routes | Sequence) else 0
-    tally = _Tally(model, num_layers=len(numbers), expected=total, pairs=pairs)
-    for sample in routes:
-        tally.add(sample)
-        if progress is not None:
-            progress(len(tally.names), total)
-    return tally.counts(numbers)
-
-
-class _Tally:
-    """Histograms of the samples seen so far."""
-
-    def __init__(self, model: ModelShape, *, num_layers: int, expected: int, pairs: bool) -> None:
-        experts = model.experts
-        self.model = model
-        self.num_layers = num_layers
-        self.names: list[str] = []
-        self.tokens: list[int] = []
-        self.unknown: list[np.ndarray] = []
-        self.padding: dict[int, np.ndarray] = {}
-        self.count_BLE = np.zeros((expected, num_layers, experts), dtype=np.int64)
-        self.pair_LEE = np.zeros((num_layers, experts, experts), dtype=np.int64) if pairs else None
-
-    def add(self, sample: SampleRoutes) -> None:
-        _check_shape(sample, model=self.model, num_layers=self.num_layers)
-        found = count_sample(sample, self.model.experts)
-        at = len(self.names)
-        if at == len(self.count_BLE):
-            self.count_BLE = _grown(self.count_BLE)
-        self.count_BLE[at] = found.count_LE
+    layers, experts = len(numbers), model.experts
+    count_BLE = np.zeros((total, layers, experts), dtype=np.int64)
+    pair_LEE = np.zeros((layers, experts, experts), dtype=np.int64) if pairs else None
+    names: list[str] = []
+    tokens: list[int] = []
+    unknown: list[np.ndarray] = []
+    padding: dict[int, np.ndarray] = {}
+    for b, sample in enumerate(routes):
+        _check_shape(sample, model=model, num_layers=layers)
+        found = count_sample(sample, experts)
+        if b == len(count_BLE):
+            # The number of samples is not known ahead: add room for half as many again.
+            count_BLE = np.concatenate([count_BLE, np.zeros((max(8, b // 2), layers, experts), dtype=np.int64)])
+        count_BLE[b] = found.count_LE
         if found.padding_LE.any():
-            self.padding[at] = found.padding_LE
-        if self.pair_LEE is not None:
-            _add_pairs(sample, self.pair_LEE)
-        self.names.append(sample.name)
-        self.tokens.append(sample.num_tokens)
-        self.unknown.append(found.unknown_L)
-
-    def counts(self, layer_numbers: tuple[int, ...]) -> RouteCounts:
-        count_BLE = self.count_BLE[: len(self.names)]
-        padding_BLE = np.zeros_like(count_BLE) if self.padding else None
-        for at, padding_LE in self.padding.items():
-            assert padding_BLE is not None, "padding was found, so there is room for it"
-            padding_BLE[at] = padding_LE
-        return RouteCounts(
-            model=self.model,
-            count_BLE=count_BLE,
-            padding_BLE=padding_BLE,
-            unknown_BL=np.array(self.unknown, dtype=np.int64).reshape(-1, self.num_layers),
-            tokens_B=np.array(self.tokens, dtype=np.int64),
-            names=tuple(self.names),
-            layer_numbers=layer_numbers,
-            pair_LEE=self.pair_LEE,
-        )
+            padding[b] = found.padding_LE
+        if pair_LEE is not None:
+            _add_pairs(sample, pair_LEE)
+        names.append(sample.name)
+        tokens.append(sample.num_tokens)
+        unknown.append(found.unknown_L)
+        if progress is not None:
+            progress(b + 1, total)
+    count_BLE = count_BLE[: len(names)]
+    padding_BLE = np.zeros_like(count_BLE)
+    for b, padding_LE in padding.items():
+        padding_BLE[b] = padding_LE
+    return RouteCounts(
+        model=model,
+        count_BLE=count_BLE,
+        padding_BLE=padding_BLE if padding else None,
+        unknown_BL=np.array(unknown, dtype=np.int64).reshape(-1, layers),
+        tokens_B=np.array(tokens, dtype=np.int64),
+        names=tuple(names),
+        layer_numbers=numbers,
+        pair_LEE=pair_LEE,
+    )
 
 
 def _shape_of(
@@ -232,15 +155,8 @@ def _check_shape(sample: SampleRoutes, *, model: ModelShape, num_layers: int) ->
         )
 
 
-def _grown(array: np.ndarray) -> np.ndarray:
-    """The array with room for half as many entries again."""
-    grown = np.zeros((max(8, len(array) * 3 // 2), *array.shape[1:]), dtype=array.dtype)
-    grown[: len(array)] = array
-    return grown
-
-
 def _row_range(sample: SampleRoutes, start: int, stop: int) -> tuple[int, int]:
-    """Rows of tokens `[start, stop)`: the t-th row that is not padding is token t's."""
+    """Return the rows of tokens `[start, stop)`: the t-th row that is not padding belongs to token t."""
     rows = sample.num_rows
     if sample.padding_T is None or start == stop:
         return min(start, rows), min(stop, rows)
@@ -308,7 +224,7 @@ class _Histogram:
             self.seen |= int(count_kernels.add_ids(ids_TC, np.repeat(base_L, top_k), self.mask, count))
 
     def rows(self, sample: SampleRoutes) -> np.ndarray:
-        """[L, E] int64, or an error if an id was outside the experts."""
+        """Return [L, E] int64 rows, or raise if an id was outside the experts."""
         if self.seen > int(self.mask) or self.count_LW[:, self.experts :].any():
             sample.check_ids(self.experts)
             raise AssertionError(f"sample {sample.name!r}: an id is out of range, but check_ids found none")
@@ -316,7 +232,7 @@ class _Histogram:
 
 
 def _unsigned(ids: np.ndarray) -> np.ndarray:
-    """The ids as a contiguous, aligned, native, read-only unsigned array: one compiled kernel per width."""
+    """Return contiguous, aligned, native, read-only unsigned ids, so that there is one compiled kernel per width."""
     native = np.require(ids, dtype=ids.dtype.newbyteorder("="), requirements=["C", "A"])
     return frozen_array(native.view(np.dtype(f"u{native.dtype.itemsize}")))
 
@@ -330,3 +246,39 @@ def _add_pairs(sample: SampleRoutes, pair_LEE: np.ndarray) -> None:
     if sample.padding_T is not None:
         known_TL = known_TL & ~sample.padding_T[:, None]
     count_kernels.add_pairs(ids_TLK, frozen_array(np.ascontiguousarray(known_TL)), pair_LEE)
+
+
+def save_counts(counts: RouteCounts, path: str | Path) -> None:
+    """Write counts to a file of any suffix."""
+    head = {"model": counts.model.figures(), "layer_numbers": counts.layer_numbers, "names": counts.names}
+    arrays = {name: getattr(counts, name) for name in _ARRAYS}
+    content: dict[str, Any] = {name: narrow(array) for name, array in arrays.items() if array is not None}
+    content.update(format=np.array(FORMAT), head=np.array(json.dumps(head)))
+    with whole_file(path, error=RoutesError) as draft, draft.open("wb") as file:
+        np.savez_compressed(file, **content)
+
+
+def load_counts(path: str | Path) -> RouteCounts:
+    """Read a file written by `save_counts`."""
+    arrays = read_npz(path, wanted=FORMAT, error=RoutesError)
+    wrong = set(arrays) ^ {"format", "head", *_ARRAYS}
+    if wrong - set(_OPTIONAL):
+        raise RoutesError(f"{path}: expected arrays {', '.join(('head', *_ARRAYS))}, found {', '.join(sorted(arrays))}")
+    try:
+        head = json.loads(str(arrays["head"]))
+    except (ValueError, RecursionError) as error:
+        raise RoutesError(f"{path}: its head is not JSON: {error}") from error
+    if not isinstance(head, dict):
+        raise RoutesError(f"{path}: its head must hold an object, got {type(head).__name__}")
+    try:
+        for name in _ARRAYS:
+            if name in arrays and arrays[name].dtype.kind != "u":
+                raise RoutesError(f"{name} has dtype {arrays[name].dtype}; counts are unsigned integers")
+        return RouteCounts(
+            model=ModelShape.from_figures(head["model"]),
+            names=tuple(str(name) for name in head["names"]),
+            layer_numbers=tuple(int(n) for n in head["layer_numbers"]),
+            **{name: arrays[name] for name in _ARRAYS if name in arrays},
+        )
+    except (KeyError, TypeError, ValueError, TopologyError) as error:
+        raise RoutesError(f"{path} does not make sense: {error}") from error

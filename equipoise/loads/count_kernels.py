@@ -1,14 +1,7 @@
-"""The compiled inner loops of `count.py`; importing this module imports numba and compiles nothing yet.
+"""The compiled inner loops of `count.py`; separate, because importing this module imports numba.
 
-Knows arrays of ids and where to add. Does not know samples, names or errors: the caller looks at what it gets back.
-
-Every kernel masks an id by `width - 1`, where `width` is the power of two that holds all experts, so no id can write
-outside its histogram; the bitwise or of all ids comes back, so no id that was masked goes unnoticed.
-
-Invariants (asserted by the tests):
-1. Counts and pairs equal those of `reference.py` bit for bit, on every dtype, top-k and mask.
-2. An id outside the experts is noticed, whatever its sign, and nothing outside the histogram is written.
-3. Kernels run where neither the installed package nor the user's cache folder can be written.
+Every kernel masks an id by `width - 1`, where `width` is the power of two that holds all experts, so that no id can
+write outside its histogram, and returns the bitwise or of all ids, so that the caller notices an id that was masked.
 """
 
 from collections.abc import Callable
@@ -19,7 +12,7 @@ import numpy as np
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile on first call, keeping machine code on disk where a folder for it can be written."""
+    """Compile on first call; keep machine code on disk if a folder for it can be written."""
     try:
         return numba.njit(cache=True)(function)
     except RuntimeError:
@@ -29,7 +22,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 @_compiled
 def add_ids(ids_TC: np.ndarray, base_C: np.ndarray, mask: np.uint64, count: np.ndarray) -> np.uint64:
-    """Count routes laid flat, column c of every token adding to the histogram at `base_C[c]`; return the or of all ids.
+    """Count flat routes: column c of every token adds to the histogram at `base_C[c]`; return the or of all ids.
 
     One flat loop over C = L x K columns is as fast for top-1 as for top-8; a loop over K inside is 3x slower at top-2.
     """
@@ -56,7 +49,7 @@ def add_bytes(word_TL: np.ndarray, base_L: np.ndarray, mask: np.uint64, count: n
             word = word_TL[t, layer]
             base = base_L[layer]
             seen |= word
-            # A constant number of turns, so that the compiler writes out eight independent adds.
+            # A constant number of iterations, so that the compiler emits eight independent adds.
             for k in range(8):
                 count[base + ((word >> np.uint64(8 * k)) & mask)] += np.uint32(1)
     return seen
@@ -66,7 +59,7 @@ def add_bytes(word_TL: np.ndarray, base_L: np.ndarray, mask: np.uint64, count: n
 def add_masked(
     ids_TLK: np.ndarray, known_TL: np.ndarray, mask: np.uint64, count_LW: np.ndarray, known_L: np.ndarray
 ) -> np.uint64:
-    """Count the known routes alone and add how many there are to `known_L`; return the or of their ids."""
+    """Count the known routes alone and add their number to `known_L`; return the or of their ids."""
     tokens, layers, top_k = ids_TLK.shape
     seen = np.uint64(0)
     for t in range(tokens):

@@ -1,23 +1,17 @@
 """Choose experts for rows that have no route: last tokens and padding. They are dispatched, so they are load.
 
-Knows how many such tokens each rank forwards and what the experts already carry. Does not know samples or schedules.
-
-Ways, all deterministic (the names are those of `PaddingPolicy`):
+Policies, all deterministic (the names are those of `PaddingPolicy`):
     spread   the least loaded experts of the (micro-step, layer): the lowest loads are raised to a common level
     arange   ids running through all layers and experts: column k of layer n of the p-th padding token of a rank gets
              ((p * hidden_layers + n) * top_k + k) mod experts, as slime's `fill_routing_replay` pads
     first    ids 0..k-1 for every token, as NeMo-RL pads
 
-Spreading, per layer, n tokens over all ranks of top_k rows each:
+Spreading n tokens of top_k rows each, of all ranks, in one layer:
 1. Find the level to which n * top_k rows raise the lowest loads, no expert taking more than n (ids of a token differ).
-2. Rows short of a full level go to the lowest expert numbers that can still take one.
-3. Deal: the rows, sorted by expert, go to tokens round-robin. An expert has at most n rows, so a token never
-   gets it twice; tokens are numbered rank by rank, which gives each rank's part in closed form.
-
-Invariants (asserted by the tests):
-1. Every rank gets exactly its tokens x top_k rows in every layer, and no expert more rows than the rank has tokens.
-2. `spread` reaches the lowest possible maximum over experts, given that ids of one token differ.
-3. Nothing depends on anything but the arguments: same input, same rows.
+2. The remaining rows go to the lowest expert numbers that can still take one.
+3. The rows, sorted by expert, go to tokens round-robin. An expert has at most n rows, so a token never
+   gets it twice; tokens are numbered rank by rank, which gives each rank's share in closed form.
+The result has the lowest possible maximum over experts, given that ids of one token differ.
 """
 
 import math
@@ -29,7 +23,7 @@ from equipoise.core import ModelShape
 
 
 def spread_rows(load_LE: np.ndarray, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
-    """Give tokens without a route to the least loaded experts.
+    """Assign tokens without a route to the least loaded experts.
 
     Args:
         load_LE: [L, E] rows each expert already has, over all ranks of the EP group
@@ -37,7 +31,7 @@ def spread_rows(load_LE: np.ndarray, tokens_R: np.ndarray, top_k: int) -> np.nda
         top_k: distinct experts per token
 
     Returns:
-        [L, R, E] rows to add.
+        [L, R, E] rows to add
     """
     layers, experts = load_LE.shape
     count = int(tokens_R.sum())
@@ -54,7 +48,7 @@ def spread_rows(load_LE: np.ndarray, tokens_R: np.ndarray, top_k: int) -> np.nda
 
 
 def arange_rows(model: ModelShape, layer_numbers: Sequence[int], tokens_R: np.ndarray) -> np.ndarray:
-    """Give padding tokens ids that run through all layers and experts, from 0 on each rank.
+    """Assign to padding tokens ids that run through all layers and experts, from 0 on each rank.
 
     Args:
         model: experts, top-k and number of decoder layers
@@ -65,7 +59,7 @@ def arange_rows(model: ModelShape, layer_numbers: Sequence[int], tokens_R: np.nd
         [L, R, E] rows to add.
     """
     stride = model.hidden_layers * model.top_k
-    # The ids repeat after so many tokens.
+    # The ids repeat after this many tokens.
     period = model.experts // math.gcd(stride, model.experts)
     whole_LE = _running_rows(model, layer_numbers, period)
     parts = [n // period * whole_LE + _running_rows(model, layer_numbers, n % period) for n in tokens_R.tolist()]
@@ -73,12 +67,12 @@ def arange_rows(model: ModelShape, layer_numbers: Sequence[int], tokens_R: np.nd
 
 
 def first_rows(experts: int, tokens_R: np.ndarray, top_k: int) -> np.ndarray:
-    """[R, E] rows of ids 0..top_k-1 for every token."""
+    """Return [R, E] rows of ids 0..top_k-1 for every token."""
     return np.asarray(tokens_R, dtype=np.int64)[:, None] * (np.arange(experts) < top_k)
 
 
 def _running_rows(model: ModelShape, layer_numbers: Sequence[int], tokens: int) -> np.ndarray:
-    """[L, E] rows of the first `tokens` padding tokens."""
+    """Count the [L, E] rows of the first `tokens` padding tokens."""
     place_LP = np.arange(tokens) * model.hidden_layers + np.array(layer_numbers)[:, None]
     ids_LPK = (place_LP[:, :, None] * model.top_k + np.arange(model.top_k)) % model.experts
     layer_L = np.arange(len(layer_numbers))[:, None, None]
@@ -87,17 +81,17 @@ def _running_rows(model: ModelShape, layer_numbers: Sequence[int], tokens: int) 
 
 
 def _raise_lowest(load_LE: np.ndarray, *, cap: int, rows: int) -> np.ndarray:
-    """[L, E] how many of `rows` each expert takes, at most `cap`, so that the lowest loads reach one level."""
+    """Return [L, E], how many of `rows` each expert takes, at most `cap`, so that the lowest loads reach one level."""
     low_L = load_LE.min(axis=1)
     high_L = low_L + rows + load_LE.max(axis=1) - low_L
-    # Step 1: the highest level whose filling needs no more than the rows there are, by bisection in integers.
+    # Step 1: the highest level that needs no more than the given rows, by bisection in integers.
     while (high_L - low_L > 1).any():
         middle_L = (low_L + high_L) // 2
         fits_L = _taken(load_LE, middle_L, cap).sum(axis=1) <= rows
         low_L = np.where(fits_L, middle_L, low_L)
         high_L = np.where(fits_L, high_L, middle_L)
     taken_LE = _taken(load_LE, low_L, cap)
-    # Step 2: one more row each for the first experts that stand at the level and are not full.
+    # Step 2: one more row each for the first experts that are at the level and not full.
     open_LE = _taken(load_LE, low_L + 1, cap) > taken_LE
     left_L = rows - taken_LE.sum(axis=1)
     extra_LE = open_LE & (np.cumsum(open_LE, axis=1) <= left_L[:, None])

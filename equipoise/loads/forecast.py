@@ -1,25 +1,20 @@
 """Forecast memory: the rows a rank receives at worst, their bytes, whether they fit, and what to do if not.
 
-Received rows are exact (they are counted); bytes are a formula. Knows loads and model shapes. Does not know weights in
-use, optimizer state or attention: the limit is what a rank has left for received rows after all of those.
+Received rows are exact (they are counted); bytes are a formula. Weights, optimizer state and attention are not part of
+it: the limit is what a rank has left for received rows.
 
 Bytes of one received row while its layer computes (D hidden, F expert width, b bytes of a value):
     recompute   (2 D + 3 F) b    input D, gate and up 2 F, activation F, output D
     update      (3 D + 6 F) b    the backward pass: input D, gate and up 2 F, activation F, and the gradients of
                                  output D, activation F, gate and up 2 F, input D
-Where activations are kept for the backward pass instead of recomputed (`kept`), every other layer of the micro-step
-adds (D + 3 F) b per row it received.
+If activations are kept for the backward pass instead of recomputed (`kept`), every other layer of the micro-step
+adds (D + 3 F) b per row it received. Padding rows are received, so they count.
 
-Fixes, cheapest first, each with the peak it would leave:
-    balance            the busiest rank brought to the mean: no token leaves its micro-step
-    smaller micro-step every micro-step cut into n, so that each holds 1/n of the rows
-    recomputed activations   one layer's at a time, where all were kept: the forward pass runs once more
-    larger EP          as many tokens per rank, fewer experts: frees weights, but receives by a higher skew
-
-Invariants (asserted by the tests):
-1. The peak is the maximum over all windows, micro-steps, layers and ranks, and names where it is.
-2. A forecast fits exactly when the peak is at most the limit; a fix is offered only if it fits.
-3. Padding rows count: they are received.
+Fixes, cheapest first, each with the peak that would remain; only fixes that suffice are offered:
+    balance                  reduce the busiest rank to the mean; no token leaves its micro-step
+    smaller micro-step       cut every micro-step into n, so that each holds 1/n of the rows
+    recomputed activations   keep one layer at a time; the forward pass runs once more
+    larger EP                as many tokens per rank, fewer experts: frees weights, but the skew is higher
 """
 
 from collections.abc import Sequence
@@ -33,7 +28,7 @@ from equipoise.loads.skew import rank_loads
 
 GIB = 2**30
 Activations = Literal["recomputed", "kept"]
-"""What becomes of a layer's activations between forward and backward."""
+"""What happens to a layer's activations between forward and backward."""
 
 
 class Place(NamedTuple):
@@ -48,17 +43,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """One way to make a step fit."""
+    """One change that makes a step fit."""
 
     name: str
-    words: str
+    message: str
     peak_bytes: int
-    """What the busiest rank would need then, freed memory taken off."""
+    """What the busiest rank would then need, minus freed memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """The worst a step asks of a rank's memory for received rows."""
+    """The most memory that received rows of a step need on one rank."""
 
     peak_rows: int
     peak_bytes: int
@@ -70,9 +65,9 @@ class MemoryForecast:
     activations: Activations
     """What the bytes count of the activations between forward and backward."""
     limit_bytes: int | None
-    """None where no limit was given."""
+    """None: no limit was given."""
     fixes: tuple[Fix, ...]
-    """Cheapest first; empty where the step fits or no fix is enough."""
+    """Cheapest first; empty if the step fits or no fix suffices."""
 
     @property
     def fits(self) -> bool | None:
@@ -91,7 +86,7 @@ class MemoryForecast:
             "activations": self.activations,
             "limit_bytes": self.limit_bytes,
             "fits": self.fits,
-            "fixes": [{"name": f.name, "words": f.words, "peak_bytes": f.peak_bytes} for f in self.fixes],
+            "fixes": [{"name": f.name, "words": f.message, "peak_bytes": f.peak_bytes} for f in self.fixes],
         }
 
 
@@ -114,7 +109,9 @@ def forecast_memory(
     """
     if not windows:
         raise LoadsError("no windows were given; a forecast needs the loads of at least one")
-    limit = None if limit_gib is None else _limit_bytes(limit_gib)
+    if limit_gib is not None and not 0 < limit_gib < 2**20:
+        raise LoadsError(f"the memory limit is {limit_gib} GiB; it must be above 0")
+    limit = None if limit_gib is None else int(limit_gib * GIB)
     rows = [rank_loads(window, ep=ep) for window in windows]
     needs = [received_bytes_MLR(r, w.stage, model, activations) for r, w in zip(rows, windows, strict=True)]
     worst = max(range(len(needs)), key=lambda w: (int(needs[w].max()), -w))
@@ -123,7 +120,10 @@ def forecast_memory(
     numbers = windows[worst].layer_numbers_L
     fixes: tuple[Fix, ...] = ()
     if limit is not None and peak > limit:
-        fixes = _enough(_fixes(windows, model, needs=needs, peak=peak, limit=limit, activations=activations), limit)
+        candidates = _fixes(windows, model, needs=needs, peak=peak, limit=limit, activations=activations)
+        # Of several larger EP groups only the smallest that suffices is worth naming.
+        enough = [fix for fix in candidates if fix.peak_bytes <= limit]
+        fixes = tuple({fix.name: fix for fix in reversed(enough)}.values())[::-1]
     return MemoryForecast(
         peak_rows=int(rows[worst][m, layer, rank]),
         peak_bytes=peak,
@@ -142,18 +142,20 @@ def row_bytes(stage: Stage, model: ModelShape) -> int:
     return (hidden * model.hidden + width * model.expert_width) * model.weight_bytes
 
 
-def _limit_bytes(limit_gib: float) -> int:
-    if not 0 < limit_gib < 2**20:
-        raise LoadsError(f"the memory limit is {limit_gib} GiB; it must be above 0")
-    return int(limit_gib * GIB)
-
-
 def received_bytes_MLR(
     rows_MLR: np.ndarray, stage: Stage, model: ModelShape, activations: Activations, *, in_flight: int = 1
 ) -> np.ndarray:
-    """[M, L, R] bytes that received rows need while their layer computes, those kept for backward included.
+    """Compute the bytes that received rows need while their layer computes, those kept for backward included.
 
-    `in_flight`: micro-steps that have run forward and not yet backward, this one included, as in a pipeline.
+    Args:
+        rows_MLR: [M, L, R] received rows
+        stage: recompute or update
+        model: row sizes
+        activations: kept for the backward pass, or recomputed
+        in_flight: micro-steps that have run forward and not yet backward, this one included, as in a pipeline
+
+    Returns:
+        [M, L, R] bytes
     """
     need = rows_MLR * row_bytes(stage, model)
     if activations == "kept" and stage == "update":
@@ -177,43 +179,35 @@ def _fixes(
     level = max(int(np.ceil(n.mean(axis=2).max())) for n in needs)
     parts = -(-peak // limit)
     found = [
-        Fix(name="balance", words="balance the experts: no token leaves its micro-step", peak_bytes=level),
+        Fix(name="balance", message="balance the experts: no token leaves its micro-step", peak_bytes=level),
         Fix(
             name="smaller micro-step",
-            words=f"cut every micro-step into {parts}, so that fewer tokens are forwarded at once",
+            message=f"cut every micro-step into {parts}, so that fewer tokens are forwarded at once",
             peak_bytes=-(-peak // parts),
         ),
     ]
     now = needs[0].shape[2]
     if activations == "kept":
-        found.append(_recomputed(windows, model, ep=now))
+        recomputed = [received_bytes_MLR(rank_loads(w, ep=now), w.stage, model, "recomputed") for w in windows]
+        found.append(
+            Fix(
+                name="recomputed activations",
+                message="recompute activations in the backward pass: the forward pass runs once more",
+                peak_bytes=max(int(need.max()) for need in recomputed),
+            )
+        )
     for wider in (now * 2**i for i in range(1, 7)):
         if model.experts % wider == 0 and all(w.num_experts == model.experts for w in windows):
             found.append(_wider(windows, model, now=now, wider=wider, activations=activations))
     return found
 
 
-def _enough(candidates: Sequence[Fix], limit: int) -> tuple[Fix, ...]:
-    """Those that fit; of several larger EP groups only the smallest is worth naming."""
-    enough = [fix for fix in candidates if fix.peak_bytes <= limit]
-    return tuple({fix.name: fix for fix in reversed(enough)}.values())[::-1]
-
-
-def _recomputed(windows: Sequence[LoadMatrix], model: ModelShape, *, ep: int) -> Fix:
-    needs = [received_bytes_MLR(rank_loads(w, ep=ep), w.stage, model, "recomputed") for w in windows]
-    return Fix(
-        name="recomputed activations",
-        words="recompute activations in the backward pass: the forward pass runs once more",
-        peak_bytes=max(int(need.max()) for need in needs),
-    )
-
-
 def _wider(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, wider: int, activations: Activations) -> Fix:
-    """The peak of `wider` ranks, each with as many tokens as now: rows grow with the ranks, weights shrink."""
+    """Compute the peak of `wider` ranks, each with as many tokens as now: rows grow with the ranks, weights shrink."""
     rows = [rank_loads(w, ep=wider) * (wider // now) for w in windows]
     peak = max(
         int(received_bytes_MLR(r, w.stage, model, activations).max()) for r, w in zip(rows, windows, strict=True)
     )
     freed = windows[0].num_layers * model.expert_bytes * (model.experts // now - model.experts // wider)
-    words = f"spread the experts over EP {wider}: frees {freed / GIB:.1f} GiB of weights, taken off here"
-    return Fix(name="larger EP", words=words, peak_bytes=max(0, peak - freed))
+    message = f"spread the experts over EP {wider}: frees {freed / GIB:.1f} GiB of weights, taken off here"
+    return Fix(name="larger EP", message=message, peak_bytes=max(0, peak - freed))

@@ -1,25 +1,20 @@
-"""Generate workloads with the measured properties of real routing, where no recording is at hand.
+"""Generate workloads with the measured properties of real routing.
 
-Knows model shapes and figures measured on real traces. Does not know schedules: lengths and routes are all it makes.
-
-How a workload is made (every figure is a field of `Workload`):
+How a workload is generated (every figure is a field of `Workload`):
 1. Popularity. In each layer the experts' shares fall as rank ** -exponent, exponents from 0.55 to 0.95, most layers
    near the low end; no expert takes more than about 12 % of the assignments. Which expert is hot follows a random field
-   over expert ids that is smooth between neighbours, so hot experts sit side by side more than a random order has it.
-2. Domains. Each domain mixes the field all share with one of its own, and is steeper or flatter in its own way.
+   over expert ids that is smooth between neighbours, so that hot experts are adjacent more often than by chance.
+2. Domains. Each domain mixes the field that all share with its own, and has its own steepness.
 3. Samples. Each sample has a domain, a log-normal length and log-normal factors on its experts' shares.
-4. Drift. With the step, every field turns slowly into another one.
+4. Drift. With the step, every field slowly rotates into another one.
 5. Routes. The shares of a sample become inclusion probabilities (they add up to top_k), and each token draws top_k
    distinct experts with exactly those: systematic sampling through a few random orders of the experts.
 
 Measured on real text: exponent 0.55-0.75 and hottest expert 8-12 % in the worst layer (Qwen3-30B-A3B); cosine of counts
 0.92 between samples of one domain, 0.59-0.73 between domains (DeepSeek-V2-Lite, ESFT tasks).
 
-Invariants (asserted by the tests):
-1. Same figures and seed, same workload; sample b does not depend on how many samples follow it.
-2. Every token has top_k distinct ids; a sample of T tokens has T - 1 rows, as engines record.
-3. Counts made directly follow the shares that generated routes follow.
-4. Skew, cosines and hottest expert are in the range of the real traces; a later step differs a little, a far one more.
+The same figures and seed give the same workload, and sample b does not depend on how many samples follow it.
+A sample of T tokens has T - 1 rows, as engines record.
 """
 
 from collections.abc import Iterator
@@ -42,7 +37,7 @@ LIMITS = {
     "seed": (0, 2**63 - 1),
     "step": (0, 2**31 - 1),
 }
-"""Least and most of the whole figures; more would not fit into memory, or into the draws' seeds."""
+"""Range of the integer figures; more would not fit into memory, or into the seeds of the draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +58,7 @@ class Workload(Value):
     sample_sigma: float = 0.33
     """Standard deviation of the logarithm of a sample's factors on its experts' shares."""
     drift: float = 0.02
-    """Radians per step by which popularity turns."""
+    """Radians per step by which popularity rotates."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in LIMITS.items():
@@ -75,7 +70,7 @@ class Workload(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Draw:
-    """What makes one sample: its name, its rows and its inclusion probabilities."""
+    """One sample to generate: its name, its rows and its inclusion probabilities."""
 
     name: str
     rows: int
@@ -84,7 +79,7 @@ class _Draw:
 
 
 def generate_samples(model: ModelShape, **figures: Any) -> Iterator[SampleRoutes]:
-    """Yield the routes of one sample after another, so that a store can be written as they come.
+    """Yield the routes of one sample after another, so that a store can be written meanwhile.
 
     Args:
         model: whose experts and layers
@@ -123,7 +118,7 @@ def generate_counts(model: ModelShape, **figures: Any) -> RouteCounts:
 
 
 def popularity_DLE(workload: Workload) -> np.ndarray:
-    """[domains, L, E] share of the assignments that each domain gives each expert; sums to 1 over experts."""
+    """Return [domains, L, E], each domain's share of assignments per expert; sums to 1 over experts."""
     model, rng = workload.model, np.random.default_rng([workload.seed, 0])
     shape = (model.layers, model.experts)
     common = _drifting_field(rng, shape, workload.drift * workload.step)
@@ -157,7 +152,7 @@ def _draws(workload: Workload) -> Iterator[_Draw]:
 
 
 def _drifting_field(rng: np.random.Generator, shape: tuple[int, int], angle: float) -> np.ndarray:
-    """Standard normal noise over expert ids, slightly smooth between neighbours, turned by `angle` into another."""
+    """Draw normal noise over expert ids, slightly smooth between neighbours, rotated by `angle` into another field."""
     experts = shape[1]
     distance = np.minimum(np.arange(experts), experts - np.arange(experts))
     # A decay length of 0.35 ids gives the contiguous skew of the real traces.
@@ -168,9 +163,9 @@ def _drifting_field(rng: np.random.Generator, shape: tuple[int, int], angle: flo
 
 
 def _chances(weight_LE: np.ndarray, top_k: int) -> np.ndarray:
-    """Inclusion probabilities in proportion to weights, adding up to top_k, none above what real traces show."""
+    """Return inclusion probabilities in proportion to weights, with sum top_k, none above those of real traces."""
     experts = weight_LE.shape[1]
-    # 12 % of the assignments is the hottest expert measured; with few experts twice and a half the mean.
+    # The hottest expert measured takes 12 % of the assignments; with few experts 2.5 times the mean.
     limit = max(top_k / experts, min(0.96, max(0.12 * top_k, 2.5 * top_k / experts)))
     chance = top_k * weight_LE / weight_LE.sum(axis=1, keepdims=True)
     full = chance >= limit
@@ -185,7 +180,7 @@ def _chances(weight_LE: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _candidates(chance_LE: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """[L * ORDERS * LEVELS, K] routes of which a uniform pick has the given inclusion probabilities."""
+    """Return [L * ORDERS * LEVELS, K] routes of which a uniform pick has the given inclusion probabilities."""
     layers, experts = chance_LE.shape
     order_XE = rng.random((layers * ORDERS, experts)).argsort(axis=1)
     chance_XE = np.take_along_axis(np.repeat(chance_LE, ORDERS, axis=0), order_XE, axis=1)
@@ -200,11 +195,11 @@ def _candidates(chance_LE: np.ndarray, top_k: int, rng: np.random.Generator) -> 
 
 
 def _drawn_counts(draw: _Draw, top_k: int) -> np.ndarray:
-    """[L, E] whole rows near rows * chance with binomial spread, each at most `rows`, adding up to rows * top_k."""
+    """Draw [L, E] integer rows near rows * chance with binomial spread, each at most `rows`, with sum rows * top_k."""
     chance = draw.chance_LE
     spread = np.sqrt(chance * (1 - chance) / draw.rows) * draw.rng.standard_normal(chance.shape)
     noisy = _chances(np.clip(chance + spread, 1e-9, 1.0), top_k)
-    # Rounding the running sum keeps the total; an expert's part is then off by less than one row.
+    # Rounding the running sum keeps the total; each expert is then off by less than one row.
     ends = np.rint(np.cumsum(noisy, axis=1) * draw.rows).astype(np.int64)
     ends[:, -1] = draw.rows * top_k
     return np.diff(ends, axis=1, prepend=0)

@@ -1,20 +1,13 @@
 """Count a schedule's loads: rows per micro-step, layer, source rank and expert.
 
-Knows routes (or their histograms) and schedules. Does not know where experts live: that is `skew.py` and the planner.
-
 What is counted, per (micro-step, layer, rank):
 1. Rows of the pieces' tokens whose routes are known, and padding rows recorded with them.
-2. Last tokens that have no route, where the schedule forwards them: spread over the least loaded experts, or unknown.
+2. Last tokens without a route, if the schedule forwards them: spread over the least loaded experts, or unknown.
 3. The schedule's own padding tokens, by its padding policy (`filling.py`), after all real rows.
-Coverage is the share of forwarded tokens, padding included, whose experts are known; a rank with none is covered.
+Coverage is the share of forwarded tokens, padding included, whose experts are known; 1 for a rank without tokens.
 
-Invariants (asserted by the tests):
-1. Fast equals a token-by-token count, for any schedule.
-2. Routes and their histograms give the same loads wherever whole samples are forwarded; anything else from
-   histograms is an error, never an estimate.
-3. Slicing a schedule over more ranks never changes the rows of real tokens summed over ranks.
-4. `count_step` reads every sample once, whatever the number of windows, and equals `count_loads` of each window.
-5. A sample or token that does not exist, and a last token without a route under `drop`, are errors.
+Routes and their histograms give the same loads if whole samples are forwarded; any other range of a histogram is an
+error, never an estimate. `count_step` reads every sample once, whatever the number of windows.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,12 +55,16 @@ def count_step(
     progress: Progress | None = None,
 ) -> tuple[LoadMatrix, ...]:
     """Count the loads of every window of a step in one pass over the routes; arguments as in `count_loads`."""
-    _check_kinds(routes, schedules, ep)
+    require_kind("routes", routes, Routes, RouteCounts, error=RoutesError)
+    for schedule in schedules:
+        require_kind("schedule", schedule, Schedule, error=ScheduleError)
+    if ep is not None:
+        require_int("ep", ep, low=1, error=ScheduleError)
     windows = [_Window(routes, schedule) for schedule in schedules]
     pieces_B = _pieces_by_sample(schedules, len(routes))
     for b, pieces in pieces_B.items():
-        sample: SampleRoutes | _Counted
-        sample = _Counted(routes, b) if isinstance(routes, RouteCounts) else routes.samples[b]
+        sample: SampleRoutes | _CountedSample
+        sample = _CountedSample(routes, b) if isinstance(routes, RouteCounts) else routes.samples[b]
         # Windows of one step mostly forward the same ranges, so each is counted once.
         found: dict[tuple[int, int], RangeCount] = {}
         for window, piece in pieces:
@@ -80,15 +77,7 @@ def count_step(
     return tuple(window.finish(ep) for window in windows)
 
 
-def _check_kinds(routes: object, schedules: Sequence[object], ep: object) -> None:
-    require_kind("routes", routes, Routes, RouteCounts, error=RoutesError)
-    for schedule in schedules:
-        require_kind("schedule", schedule, Schedule, error=ScheduleError)
-    if ep is not None:
-        require_int("ep", ep, low=1, error=ScheduleError)
-
-
-class _Counted:
+class _CountedSample:
     """One sample of which only the histogram was kept."""
 
     __slots__ = ("_range", "name", "num_tokens", "unknown_last")
@@ -98,7 +87,7 @@ class _Counted:
         self.name = counts.names[b]
         self.num_tokens = int(counts.tokens_B[b])
         unknown_L = zero_LE[:, 0] if counts.unknown_BL is None else counts.unknown_BL[b]
-        # Where every layer lacks a token it is taken to be the last one, which engines never record.
+        # A token that every layer lacks is taken to be the last one, which engines never record.
         self.unknown_last = bool(unknown_L.min(initial=1) > 0)
         self._range = RangeCount(
             count_LE=counts.count_BLE[b],
@@ -107,7 +96,7 @@ class _Counted:
         )
 
     def count(self, piece: Piece) -> RangeCount:
-        """The whole sample, or all of it but a last token that has no route."""
+        """Count the whole sample, or all of it but a last token without a route."""
         kept = self._range
         if (piece.start, piece.stop) == (0, self.num_tokens):
             return kept
@@ -121,7 +110,7 @@ class _Counted:
 
 
 def _pieces_by_sample(schedules: Sequence[Schedule], samples: int) -> dict[int, list[tuple[int, Piece]]]:
-    """(window, piece) of every sample that is forwarded, samples ascending so that a store is read in order."""
+    """Return (window, piece) of every forwarded sample, samples ascending so that a store is read in order."""
     found: dict[int, list[tuple[int, Piece]]] = {}
     for window, schedule in enumerate(schedules):
         for piece in map(Piece._make, schedule.pieces.tolist()):
@@ -131,20 +120,20 @@ def _pieces_by_sample(schedules: Sequence[Schedule], samples: int) -> dict[int, 
     return dict(sorted(found.items()))
 
 
-def _count_piece(sample: SampleRoutes | _Counted, piece: Piece, model: ModelShape) -> RangeCount:
+def _count_piece(sample: SampleRoutes | _CountedSample, piece: Piece, model: ModelShape) -> RangeCount:
     if piece.stop > sample.num_tokens:
         raise ScheduleError(
             f"{piece} names token {piece.stop - 1} of sample {sample.name!r}, "
             f"which has tokens 0..{sample.num_tokens - 1}"
         )
-    if isinstance(sample, _Counted):
+    if isinstance(sample, _CountedSample):
         return sample.count(piece)
     return count_range(sample, piece.start, piece.stop, model.experts)
 
 
-def _lacks_last(sample: SampleRoutes | _Counted) -> bool:
+def _lacks_last(sample: SampleRoutes | _CountedSample) -> bool:
     """Whether no layer has a route for the sample's last token."""
-    if isinstance(sample, _Counted):
+    if isinstance(sample, _CountedSample):
         return sample.unknown_last
     token_rows = np.arange(sample.num_rows) if sample.padding_T is None else np.flatnonzero(~sample.padding_T)
     if len(token_rows) < sample.num_tokens:
@@ -153,7 +142,7 @@ def _lacks_last(sample: SampleRoutes | _Counted) -> bool:
 
 
 class _Window:
-    """The loads of one window while they are being counted."""
+    """The loads of one window while they are counted."""
 
     def __init__(self, routes: Routes | RouteCounts, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -166,25 +155,23 @@ class _Window:
         self.unknown_MLR = np.zeros(shape, dtype=np.int64)
         self.last_MR = np.zeros((schedule.micro_steps, schedule.ranks), dtype=np.int64)
 
-    def add(self, sample: SampleRoutes | _Counted, piece: Piece, found: RangeCount) -> None:
+    def add(self, sample: SampleRoutes | _CountedSample, piece: Piece, found: RangeCount) -> None:
         m, r = piece.micro_step, piece.rank
         self.load_MLRE[m, :, r] += found.count_LE
         self.unknown_MLR[m, :, r] += found.unknown_L
         if found.padding_LE.any():
             self._padding()[m, :, r] += found.padding_LE
             self.load_MLRE[m, :, r] += found.padding_LE
-        if piece.stop == sample.num_tokens and _lacks_last(sample):
-            self._forward_last(sample, piece)
-
-    def _forward_last(self, sample: SampleRoutes | _Counted, piece: Piece) -> None:
+        if piece.stop < sample.num_tokens or not _lacks_last(sample):
+            return
         if self.schedule.last_token == "drop":
             raise ScheduleError(
                 f"sample {sample.name!r}: {piece} forwards its last token, which has no route, though the schedule "
                 f"says last_token='drop'; forward {sample.num_tokens - 1} tokens, or say 'spread' or 'unknown'"
             )
         if self.schedule.last_token == "spread":
-            self.last_MR[piece.micro_step, piece.rank] += 1
-            self.unknown_MLR[piece.micro_step, :, piece.rank] -= 1
+            self.last_MR[m, r] += 1
+            self.unknown_MLR[m, :, r] -= 1
 
     def _padding(self) -> np.ndarray:
         if self.padding_MLRE is None:
@@ -202,11 +189,13 @@ class _Window:
                 self.load_MLRE[m, :, cut] += self._spread_rows(m, cut, self.last_MR[m, cut])
             if self.schedule.padding_MR[m, cut].any():
                 self._pad(m, cut, self.schedule.padding_MR[m, cut])
+        forwarded_MLR = (self.schedule.num_tokens_MR + self.schedule.padding_MR)[:, None, :]
+        coverage_MLR = np.where(forwarded_MLR > 0, 1 - self.unknown_MLR / np.maximum(forwarded_MLR, 1), 1.0)
         return LoadMatrix(
             self.load_MLRE,
             stage=self.schedule.stage,
             padding_MLRE=self.padding_MLRE,
-            coverage_MLR=self._coverage(),
+            coverage_MLR=coverage_MLR,
             layer_numbers_L=np.array(self.layer_numbers),
         )
 
@@ -226,7 +215,3 @@ class _Window:
             rows = first_rows(model.experts, tokens_R, model.top_k)
         self._padding()[m, :, cut] += rows
         self.load_MLRE[m, :, cut] += rows
-
-    def _coverage(self) -> np.ndarray:
-        forwarded_MLR = (self.schedule.num_tokens_MR + self.schedule.padding_MR)[:, None, :]
-        return np.where(forwarded_MLR > 0, 1 - self.unknown_MLR / np.maximum(forwarded_MLR, 1), 1.0)

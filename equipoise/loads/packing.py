@@ -1,23 +1,26 @@
-"""Build schedules: which sample is forwarded by which rank in which micro-step, as trainers pack them.
+"""Build schedules from sample lengths: which rank forwards which sample in which micro-step, as trainers pack them.
 
-Knows sample lengths only; never routes. An explicit list of a trainer's own micro-batches is `Schedule.of` in core.
-
-Steps, each a function that can be used alone:
+`Schedule.of` in core takes a trainer's own micro-batches instead. Steps, each a function that can be used alone:
 1. Samples go to mini-batches as consecutive runs, and within one to ranks as consecutive runs, as level as possible.
 2. A rank's samples go to micro-steps: a fixed number each (`schedule_samples`), or by a token budget
    (`schedule_tokens`, dynamic batch size: longest sample first into the emptiest, as few micro-steps as fit).
 3. Padding is added by `TokenPolicy`.
 4. Context parallelism cuts every sample (`slice_context`), sequence parallelism cuts the packed micro-batch
-   (`slice_sequence`). Both turn rank r into ranks r * n .. r * n + n - 1; context comes first, as in Megatron.
-5. Micro-steps keep the packer's order, or run the longest first (`longest_first`), behind which a window's edges hide.
+   (`slice_sequence`). Both turn rank r into ranks r * n .. r * n + n - 1; context parallelism first, as in Megatron.
+   The ranks cut from one rank forward equally many tokens, padding included.
+5. Micro-steps keep the packer's order, or run the longest first (`longest_first`), which hides a window's edges.
+Every rank has the same number of micro-steps; a rank may have nothing to forward in some of them.
 
-Invariants (asserted by the tests):
-1. Every token that is forwarded is forwarded exactly once per window, by exactly one rank; slicing keeps that.
-2. Every rank has the same number of micro-steps; a rank may have nothing to forward in some of them.
-3. No micro-step of `schedule_tokens` holds more than its token budget, padding not counted.
-4. With `last_token="drop"` a sample of T tokens forwards T - 1, else T.
-5. After slicing, the ranks cut from one rank forward equally many tokens, padding included.
-6. `longest_first` moves whole micro-steps and changes nothing in them.
+File of schedules, a trainer's own micro-batches: one JSON object
+    format     "equipoise-schedule-1"
+    windows    one object per window, in order:
+        stage            "recompute" or "update"
+        ranks            source ranks
+        pieces           [sample, start, stop, micro_step, rank] each, in the order the trainer packs them
+        micro_steps      optional: by default the last one named plus one
+        padding          optional: padding tokens, one list of `ranks` numbers per micro-step
+        padding_policy   optional: "spread", "arange", "first" or "unknown"
+        last_token       optional: "drop", "spread" or "unknown"
 """
 
 import json
@@ -32,27 +35,263 @@ from equipoise.core import LastTokenPolicy, PaddingPolicy, Piece, Schedule, Sche
 from equipoise.core.files import whole_file
 from equipoise.core.value import int64_array, require_int
 
-# Schedules on disk: a trainer's own micro-batches as JSON, so that loads are counted where they really fall.
-#
-# File: one JSON object
-#     format     "equipoise-schedule-1"
-#     windows    one object per window, in order:
-#         stage            "recompute" or "update"
-#         ranks            source ranks
-#         pieces           [sample, start, stop, micro_step, rank] each, in the order the trainer packs them
-#         micro_steps      optional: the last one named plus one
-#         padding          optional: padding tokens, one list of `ranks` numbers per micro-step
-#         padding_policy   optional: "spread", "arange", "first" or "unknown"
-#         last_token       optional: "drop", "spread" or "unknown"
-#
-# Invariants (asserted by the tests):
-# 1. `read_schedules(write_schedules(x)) == x`.
-# 2. An unknown key, a missing one or a wrong type is a ScheduleError that names file and window.
-
-
 FORMAT = "equipoise-schedule-1"
 _NEEDED = ("stage", "ranks", "pieces")
 _OPTIONAL = ("micro_steps", "padding", "padding_policy", "last_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPolicy:
+    """What is forwarded besides the tokens that have a route."""
+
+    last_token: LastTokenPolicy = "drop"
+    """What happens to the last token of a sample, which has no route."""
+    padding: PaddingPolicy = "spread"
+    """Which experts padding rows choose."""
+    pad_to_multiple: int = 1
+    """Packed micro-batches are padded to a multiple of this many tokens."""
+    pad_to_longest: bool = False
+    """Whether every sample is padded to the longest of its micro-batch (BSHD) instead of packed (THD)."""
+
+
+PLAIN = TokenPolicy()
+
+
+def schedule_samples(
+    tokens_B: np.ndarray,
+    *,
+    ranks: int,
+    samples_per_micro_step: int,
+    samples: Sequence[int] | None = None,
+    stage: Stage = "update",
+    policy: TokenPolicy = PLAIN,
+) -> Schedule:
+    """Pack a fixed number of samples into each micro-step of each rank.
+
+    Args:
+        tokens_B: [B] tokens of each sample
+        ranks: source ranks
+        samples_per_micro_step: samples of one rank in one micro-step
+        samples: sample numbers of this window, in order; all by default
+        stage: "recompute" or "update"
+        policy: last token and padding
+    """
+    size = require_int("samples_per_micro_step", samples_per_micro_step, low=1, error=ScheduleError)
+    chosen, length_B = _window(tokens_B, samples, policy)
+    runs = np.array_split(chosen, require_int("ranks", ranks, low=1, error=ScheduleError))
+    bins_R = [[run[i : i + size] for i in range(0, len(run), size)] for run in runs]
+    return _build(bins_R, length_B, stage=stage, policy=policy)
+
+
+def schedule_tokens(
+    tokens_B: np.ndarray,
+    *,
+    ranks: int,
+    token_budget: int,
+    samples: Sequence[int] | None = None,
+    stage: Stage = "update",
+    policy: TokenPolicy = PLAIN,
+) -> Schedule:
+    """Pack samples into as few micro-steps as keep every rank within a token budget.
+
+    Args:
+        tokens_B: [B] tokens of each sample
+        ranks: source ranks
+        token_budget: most tokens one rank forwards in one micro-step
+        samples, stage, policy: as in `schedule_samples`
+    """
+    budget = require_int("token_budget", token_budget, low=1, error=ScheduleError)
+    chosen, length_B = _window(tokens_B, samples, policy)
+    too_long = [b for b in chosen if length_B[b] > budget]
+    if too_long:
+        raise ScheduleError(
+            f"sample {too_long[0]} forwards {int(length_B[too_long[0]])} tokens; the token budget is {budget}; "
+            "raise the budget or cut long samples with context parallelism"
+        )
+    runs = np.array_split(chosen, require_int("ranks", ranks, low=1, error=ScheduleError))
+    count = max(1, *(-(-int(length_B[run].sum()) // budget) for run in runs))
+    while True:
+        bins_R = [_level(run, length_B, count) for run in runs]
+        if all(int(length_B[b].sum()) <= budget for bins in bins_R for b in bins):
+            return _build(bins_R, length_B, stage=stage, policy=policy)
+        count += 1
+
+
+def step_schedules(
+    tokens_B: np.ndarray,
+    *,
+    ranks: int,
+    mini_batches: int = 1,
+    samples_per_micro_step: int | None = None,
+    token_budget: int | None = None,
+    recompute: bool = True,
+    policy: TokenPolicy = PLAIN,
+) -> tuple[Schedule, ...]:
+    """Schedule one RL step: the recompute stage over all samples, then one window per mini-batch of the update.
+
+    Args:
+        tokens_B: [B] tokens of each sample
+        ranks: source ranks
+        mini_batches: optimizer steps; samples are given to them as consecutive runs
+        samples_per_micro_step, token_budget: give exactly one of the two
+        recompute: whether a separate forward pass computes the old log-probs
+        policy: last token and padding
+    """
+    if (samples_per_micro_step is None) == (token_budget is None):
+        raise ScheduleError("give exactly one of samples_per_micro_step and token_budget")
+
+    def pack(samples: Sequence[int], stage: Stage) -> Schedule:
+        if token_budget is not None:
+            return schedule_tokens(
+                tokens_B, ranks=ranks, token_budget=token_budget, samples=samples, stage=stage, policy=policy
+            )
+        assert samples_per_micro_step is not None, "one of the two was checked to be given"
+        size = samples_per_micro_step
+        return schedule_samples(
+            tokens_B, ranks=ranks, samples_per_micro_step=size, samples=samples, stage=stage, policy=policy
+        )
+
+    everything = np.arange(len(tokens_B))
+    count = require_int("mini_batches", mini_batches, low=1, high=max(1, len(everything)), error=ScheduleError)
+    updates = tuple(pack(run.tolist(), "update") for run in np.array_split(everything, count))
+    return (pack(everything.tolist(), "recompute"), *updates) if recompute else updates
+
+
+def slice_context(schedule: Schedule, cp: int) -> Schedule:
+    """Cut every piece over `cp` ranks in zig-zag: rank i takes chunks i and 2 * cp - 1 - i of 2 * cp equal chunks.
+
+    Pieces are padded to a multiple of 2 * cp tokens; chunks, or parts of chunks, beyond a piece's end are padding.
+    """
+    require_int("cp", cp, low=1, error=ScheduleError)
+    if cp == 1:
+        return schedule
+    parts: list[Piece] = []
+    # The padding that the schedule already has is one more sequence at the end of the micro-batch.
+    padding_MR = np.repeat(-(-schedule.padding_MR // (2 * cp)) * 2, cp, axis=1)
+    for piece in map(Piece._make, schedule.pieces.tolist()):
+        chunk = -(-(piece.stop - piece.start) // (2 * cp))
+        for i in range(cp):
+            rank = piece.rank * cp + i
+            padding_MR[piece.micro_step, rank] += 2 * chunk
+            for c in (i, 2 * cp - 1 - i):
+                start = piece.start + c * chunk
+                stop = min(start + chunk, piece.stop)
+                if stop > start:
+                    parts.append(piece._replace(start=start, stop=stop, rank=rank))
+                    padding_MR[piece.micro_step, rank] -= stop - start
+    return _with(schedule, parts, padding_MR)
+
+
+def slice_sequence(schedule: Schedule, sp: int) -> Schedule:
+    """Cut every packed micro-batch, its padding last, into `sp` equal contiguous parts.
+
+    The micro-batch is padded to a multiple of `sp` tokens.
+    """
+    require_int("sp", sp, low=1, error=ScheduleError)
+    if sp == 1:
+        return schedule
+    tokens_MR = schedule.num_tokens_MR
+    width_MR = -(-(tokens_MR + schedule.padding_MR) // sp)
+    parts: list[Piece] = []
+    place_MR = np.zeros_like(tokens_MR)
+    for piece in map(Piece._make, schedule.pieces.tolist()):
+        at = int(place_MR[piece.micro_step, piece.rank])
+        width = int(width_MR[piece.micro_step, piece.rank])
+        place_MR[piece.micro_step, piece.rank] += piece.stop - piece.start
+        start = piece.start
+        while start < piece.stop:
+            part = at // width
+            stop = min(piece.stop, start + (part + 1) * width - at)
+            parts.append(piece._replace(start=start, stop=stop, rank=piece.rank * sp + part))
+            at, start = at + stop - start, stop
+    # Real tokens fill the parts from the front; the rest of each part is padding.
+    begin_MRP = width_MR[:, :, None] * np.arange(sp)
+    real_MRP = np.clip(tokens_MR[:, :, None] - begin_MRP, 0, width_MR[:, :, None])
+    return _with(schedule, parts, (width_MR[:, :, None] - real_MRP).reshape(len(tokens_MR), -1))
+
+
+def longest_first(schedule: Schedule) -> Schedule:
+    """Run the longest micro-step first and the next longest last; the others keep their order.
+
+    Displaced experts are published during a window's first micro-step and collected during its last, so short ones hide
+    little. Gradients are added in another order; nothing else changes. Pipelines lose time: they need short micro-steps
+    at both ends.
+    """
+    order_M = longest_first_order((schedule.num_tokens_MR + schedule.padding_MR).sum(axis=1))
+    place_M = np.argsort(order_M)
+    parts = [piece._replace(micro_step=int(place_M[piece.micro_step])) for piece in map(Piece._make, schedule.pieces)]
+    return _with(schedule, parts, schedule.padding_MR[order_M])
+
+
+def longest_first_order(length_M: np.ndarray) -> np.ndarray:
+    """Return [M] the order of micro-steps of these lengths; the earlier of two equally long ones runs first."""
+    longest, *rest = np.argsort(-length_M, kind="stable").tolist()
+    return np.array([longest, *sorted(rest[1:]), *rest[:1]], dtype=np.int64)
+
+
+def _with(schedule: Schedule, parts: list[Piece], padding_MR: np.ndarray) -> Schedule:
+    return Schedule.of(
+        parts,
+        ranks=padding_MR.shape[1],
+        stage=schedule.stage,
+        micro_steps=schedule.micro_steps,
+        padding_MR=padding_MR,
+        padding_policy=schedule.padding_policy,
+        last_token=schedule.last_token,
+    )
+
+
+def _window(tokens_B: np.ndarray, samples: Sequence[int] | None, policy: TokenPolicy) -> tuple[np.ndarray, np.ndarray]:
+    """Return the window's sample numbers that forward anything, and the forwarded tokens of every sample."""
+    lengths = int64_array("tokens_B", tokens_B, ndim=1, error=ScheduleError)
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ScheduleError(f"tokens_B[{int(lengths.argmin())}] is {int(lengths.min())}; lengths cannot be negative")
+    require_int("pad_to_multiple", policy.pad_to_multiple, low=1, error=ScheduleError)
+    chosen = np.arange(len(lengths)) if samples is None else np.array(samples, dtype=np.int64).reshape(-1)
+    strangers = chosen[(chosen < 0) | (chosen >= len(lengths))]
+    if len(strangers):
+        raise ScheduleError(f"sample {int(strangers[0])} does not exist; there are samples 0..{len(lengths) - 1}")
+    forwarded = np.maximum(lengths - 1, 0) if policy.last_token == "drop" else lengths
+    return chosen[forwarded[chosen] > 0], forwarded
+
+
+def _level(samples: np.ndarray, length_B: np.ndarray, count: int) -> list[np.ndarray]:
+    """Put samples, the longest first, into the emptiest of `count` bins; bins keep the order of samples."""
+    total = [0] * count
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for b in sorted(samples.tolist(), key=lambda b: (-int(length_B[b]), b)):
+        emptiest = total.index(min(total))
+        bins[emptiest].append(b)
+        total[emptiest] += int(length_B[b])
+    return [np.array(sorted(group), dtype=np.int64) for group in bins]
+
+
+def _build(bins_R: list[list[np.ndarray]], length_B: np.ndarray, *, stage: Stage, policy: TokenPolicy) -> Schedule:
+    micro_steps = max(1, *(len(bins) for bins in bins_R))
+    padding_MR = np.zeros((micro_steps, len(bins_R)), dtype=np.int64)
+    pieces: list[Piece] = []
+    for rank, bins in enumerate(bins_R):
+        for m, group in enumerate(bins):
+            pieces += [Piece(int(b), 0, int(length_B[b]), m, rank) for b in group]
+            padding_MR[m, rank] = _padding(length_B[group], policy)
+    return Schedule.of(
+        pieces,
+        ranks=len(bins_R),
+        stage=stage,
+        micro_steps=micro_steps,
+        padding_MR=padding_MR,
+        padding_policy=policy.padding,
+        last_token=policy.last_token,
+    )
+
+
+def _padding(lengths: np.ndarray, policy: TokenPolicy) -> int:
+    """Count the padding tokens of one micro-batch of these lengths."""
+    if not len(lengths):
+        return 0
+    rows, total = (len(lengths), int(lengths.max())) if policy.pad_to_longest else (1, int(lengths.sum()))
+    padded = -(-total // policy.pad_to_multiple) * policy.pad_to_multiple
+    return rows * padded - int(lengths.sum())
 
 
 def write_schedules(schedules: Sequence[Schedule], path: str | Path) -> None:
@@ -107,280 +346,10 @@ def _read_window(window: Any, place: str) -> Schedule:
 
 
 def _whole(pieces: Any) -> list[list[int]]:
-    """The pieces, if they are lists of five whole numbers each."""
+    """Check that the pieces are lists of five integers each."""
     if not isinstance(pieces, list):
         raise ScheduleError(f"pieces must be a list, got {type(pieces).__name__}")
     for i, piece in enumerate(pieces):
         if not isinstance(piece, list) or len(piece) != 5 or any(type(n) is not int for n in piece):
             raise ScheduleError(f"piece {i} is {piece!r}; it must be [sample, start, stop, micro_step, rank]")
     return pieces
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenPolicy:
-    """What is forwarded beside the tokens that have a route."""
-
-    last_token: LastTokenPolicy = "drop"
-    """What happens to the last token of a sample, which has no route."""
-    padding: PaddingPolicy = "spread"
-    """Which experts padding rows choose."""
-    pad_to_multiple: int = 1
-    """Packed micro-batches are padded to a multiple of this many tokens."""
-    pad_to_longest: bool = False
-    """Whether every sample is padded to the longest of its micro-batch (BSHD) instead of packed (THD)."""
-
-
-PLAIN = TokenPolicy()
-
-
-def schedule_samples(
-    tokens_B: np.ndarray,
-    *,
-    ranks: int,
-    samples_per_micro_step: int,
-    samples: Sequence[int] | None = None,
-    stage: Stage = "update",
-    policy: TokenPolicy = PLAIN,
-) -> Schedule:
-    """Pack a fixed number of samples into each micro-step of each rank.
-
-    Args:
-        tokens_B: [B] tokens of each sample
-        ranks: source ranks
-        samples_per_micro_step: samples of one rank in one micro-step
-        samples: sample numbers of this window, in order; all by default
-        stage: "recompute" or "update"
-        policy: last token and padding
-    """
-    size = require_int("samples_per_micro_step", samples_per_micro_step, low=1, error=ScheduleError)
-    chosen, length_B = _window(tokens_B, samples, policy)
-    bins_R = [_runs_of(run, size) for run in _split_evenly(chosen, ranks)]
-    return _build(bins_R, length_B, stage=stage, policy=policy)
-
-
-def schedule_tokens(
-    tokens_B: np.ndarray,
-    *,
-    ranks: int,
-    token_budget: int,
-    samples: Sequence[int] | None = None,
-    stage: Stage = "update",
-    policy: TokenPolicy = PLAIN,
-) -> Schedule:
-    """Pack samples into as few micro-steps as keep every rank within a token budget.
-
-    Args:
-        tokens_B: [B] tokens of each sample
-        ranks: source ranks
-        token_budget: most tokens one rank forwards in one micro-step
-        samples, stage, policy: as in `schedule_samples`
-    """
-    budget = require_int("token_budget", token_budget, low=1, error=ScheduleError)
-    chosen, length_B = _window(tokens_B, samples, policy)
-    too_long = [b for b in chosen if length_B[b] > budget]
-    if too_long:
-        raise ScheduleError(
-            f"sample {too_long[0]} forwards {int(length_B[too_long[0]])} tokens; the token budget is {budget}; "
-            "raise the budget or cut long samples with context parallelism"
-        )
-    runs = _split_evenly(chosen, ranks)
-    count = max(1, *(-(-int(length_B[run].sum()) // budget) for run in runs))
-    while True:
-        bins_R = [_level(run, length_B, count) for run in runs]
-        if all(int(length_B[b].sum()) <= budget for bins in bins_R for b in bins):
-            return _build(bins_R, length_B, stage=stage, policy=policy)
-        count += 1
-
-
-def step_schedules(
-    tokens_B: np.ndarray,
-    *,
-    ranks: int,
-    mini_batches: int = 1,
-    samples_per_micro_step: int | None = None,
-    token_budget: int | None = None,
-    recompute: bool = True,
-    policy: TokenPolicy = PLAIN,
-) -> tuple[Schedule, ...]:
-    """Schedule one RL step: the recompute stage over all samples, then one window per mini-batch of the update.
-
-    Args:
-        tokens_B: [B] tokens of each sample
-        ranks: source ranks
-        mini_batches: optimizer steps; samples are given to them as consecutive runs
-        samples_per_micro_step, token_budget: exactly one of the two ways to pack
-        recompute: whether old log-probs are computed by a forward pass of their own
-        policy: last token and padding
-    """
-    if (samples_per_micro_step is None) == (token_budget is None):
-        raise ScheduleError("give exactly one of samples_per_micro_step and token_budget")
-
-    def pack(samples: Sequence[int], stage: Stage) -> Schedule:
-        if token_budget is not None:
-            return schedule_tokens(
-                tokens_B, ranks=ranks, token_budget=token_budget, samples=samples, stage=stage, policy=policy
-            )
-        assert samples_per_micro_step is not None, "one of the two was checked to be given"
-        size = samples_per_micro_step
-        return schedule_samples(
-            tokens_B, ranks=ranks, samples_per_micro_step=size, samples=samples, stage=stage, policy=policy
-        )
-
-    everything = np.arange(len(tokens_B))
-    count = require_int("mini_batches", mini_batches, low=1, high=max(1, len(everything)), error=ScheduleError)
-    updates = tuple(pack(run.tolist(), "update") for run in np.array_split(everything, count))
-    return (pack(everything.tolist(), "recompute"), *updates) if recompute else updates
-
-
-def slice_context(schedule: Schedule, cp: int) -> Schedule:
-    """Cut every piece over `cp` ranks in zig-zag: rank i takes chunks i and 2 * cp - 1 - i of 2 * cp equal chunks.
-
-    Pieces are padded to a multiple of 2 * cp tokens; chunks, or parts of chunks, beyond a piece's end are padding.
-    """
-    require_int("cp", cp, low=1, error=ScheduleError)
-    if cp == 1:
-        return schedule
-    parts: list[Piece] = []
-    # Padding the trainer already had is one more sequence at the end of the micro-batch.
-    padding_MR = np.repeat(-(-schedule.padding_MR // (2 * cp)) * 2, cp, axis=1)
-    for piece in map(Piece._make, schedule.pieces.tolist()):
-        chunk = -(-(piece.stop - piece.start) // (2 * cp))
-        for i in range(cp):
-            rank = piece.rank * cp + i
-            padding_MR[piece.micro_step, rank] += 2 * chunk
-            for c in (i, 2 * cp - 1 - i):
-                start = piece.start + c * chunk
-                stop = min(start + chunk, piece.stop)
-                if stop > start:
-                    parts.append(piece._replace(start=start, stop=stop, rank=rank))
-                    padding_MR[piece.micro_step, rank] -= stop - start
-    return _with(schedule, parts, padding_MR)
-
-
-def slice_sequence(schedule: Schedule, sp: int) -> Schedule:
-    """Cut every packed micro-batch, its padding last, into `sp` equal contiguous parts.
-
-    The micro-batch is padded to a multiple of `sp` tokens.
-    """
-    require_int("sp", sp, low=1, error=ScheduleError)
-    if sp == 1:
-        return schedule
-    tokens_MR = schedule.num_tokens_MR
-    width_MR = -(-(tokens_MR + schedule.padding_MR) // sp)
-    parts: list[Piece] = []
-    place_MR = np.zeros_like(tokens_MR)
-    for piece in map(Piece._make, schedule.pieces.tolist()):
-        at = int(place_MR[piece.micro_step, piece.rank])
-        width = int(width_MR[piece.micro_step, piece.rank])
-        place_MR[piece.micro_step, piece.rank] += piece.stop - piece.start
-        start = piece.start
-        while start < piece.stop:
-            part = at // width
-            stop = min(piece.stop, start + (part + 1) * width - at)
-            parts.append(piece._replace(start=start, stop=stop, rank=piece.rank * sp + part))
-            at, start = at + stop - start, stop
-    return _with(schedule, parts, _sequence_padding(tokens_MR, width_MR, sp))
-
-
-def longest_first(schedule: Schedule) -> Schedule:
-    """Run the longest micro-step first and the next longest last; the others keep their order.
-
-    Displaced experts are published behind a window's first micro-step and collected behind its last, so short ones
-    there hide little. Gradients add up in another order, nothing else changes. Pipelines lose by it: they want short
-    micro-steps at both ends.
-    """
-    order_M = longest_first_order((schedule.num_tokens_MR + schedule.padding_MR).sum(axis=1))
-    place_M = np.argsort(order_M)
-    parts = [piece._replace(micro_step=int(place_M[piece.micro_step])) for piece in map(Piece._make, schedule.pieces)]
-    return _with(schedule, parts, schedule.padding_MR[order_M])
-
-
-def longest_first_order(length_M: np.ndarray) -> np.ndarray:
-    """[M] which micro-step runs when, if these are their lengths; the earlier of two that are as long runs first."""
-    longest, *rest = np.argsort(-length_M, kind="stable").tolist()
-    return np.array([longest, *sorted(rest[1:]), *rest[:1]], dtype=np.int64)
-
-
-def _sequence_padding(tokens_MR: np.ndarray, width_MR: np.ndarray, sp: int) -> np.ndarray:
-    """[M, R * sp] what each part lacks: real tokens fill the parts from the front."""
-    begin_MRP = width_MR[:, :, None] * np.arange(sp)
-    real_MRP = np.clip(tokens_MR[:, :, None] - begin_MRP, 0, width_MR[:, :, None])
-    return (width_MR[:, :, None] - real_MRP).reshape(len(tokens_MR), -1)
-
-
-def _with(schedule: Schedule, parts: list[Piece], padding_MR: np.ndarray) -> Schedule:
-    return Schedule.of(
-        parts,
-        ranks=padding_MR.shape[1],
-        stage=schedule.stage,
-        micro_steps=schedule.micro_steps,
-        padding_MR=padding_MR,
-        padding_policy=schedule.padding_policy,
-        last_token=schedule.last_token,
-    )
-
-
-def _window(tokens_B: np.ndarray, samples: Sequence[int] | None, policy: TokenPolicy) -> tuple[np.ndarray, np.ndarray]:
-    """The window's sample numbers that forward anything, and every sample's forwarded tokens."""
-    lengths = int64_array("tokens_B", tokens_B, ndim=1, error=ScheduleError)
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ScheduleError(f"tokens_B[{int(lengths.argmin())}] is {int(lengths.min())}; lengths cannot be negative")
-    require_int("pad_to_multiple", policy.pad_to_multiple, low=1, error=ScheduleError)
-    chosen = np.arange(len(lengths)) if samples is None else np.array(samples, dtype=np.int64).reshape(-1)
-    strangers = chosen[(chosen < 0) | (chosen >= len(lengths))]
-    if len(strangers):
-        raise ScheduleError(f"sample {int(strangers[0])} does not exist; there are samples 0..{len(lengths) - 1}")
-    forwarded = np.maximum(lengths - 1, 0) if policy.last_token == "drop" else lengths
-    return chosen[forwarded[chosen] > 0], forwarded
-
-
-def _split_evenly(samples: np.ndarray, ranks: int) -> list[np.ndarray]:
-    return np.array_split(samples, require_int("ranks", ranks, low=1, error=ScheduleError))
-
-
-def _runs_of(samples: np.ndarray, size: int) -> list[np.ndarray]:
-    return [samples[i : i + size] for i in range(0, len(samples), size)]
-
-
-def _level(samples: np.ndarray, length_B: np.ndarray, count: int) -> list[np.ndarray]:
-    """Put the longest sample into the emptiest of `count` bins, again and again; bins keep the samples' order."""
-    total = [0] * count
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for b in sorted(samples.tolist(), key=lambda b: (-int(length_B[b]), b)):
-        emptiest = total.index(min(total))
-        bins[emptiest].append(b)
-        total[emptiest] += int(length_B[b])
-    return [np.array(sorted(group), dtype=np.int64) for group in bins]
-
-
-def _build(bins_R: list[list[np.ndarray]], length_B: np.ndarray, *, stage: Stage, policy: TokenPolicy) -> Schedule:
-    micro_steps = max(1, *(len(bins) for bins in bins_R))
-    padding_MR = np.zeros((micro_steps, len(bins_R)), dtype=np.int64)
-    pieces: list[Piece] = []
-    for rank, bins in enumerate(bins_R):
-        for m, group in enumerate(bins):
-            pieces += [Piece(int(b), 0, int(length_B[b]), m, rank) for b in group]
-            padding_MR[m, rank] = _padding(length_B[group], policy)
-    return Schedule.of(
-        pieces,
-        ranks=len(bins_R),
-        stage=stage,
-        micro_steps=micro_steps,
-        padding_MR=padding_MR,
-        padding_policy=policy.padding,
-        last_token=policy.last_token,
-    )
-
-
-def _padding(lengths: np.ndarray, policy: TokenPolicy) -> int:
-    """Padding tokens of one micro-batch of these lengths."""
-    if not len(lengths):
-        return 0
-    multiple = policy.pad_to_multiple
-    if policy.pad_to_longest:
-        return int(len(lengths) * _round_up(int(lengths.max()), multiple) - lengths.sum())
-    return _round_up(int(lengths.sum()), multiple) - int(lengths.sum())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -2,19 +2,12 @@
 
 A rank's load is the rows it *receives*: those of the experts that have their home on it, from all source ranks.
 Without a placement the homes are the owners, contiguous as in static expert parallelism: expert e on rank
-e // (experts / ranks). Does not know seconds.
-
-How figures are made:
+e // (experts / ranks).
 1. `rank_loads` sums rows over source ranks and over the experts of each rank: `rank_load_MLR`.
-2. `skew_ML` divides the busiest rank by the mean rank, per (micro-step, layer). Nothing is averaged before that.
-3. `skew` describes the distribution of these ratios: mean, p50, p95, max, of all, per layer and per micro-step.
-
-Invariants (asserted by the tests):
-1. Skew is at least 1 and at most the number of ranks; an idle (micro-step, layer) has skew 1.
-2. Micro-steps are never added up: two opposite micro-steps of skew s have mean skew s, not 1.
-3. One stage at a time: windows of different stages are refused, so that recomputation is never counted twice.
-4. Skew is reported with padding (what is dispatched) and without it (what the tokens chose).
-5. Relabelling micro-steps, or moving rows between source ranks, changes nothing.
+2. `skew_ML` divides the busiest rank by the mean rank, per (micro-step, layer). Nothing is averaged before that: two
+   opposite micro-steps of skew s have mean skew s, not 1. An idle (micro-step, layer) has skew 1.
+3. `skew` describes the distribution of these ratios: mean, p50, p95, max, of all, per layer and per micro-step; with
+   padding (what is dispatched) and without it (what the tokens chose).
 """
 
 from collections.abc import Sequence
@@ -29,7 +22,7 @@ from equipoise.core.value import Value, int64_array, require_int, require_kind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution(Value):
-    """Skew of every (micro-step, layer), and what is said of them together."""
+    """Skew of every (micro-step, layer), and figures of all of them."""
 
     skew_ML: np.ndarray
     """[M, L] busiest rank over mean rank."""
@@ -80,9 +73,9 @@ class SkewSummary(Value):
     ranks: int
     """Width of expert parallelism."""
     stage: Stage | None
-    """None where bare rank loads were given."""
+    """None: bare rank loads were given."""
     dispatched: Distribution
-    """With padding rows: what ranks really receive."""
+    """With padding rows: what ranks receive."""
     without_padding: Distribution
     """Rows of real tokens alone."""
 
@@ -125,7 +118,7 @@ def skew(
     """Summarise skew.
 
     Args:
-        loads: one window, several windows of one stage, or `rank_load_MLR` of whatever placement
+        loads: one window, several windows of one stage, or `rank_load_MLR` of any placement
         ep: ranks that receive; the source ranks by default
         home_LE: [L, E] home rank of each expert; contiguous owners by default
     """
@@ -138,12 +131,17 @@ def skew(
     windows = [loads] if isinstance(loads, LoadMatrix) else list(loads)
     for window in windows:
         require_kind("a window of loads", window, LoadMatrix, error=LoadsError)
-    stage = _one_stage(windows)
+    stages = sorted({window.stage for window in windows})
+    if len(stages) != 1:
+        raise LoadsError(
+            f"windows of {len(stages)} stages ({', '.join(stages) or 'none'}) given; skew is of one stage at a time, "
+            "or recomputation would count twice"
+        )
     with_padding = [rank_loads(w, ep=ep, home_LE=home_LE) for w in windows]
     without = [rank_loads(w.without_padding(), ep=ep, home_LE=home_LE) for w in windows]
     return SkewSummary(
         ranks=with_padding[0].shape[2],
-        stage=stage,
+        stage=windows[0].stage,
         dispatched=Distribution(np.concatenate([skew_ML(x) for x in with_padding])),
         without_padding=Distribution(np.concatenate([skew_ML(x) for x in without])),
     )
@@ -163,7 +161,11 @@ def rank_loads(loads: LoadMatrix, *, ep: int | None = None, home_LE: np.ndarray 
     ranks = require_int("ep", loads.num_ranks if ep is None else ep, low=1, error=LoadsError)
     total_MLE = loads.total_MLE()
     if home_LE is None:
-        owned = _owned_experts(loads.num_experts, ranks)
+        if loads.num_experts % ranks:
+            raise LoadsError(
+                f"{loads.num_experts} experts do not divide by {ranks} ranks; use an EP size that divides them"
+            )
+        owned = loads.num_experts // ranks
         return np.asarray(total_MLE.reshape(*total_MLE.shape[:2], ranks, owned).sum(axis=3))
     home = int64_array("home_LE", home_LE, ndim=2, error=LoadsError)
     if home.shape != total_MLE.shape[1:] or home.min() < 0 or home.max() >= ranks:
@@ -176,26 +178,10 @@ def rank_loads(loads: LoadMatrix, *, ep: int | None = None, home_LE: np.ndarray 
 
 
 def skew_ML(rank_load_MLR: np.ndarray) -> np.ndarray:
-    """[M, L] busiest rank over mean rank; 1 where no rank has any row."""
+    """Return [M, L] busiest rank over mean rank; 1 if no rank has a row."""
     load = int64_array("rank_load_MLR", rank_load_MLR, ndim=3, error=LoadsError)
     if 0 in load.shape or load.min() < 0:
         raise LoadsError(f"rank_load_MLR must be non-negative with no empty axis, got shape {load.shape}")
     total_ML = load.sum(axis=2)
     busiest_ML = load.max(axis=2) * load.shape[2]
     return np.where(total_ML > 0, busiest_ML / np.maximum(total_ML, 1), 1.0)
-
-
-def _owned_experts(experts: int, ranks: int) -> int:
-    if experts % ranks:
-        raise LoadsError(f"{experts} experts do not divide by {ranks} ranks; use an EP size that divides them")
-    return experts // ranks
-
-
-def _one_stage(windows: Sequence[LoadMatrix]) -> Stage:
-    stages = sorted({window.stage for window in windows})
-    if len(stages) != 1:
-        raise LoadsError(
-            f"windows of {len(stages)} stages ({', '.join(stages) or 'none'}) given; skew is of one stage at a time, "
-            "or recomputation would count twice"
-        )
-    return windows[0].stage

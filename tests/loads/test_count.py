@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks import store_memory
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, ScheduleError
-from equipoise.loads import reference
 from equipoise.loads.count import count_range, count_routes, count_sample
+from tests.loads import reference
 
 DTYPES = (np.uint8, np.uint16, np.int16, np.int32, np.int64)
 

@@ -94,7 +94,7 @@ def test_smaller_micro_steps_are_offered_where_balance_is_not_enough():
     window = matrix([[[10] * 8]])
     forecast = forecast_memory([window], MODEL, limit_gib=gib(15 * row_bytes("update", MODEL)))
     assert forecast.fixes[0].name == "smaller micro-step"
-    assert "into 3" in forecast.fixes[0].words
+    assert "into 3" in forecast.fixes[0].message
     assert all(fix.peak_bytes <= forecast.limit_bytes for fix in forecast.fixes)
 
 
