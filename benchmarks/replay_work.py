@@ -34,9 +34,9 @@ from benchmarks.traces import Trace, joined, read_traces, scaled, stacked
 from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
 from equipoise.cost import CostModel
+from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.cost.kernels import COLUMNS, EXCHANGE
 from equipoise.planner import plan
-from equipoise.planner.baselines import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from tests.cost.reference import exchange
 
 POLICIES = ("static", "eplb-oracle", "reactive", "equipoise", "balanced")

@@ -242,7 +242,7 @@ def show_analysis(analysis: "Analysis", console: Console, *, source: str) -> Non
 
 def analysis_answer(analysis: "Analysis") -> Table:
     """Say how much is lost, what a plan would give back, and whether that is worth it."""
-    from equipoise.sim.analysis import WORTH
+    from equipoise.sim.result import WORTH
 
     seconds, trial = analysis.seconds, analysis.trial
     share = f"{_time(seconds.lost_seconds)} of {_time(seconds.now.total)}, {seconds.share(seconds.lost_seconds):.1%}"

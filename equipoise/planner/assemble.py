@@ -7,8 +7,8 @@ link and what hides it in the window's first and last pass (`cost.edges`).
 Knows cost and core. Does not know how homes or replicas were chosen.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,14 @@ from equipoise.core.loads import Stage
 from equipoise.core.options import PlanOptions
 from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
 from equipoise.cost import CostModel
+from equipoise.cost.clock import replay, work_of
 from equipoise.cost.kernels import (
     ACROSS,
-    COMPUTE,
-    EXCHANGE,
     HOST_PULLS,
     INSIDE,
     PEER_PULLS,
-    PULL,
-    RETURN,
 )
-from equipoise.cost.ranks import Edges, Turn, exposed_edges, visit_ns
+from equipoise.cost.ranks import Edges
 
 # The itinerary of a window: visits in execution order, and buffers assigned ahead like registers.
 #
@@ -111,9 +108,6 @@ def assign(visits_V3: np.ndarray, pulls_V: np.ndarray, *, depth: int) -> tuple[n
     return buffer_V, ready_from_V, resident_V
 
 
-NS = 1e-9
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What is being planned."""
@@ -126,6 +120,8 @@ class Task:
     options: PlanOptions
     policy: str
     estimated_share: float = 0.0
+    pair_LEE: np.ndarray | None = None
+    """[L, E, E] tokens that chose both experts, which thin the rows that cross nodes."""
 
     cost: CostModel = field(init=False)
     """Prices of this window's stage."""
@@ -151,8 +147,6 @@ class Draft:
     static_MLC: np.ndarray
     edges: Edges
     """What is published and collected beyond displaced experts; all there is where copies stay."""
-    charges: Seconds = field(default_factory=Seconds)
-    """Seconds a policy pays beyond the price lines and edges."""
     moved: Bytes = field(default_factory=Bytes)
     """Bytes a policy moves beyond the price lines and edges."""
     slots: int | None = None
@@ -224,10 +218,15 @@ def price_edges(cost: CostModel, publish: Links, collect: Links) -> Edges:
 
 
 def build_plan(task: Task, draft: Draft) -> Plan:
-    """Assemble and check the plan of one window."""
-    table = _replica_table(task, draft)
+    """Assemble and check the plan of one window; its seconds are the clock's (`cost.clock`)."""
+    table, edges = _replica_table(task, draft), _edges(task, draft)
     needs_ML = np.diff(table.start_ML).reshape(draft.line_MLC.shape[:2]) > 0
-    edges = _edges(task, draft)
+    itinerary = build_itinerary(task.loads.stage, needs_ML & draft.executable, task.options)
+    experts, ranks = task.model.experts, task.cluster.ep
+    owner_LE = np.tile(np.arange(experts) // (experts // ranks), (task.model.layers, 1))
+    none = ReplicaTable.empty(needs_ML.size)
+    decided: dict[str, Any] = {"home_LE": draft.home_LE, "replicas": table, "edges": edges}
+    doing_nothing = {"home_LE": owner_LE, "replicas": none, "edges": Edges.none(task.model.layers)}
     return Plan(
         loads=task.loads,
         cluster=task.cluster,
@@ -240,25 +239,21 @@ def build_plan(task: Task, draft: Draft) -> Plan:
         replica_table=table,
         ns_ML=draft.line_MLC[..., :4].sum(axis=-1),
         closed_ns_ML=draft.closed_MLC[..., :4].sum(axis=-1),
-        seconds=seconds_of(task, draft),
+        seconds=_clock_seconds(task, task.policy, itinerary, persistent=draft.persistent, **decided),
         bytes=_bytes(task, draft),
-        static_seconds=_line_seconds(draft.static_MLC, Seconds()).total,
+        static_seconds=_clock_seconds(task, "static", itinerary, **doing_nothing).total,
         edge_ns_2L=edges.ns_2L,
         edge_slow_2L=edges.slow_2L,
-        itinerary=build_itinerary(task.loads.stage, needs_ML, task.options) if draft.executable else None,
+        itinerary=itinerary if draft.executable else None,
         estimated_share=task.estimated_share,
         cross_node=draft.cross_node,
         persistent=draft.persistent,
     )
 
 
-def seconds_of(task: Task, draft: Draft) -> Seconds:
-    """Predicted seconds of a window, every charge included."""
-    edges, lines = _edges(task, draft), _line_seconds(draft.line_MLC, draft.charges)
-    if not edges.ns_2L.any():
-        return lines
-    exposed = exposed_edges(edges, _turns(task, draft))
-    return replace(lines, publish=exposed.publish * NS, collect=exposed.collect * NS)
+def _clock_seconds(task: Task, policy: str, itinerary: Itinerary, **decided: Any) -> Seconds:
+    work = work_of(task.cost, task.loads, itinerary, policy=policy, pair_LEE=task.pair_LEE, **decided)
+    return replay([work]).seconds
 
 
 def _edges(task: Task, draft: Draft) -> Edges:
@@ -268,52 +263,6 @@ def _edges(task: Task, draft: Draft) -> Edges:
     links = home_links(draft.home_LE, task.cluster)
     displaced = price_edges(task.cost, links, links)
     return Edges(draft.edges.ns_2L + displaced.ns_2L, draft.edges.slow_2L + displaced.slow_2L)
-
-
-def _turns(task: Task, draft: Draft) -> list[Turn]:
-    """The turns of a window's first pass, which waits for what is published, and of its last, which is collected."""
-    ends = [0, task.loads.num_micro_steps - 1]
-    rows_MLR, busy_MLR = rank_rows_of(task, draft, ends)
-    sent_MLR = task.loads.load_MLRE[ends].sum(axis=3)
-    visits = visit_ns(task.cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=sent_MLR)
-    forward_ML, backward_ML, attention_ML, attention_backward_ML = (ns_MLR.max(axis=2).tolist() for ns_MLR in visits)
-    layers = range(task.model.layers)
-    first, last = (list(map(Turn, layers, attention_ML[m], forward_ML[m])) for m in (0, 1))
-    if task.loads.stage == "recompute":
-        return first if ends[1] == 0 else first + last
-    back = list(map(Turn, layers, backward_ML[1], attention_backward_ML[1]))
-    return first + back[::-1]
-
-
-def rank_rows_of(task: Task, draft: Draft, micro_steps: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """([M, L, R] rows each rank computes, [M, L, R] its slots that have rows) in some micro-steps."""
-    rep_rows_MLRS = draft.rep_rows_MLRS[micro_steps]
-    left_MLE = task.loads.load_MLRE[micro_steps].sum(axis=2)
-    rows_MLR = np.zeros((*left_MLE.shape[:2], task.cluster.ep), dtype=np.int64)
-    busy_MLR = np.zeros_like(rows_MLR)
-    m_P, l_P, r_P, s_P = np.nonzero(rep_rows_MLRS)
-    taken_P = rep_rows_MLRS[m_P, l_P, r_P, s_P]
-    np.subtract.at(left_MLE, (m_P, l_P, draft.rep_expert_MLRS[micro_steps][m_P, l_P, r_P, s_P]), taken_P)
-    m_H, l_H, e_H = np.nonzero(left_MLE)
-    for place, count in (
-        ((m_P, l_P, r_P), taken_P),
-        ((m_H, l_H, draft.home_LE[l_H, e_H]), left_MLE[m_H, l_H, e_H]),
-    ):
-        np.add.at(rows_MLR, place, count)
-        np.add.at(busy_MLR, place, 1)
-    return rows_MLR, busy_MLR
-
-
-def _line_seconds(line_MLC: np.ndarray, extra: Seconds) -> Seconds:
-    """Seconds of price lines, each part added up in nanoseconds first, so that equal lines give equal seconds."""
-    parts = line_MLC.reshape(-1, line_MLC.shape[-1]).sum(axis=0)
-    return replace(
-        extra,
-        compute=int(parts[COMPUTE]) * NS + extra.compute,
-        all_to_all=int(parts[EXCHANGE]) * NS + extra.all_to_all,
-        pull=int(parts[PULL]) * NS + extra.pull,
-        return_=int(parts[RETURN]) * NS + extra.return_,
-    )
 
 
 def _bytes(task: Task, draft: Draft) -> Bytes:

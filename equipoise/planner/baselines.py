@@ -25,12 +25,13 @@ import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
 from equipoise.core.compiled import compiled
-from equipoise.core.plan import Bytes, Seconds
+from equipoise.core.plan import Bytes
+from equipoise.cost.clock import REACTIVE_PUSH_NS
 from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, PULL, RETURN, price
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables, interpolate
 from equipoise.cost.ranks import Edges, level_links, level_slots
-from equipoise.planner.assemble import NS, Draft, Links, Task, edge_links, price_edges, seconds_of
+from equipoise.planner.assemble import Draft, Links, Task, build_plan, edge_links, price_edges
 from equipoise.planner.bounds import split_optimum
 from equipoise.planner.layer import LayerPlan
 from equipoise.planner.replicas import plan_layer
@@ -121,7 +122,6 @@ def persistent_draft(
     *,
     quotas_L: Sequence[np.ndarray],
     holds_LER: np.ndarray,
-    planning_s: float = 0.0,
 ) -> Draft:
     """Draft a plan whose copies stay for the whole window.
 
@@ -130,7 +130,6 @@ def persistent_draft(
         home_LE: [L, E] the copy that counts as home
         quotas_L: per layer [M, E, R] rows of each holder
         holds_LER: [L, E, R] bool, where a copy stands, used or not: what is published and collected
-        planning_s: planning seconds on the critical path
     """
     expert_MLRS, rows_MLRS = fill_slots(home_LE, quotas_L)
     line_MLC = price_window(
@@ -150,7 +149,6 @@ def persistent_draft(
         closed_MLC=price_homes(task, home_LE),
         static_MLC=price_homes(task, owner_homes(task)),
         edges=copy_edges(task, holds_LER),
-        charges=Seconds(planning=planning_s),
         moved=copy_bytes(task, holds_LER),
         persistent=True,
         cross_node=True,
@@ -365,8 +363,6 @@ def choose_homes(task: Task, holds_LER: np.ndarray) -> np.ndarray:
 # 2. An expert has at most one replica; rounding loses no row and is off the optimum by at most its replicas' halves.
 
 
-PLAN_S = 1e-4
-"""Seconds of one linear programme, on the critical path because loads are known only after the router."""
 EVEN_MASKS, ODD_MASKS = (1, 2), (4, 7)
 """Cube with diagonals: ranks of even parity take from the ends of two of their four edges, odd ones of the others."""
 
@@ -386,7 +382,7 @@ def _value(task: Task, draft: Draft) -> float:
     """What is minimised: seconds, or the busiest ranks alone."""
     if task.objective == "skew":
         return float(draft.line_MLC[..., COMPUTE].sum())
-    return seconds_of(task, draft).total
+    return build_plan(task, draft).seconds.total
 
 
 def _draft(task: Task, home_LE: np.ndarray, source_RS: np.ndarray) -> Draft:
@@ -398,8 +394,7 @@ def _draft(task: Task, home_LE: np.ndarray, source_RS: np.ndarray) -> Draft:
         quotas.append(np.stack([split(load_E, home_E, replicas, task.cluster.ep) for load_E in total_MLE[:, layer]]))
         for expert, rank in replicas:
             holds_LER[layer, expert, rank] = True
-    planning_s = PLAN_S * task.loads.num_micro_steps * task.model.layers
-    return persistent_draft(task, home_LE, quotas_L=quotas, holds_LER=holds_LER, planning_s=planning_s)
+    return persistent_draft(task, home_LE, quotas_L=quotas, holds_LER=holds_LER)
 
 
 def link_ranks(cluster: Cluster, slots: int, *, torus: bool = False) -> np.ndarray:
@@ -461,9 +456,6 @@ def split(load_E: np.ndarray, home_E: np.ndarray, replicas: list[tuple[int, int]
 
 POLICIES = ("static", "eplb-history", "eplb-oracle", "lplb", "reactive", "reactive-free", "balanced")
 
-REACTIVE_PLAN_NS = 80_000
-REACTIVE_PUSH_NS = 255_000
-
 
 def draft_baseline(task: Task, *, history: LoadMatrix | None) -> Draft:
     """Draft the plan of the task's policy, one of `POLICIES`.
@@ -477,8 +469,8 @@ def draft_baseline(task: Task, *, history: LoadMatrix | None) -> Draft:
         "eplb-history": lambda: draft_eplb(task, predictor=history),
         "eplb-oracle": lambda: draft_eplb(task, predictor=task.loads),
         "lplb": lambda: draft_lplb(task),
-        "reactive": lambda: draft_reactive(task, plan_ns=REACTIVE_PLAN_NS, push_ns=REACTIVE_PUSH_NS),
-        "reactive-free": lambda: draft_reactive(task, plan_ns=0, push_ns=0),
+        "reactive": lambda: draft_reactive(task, push_ns=REACTIVE_PUSH_NS),
+        "reactive-free": lambda: draft_reactive(task, push_ns=0),
         "balanced": lambda: draft_balanced(task),
     }
     return drafts[task.policy]()
@@ -502,11 +494,10 @@ def draft_static(task: Task) -> Draft:
     )
 
 
-def draft_reactive(task: Task, *, plan_ns: int, push_ns: int) -> Draft:
+def draft_reactive(task: Task, *, push_ns: int) -> Draft:
     """Our own micro plan on contiguous homes; weights are pushed in the open instead of pulled ahead."""
     made = [_react(task, layer, push_ns) for layer in range(task.model.layers)]
     home_LE = owner_homes(task)
-    entries = task.loads.num_micro_steps * task.model.layers
     return Draft(
         home_LE=home_LE,
         home_slot_LE=count_before(home_LE),
@@ -516,7 +507,6 @@ def draft_reactive(task: Task, *, plan_ns: int, push_ns: int) -> Draft:
         closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
         static_MLC=np.stack([p.static_MC for p in made], axis=1),
         edges=Edges.none(task.model.layers),
-        charges=Seconds(planning=entries * plan_ns * NS),
         executable=False,
     )
 

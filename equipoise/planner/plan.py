@@ -12,6 +12,7 @@ Knows loads, cost and core. Does not know routes, torch or any runtime.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -75,6 +76,7 @@ def plan(
         options=options,
         policy=policy,
         estimated_share=estimated,
+        pair_LEE=pair_LEE,
     )
     if policy != "equipoise":
         return build_plan(task, draft_baseline(task, history=history))
@@ -82,7 +84,11 @@ def plan(
     search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}
     made = build_plan(task, _draft(task, start_LE, budget=_budget(task), **search))
     if objective == "seconds" and made.seconds.total > made.static_seconds:
-        made = build_plan(task, _draft(task, start_LE, budget=0, **search))
+        # Homes stay at their owners; and if replicas lose there, too, nothing is done at all.
+        draft = _draft(task, start_LE, budget=0, **search)
+        made = build_plan(task, draft)
+        if made.seconds.total > made.static_seconds:
+            made = build_plan(task, _without_replicas(task, draft))
     return made
 
 
@@ -223,6 +229,19 @@ def _draft(
         static_MLC=np.stack([p.static_MC for p in made], axis=1),
         cross_node=bool(crossing_L2R.any()),
         **_crossing_charges(task, crossing_L2R),
+    )
+
+
+def _without_replicas(task: Task, draft: Draft) -> Draft:
+    """The same homes, and nothing that is pulled or published for replicas."""
+    return replace(
+        draft,
+        rep_expert_MLRS=np.full_like(draft.rep_expert_MLRS, -1),
+        rep_rows_MLRS=np.zeros_like(draft.rep_rows_MLRS),
+        line_MLC=draft.closed_MLC,
+        edges=Edges.none(task.model.layers),
+        moved=Bytes(),
+        cross_node=False,
     )
 
 

@@ -54,7 +54,7 @@ from equipoise.report.page import (
     ratio,
     seconds,
 )
-from equipoise.sim.analysis import WORTH
+from equipoise.sim.result import WORTH
 
 # Which charts a simulation's document has, with what their captions say.
 #

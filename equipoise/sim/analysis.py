@@ -1,11 +1,12 @@
-"""Analyse one step's loads: seconds lost and what a plan would give back, skew by layer and EP width, memory.
+"""`analyze_loads`: seconds lost in one step and what a plan would give back, skew by layer and EP width, memory.
 
-What `equipoise analyze` shows. Puts together `prediction.py`, `trial.py`, `loads.skew` and `loads.forecast`; computes
-nothing of its own. Does not know files or terminals.
-
-Where the loads have several times as many source ranks as the EP group has, they are cut into that many groups of
-consecutive ranks. Any other width of expert parallelism is shown by its skew alone, as if the same rows met there.
-Seconds are predicted for loads whose unknown routes are estimated (`planner.estimate`), so that now and then compare.
+The short form of `simulate`, shown by `equipoise analyze`. Steps:
+1. Cut every window into EP groups of consecutive source ranks. Any other width of expert parallelism is shown by its
+   skew alone, as if the same rows met there.
+2. Plan each window of each group under `static`, `balanced` and, if asked for, `equipoise`, the search starting from
+   the homes of the window before, as a run would. Seconds are the plans' own, by the clock of `cost.clock`, which
+   `simulate` uses too; unknown routes are estimated, the same under every policy.
+3. A window takes its slowest group.
 
 `Analysis.to_dict()`, written by `equipoise analyze` as JSON:
     format      "equipoise-analysis-2"
@@ -17,7 +18,7 @@ Seconds are predicted for loads whose unknown routes are estimated (`planner.est
     seconds     the stages together. Always predicted, of expert layers alone:
                 now, balanced, planned   each {compute, all_to_all, transfers, total}; all_to_all is null where source
                                          ranks are not those of the EP group
-                lost, saved              {seconds, share}, a share of now: now - balanced, now - planned
+                lost, saved              {seconds, share}, a share of now: now - balanced, 0 at least; now - planned
                 planned and saved are null without a plan
     plan        null, or slots, buffer_bytes (replica slots per rank), displaced and replicas (how many), worth_it,
                 estimated_share, and skew {stage: before, after} of the planned loads
@@ -28,9 +29,10 @@ Invariants (asserted by the tests):
 1. Stages stand apart: skew is never taken over recompute and update together.
 2. Widths that do not divide the experts are left out, never rounded.
 3. Groups are never added up: two opposite groups of skew s have mean skew s.
+4. Where sources are not the ranks of the EP group, compute is still priced and the all-to-all is not: None, never 0.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
@@ -41,36 +43,19 @@ from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.options import replica_bytes
 from equipoise.core.plan import Plan, Seconds
 from equipoise.core.value import Value
-from equipoise.cost import CostModel, Profile
-from equipoise.cost.kernels import COMPUTE, EXCHANGE
+from equipoise.cost import Profile
+from equipoise.cost.clock import replay
 from equipoise.cost.model import Tables
-from equipoise.cost.ranks import level_slots
 from equipoise.loads.forecast import Activations, MemoryForecast, forecast_memory
 from equipoise.loads.skew import Distribution, SkewSummary, rank_loads, skew, skew_ML
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.baselines import price_window
 from equipoise.planner.layer import LayerPlan, LayerProblem, complete
-from equipoise.planner.plan import LayerPlanner
 from equipoise.planner.replicas import plan_layer
+from equipoise.sim.replay import plan_work
+from equipoise.sim.result import WORTH, Groups, Progress
 
-# Predict the seconds of one window's expert layers: as they are, and if every rank were level, by the cost model.
-#
-# How a window is priced, per (micro-step, layer), every expert at its owner:
-# 1. now: compute of the busiest rank, and the all-to-all of the busiest link (`cost`).
-# 2. level: the same rows at the same sources, dealt out to the experts in turn, so that ranks differ by one row at
-# most;
-#    priced by the same kernel, so compute is that of the mean rank with all its experts busy.
-# 3. balanced: the smaller of now and level, part by part, because doing nothing is always a choice.
-# A step with several EP groups takes its slowest group, window by window.
-#
-# Invariants (asserted by the tests):
-# 1. Lost is never negative, and zero where the loads are level.
-# 2. Seconds are additive over micro-steps and windows; stages are priced apart.
-# 3. `now` of a group is the planner's `static_seconds` of the same loads.
-# 4. Where sources are not the ranks of the EP group, compute is still priced and the all-to-all is not: None, never 0.
-
-
-NS = 1e-9
+WIDTHS = (8, 16, 32, 64)
+"""EP widths that are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +73,8 @@ class Prediction:
 
     @property
     def lost_seconds(self) -> float:
-        """What perfect balance would give back."""
-        return self.now.total - self.balanced.total
+        """What perfect balance would give back; 0 where level ranks exchange more than they compute less."""
+        return max(0.0, self.now.total - self.balanced.total)
 
     @property
     def saved_seconds(self) -> float:
@@ -141,97 +126,39 @@ def add_seconds(parts: Iterable[Seconds]) -> Seconds:
     return Seconds(**{f.name: sum(getattr(s, f.name) for s in found) for f in fields(Seconds)})
 
 
-def slowest(groups: Iterable[Seconds]) -> Seconds:
-    """Return the seconds of the slowest group, which the others wait for; the first of equals."""
-    return max(groups, key=lambda seconds: seconds.total)
+def slowest_group(plans: Sequence[Plan]) -> Seconds:
+    """Seconds of the slowest group of a window, attention counted while groups are compared, as `simulate` does."""
+    if len(plans) == 1:
+        return plans[0].seconds
+    return max((replay([plan_work(p)]) for p in plans), key=lambda done: done.total).seconds
 
 
-def predict(groups: Sequence[LoadMatrix], *, cluster: Cluster, model: ModelShape) -> Prediction:
-    """Predict one window.
+def predict(groups: Groups, *, cluster: Cluster, model: ModelShape) -> Prediction:
+    """Predict one window as it is, and with every rank level.
 
     Args:
         groups: the window's loads, one matrix per EP group; sources that are not the group's ranks leave compute alone
         cluster: the EP group and its links
-        model: the expert's shape
+        model: as many layers as the loads have
     """
     has_all_to_all = all(loads.num_ranks == cluster.ep for loads in groups)
-    now, balanced = [], []
-    for loads in groups:
-        cost = CostModel.of(cluster, model, stage=loads.stage)
-        load_MLRE = loads.load_MLRE if has_all_to_all else _gather_sources(loads.load_MLRE, cluster.ep)
-        busy_ML = level_slots(load_MLRE.sum(axis=2), cluster.ep) * cluster.ep
-        now_ML2, level_ML2 = _price(load_MLRE, cost), _price(deal_out(load_MLRE, busy_ML), cost)
-        now.append(_seconds(now_ML2, has_all_to_all))
-        balanced.append(_seconds(np.minimum(now_ML2, level_ML2), has_all_to_all))
-    return Prediction(now=slowest(now), balanced=slowest(balanced), has_all_to_all=has_all_to_all)
-
-
-def deal_out(load_MLRE: np.ndarray, busy_ML: np.ndarray | None = None) -> np.ndarray:
-    """[M, L, R, E] the same rows at the same sources, dealt to ranks and their experts in turn, like cards.
-
-    Args:
-        load_MLRE: [M, L, R, E] rows
-        busy_ML: [M, L] to how many experts, equally many of each rank; to all by default
-    """
-    ranks, experts = load_MLRE.shape[2:]
-    busy_ML = np.full(load_MLRE.shape[:2], experts) if busy_ML is None else np.maximum(busy_ML, 1)
-    busy_ML11, turn_E = busy_ML[:, :, None, None], np.arange(experts)
-    end_MLR1 = np.cumsum(load_MLRE.sum(axis=3), axis=2)[..., None]
-    start_MLR1 = end_MLR1 - load_MLRE.sum(axis=3)[..., None]
-    # Row i of an entry has turn i modulo the busy experts; so many rows of start..end-1 have each turn.
-    ahead_MLRE = busy_ML11 - 1 - turn_E
-    dealt_MLRE = (end_MLR1 + ahead_MLRE) // busy_ML11 - (start_MLR1 + ahead_MLRE) // busy_ML11
-    level_MLRE = np.empty_like(dealt_MLRE)
-    level_MLRE[..., turn_E % ranks * (experts // ranks) + turn_E // ranks] = dealt_MLRE * (turn_E < busy_ML11)
-    return level_MLRE
-
-
-def _gather_sources(load_MLRE: np.ndarray, ranks: int) -> np.ndarray:
-    """[M, L, R, E] all rows at the first source: who computes them does not depend on where they come from."""
-    micro_steps, layers, _, experts = load_MLRE.shape
-    gathered = np.zeros((micro_steps, layers, ranks, experts), dtype=np.int64)
-    gathered[:, :, 0] = load_MLRE.sum(axis=2)
-    return gathered
-
-
-def _price(load_MLRE: np.ndarray, cost: CostModel) -> np.ndarray:
-    """[M, L, 2] nanoseconds of compute and all-to-all, every expert at its owner."""
-    micro_steps, layers, ranks, experts = load_MLRE.shape
-    none_MLRS = np.zeros((micro_steps, layers, ranks, 0), dtype=np.int64)
-    line_MLC = price_window(
-        load_MLRE,
-        np.tile(np.arange(experts) // (experts // ranks), (layers, 1)),
-        rep_expert_MLRS=none_MLRS,
-        rep_rows_MLRS=none_MLRS,
-        node_R=cost.cluster.node_array_R,
-        tables=cost.tables(experts // ranks),
+    if not has_all_to_all:
+        groups = [_at_one_source(complete(loads)[0], cluster.ep) for loads in groups]
+    now, balanced = (
+        slowest_group([plan(loads, cluster=cluster, model=model, slots=0, policy=policy) for loads in groups])
+        for policy in ("static", "balanced")
     )
-    return line_MLC[..., [COMPUTE, EXCHANGE]]
+    if not has_all_to_all:
+        now, balanced = replace(now, all_to_all=0.0), replace(balanced, all_to_all=0.0)
+    return Prediction(now=now, balanced=balanced, has_all_to_all=has_all_to_all)
 
 
-def _seconds(ns_ML2: np.ndarray, has_all_to_all: bool) -> Seconds:
-    compute_ns, exchange_ns = (int(part) for part in ns_ML2.sum(axis=(0, 1)))
-    return Seconds(compute=compute_ns * NS, all_to_all=exchange_ns * NS if has_all_to_all else 0.0)
-
-
-# Try a plan on every window of a step, to say what it would give back. Predicted, nothing runs.
-#
-# Steps:
-# 1. Plan each window of each EP group, the search starting from the homes of the window before, as a run would.
-# 2. Per window the slowest group counts. Every plan is charged with its own publish, collect, pulls and returns.
-#
-# Invariants (asserted by the tests):
-# 1. A trial never takes longer than contiguous expert parallelism: "do nothing" is one of the plans.
-# 2. It is worth it exactly when it saves at least `WORTH` of the seconds.
-# 3. Progress ends at its total, and never runs backwards.
-
-
-WORTH = 0.01
-"""Share of the seconds that a plan must save to be worth its trouble."""
-Progress = Callable[[int, int], None]
-"""Called with (layers planned, layers in all)."""
-Groups = Sequence[LoadMatrix]
-"""One window: the loads of each of its EP groups."""
+def _at_one_source(loads: LoadMatrix, ranks: int) -> LoadMatrix:
+    """All rows at the first of `ranks` sources: who computes them does not depend on where they come from."""
+    micro_steps, layers, _, experts = loads.load_MLRE.shape
+    gathered = np.zeros((micro_steps, layers, ranks, experts), dtype=np.int64)
+    gathered[:, :, 0] = loads.load_MLRE.sum(axis=2)
+    return LoadMatrix(gathered, stage=loads.stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +175,7 @@ class Trial:
     @property
     def seconds(self) -> tuple[Seconds, ...]:
         """Per window, predicted seconds of its slowest group."""
-        return tuple(slowest(p.seconds for p in window) for window in self.plans)
+        return tuple(slowest_group(window) for window in self.plans)
 
     @property
     def displaced(self) -> int:
@@ -311,44 +238,40 @@ def try_plans(
     """
     options, report = PlanOptions(), progress or (lambda done, total: None)
     total = model.layers * sum(len(groups) for groups in windows)
+    given: dict[str, Any] = {"cluster": cluster, "model": model, "slots": slots, "options": options}
     made: list[tuple[Plan, ...]] = []
     done = 0
     for groups in windows:
         plans: list[Plan] = []
         for group, loads in enumerate(groups):
+            steps, last = count(done + 1), done + model.layers
+
+            def plan_and_report(
+                load_MRE: np.ndarray,
+                start_E: np.ndarray,
+                pair_EE: np.ndarray,
+                problem: LayerProblem,
+                tables: Tables,
+                steps: Iterator[int] = steps,
+                last: int = last,
+            ) -> LayerPlan:
+                layer = plan_layer(load_MRE, start_E, pair_EE, problem, tables)
+                # Layers that are planned a second time count no more.
+                report(min(next(steps), last), total)
+                return layer
+
             warm = made[-1][group] if made and group < len(made[-1]) else None
-            planner = _counting(report, first=done + 1, last=done + model.layers, total=total)
-            plans.append(
-                plan(loads, cluster=cluster, model=model, slots=slots, options=options, warm=warm, planner=planner)
-            )
-            done += model.layers
+            plans.append(plan(loads, warm=warm, planner=plan_and_report, **given))
+            done = last
             report(done, total)
         made.append(tuple(plans))
     each = max(replica_bytes(model, loads.stage) for groups in windows for loads in groups)
     return Trial(slots=slots, buffer_bytes=slots * (options.depth + 1) * each, plans=tuple(made))
 
 
-def _counting(report: Progress, *, first: int, last: int, total: int) -> LayerPlanner:
-    """`plan_layer` that reports each layer; layers of a second search count no more."""
-    steps = count(first)
-
-    def plan_and_report(
-        load_MRE: np.ndarray, start_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
-    ) -> LayerPlan:
-        made = plan_layer(load_MRE, start_E, pair_EE, problem, tables)
-        report(min(next(steps), last), total)
-        return made
-
-    return plan_and_report
-
-
 def _distribution(loads: Iterable[np.ndarray]) -> Distribution:
     """Skew of every micro-step and layer of several [M, L, R] loads of ranks."""
     return Distribution(np.concatenate([skew_ML(load_MLR) for load_MLR in loads]))
-
-
-WIDTHS = (8, 16, 32, 64)
-"""EP widths that are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -452,16 +375,21 @@ def analyze_loads(
     trial = None
     if not no_trial and slots is not None:
         trial = try_plans(groups, cluster=cluster, model=shape, slots=slots, progress=progress)
-    predictions = _predictions(groups, trial, cluster=cluster, model=shape)
+    predictions = [predict(window, cluster=cluster, model=shape) for window in groups]
+    if trial is not None:
+        predictions = [replace(now, planned=s) for now, s in zip(predictions, trial.seconds, strict=True)]
+    rows = sum(int(window.load_MLRE.sum()) for window in windows)
+    padding = sum(int(window.padding_MLRE.sum()) for window in windows if window.padding_MLRE is not None)
+    numbers = windows[0].layer_numbers_L
     return Analysis(
         model=model,
         cluster=cluster,
         profile=Profile.read(cluster.profile),
-        layer_numbers=_layer_numbers(windows[0]),
+        layer_numbers=tuple(range(shape.layers) if numbers is None else numbers.tolist()),
         micro_steps=sum(window.num_micro_steps for window in windows),
-        rows=_rows(windows),
+        rows=rows,
         coverage=_coverage(windows),
-        padding=_padding_share(windows),
+        padding=padding / max(1, rows),
         stages=_stages(windows, predictions, model=model, ep=cluster.ep),
         trial=trial,
         no_trial=no_trial,
@@ -511,17 +439,6 @@ def _forecast(
     return replace(found, place=found.place._replace(window=window)), group
 
 
-def _predictions(
-    groups: Sequence[Groups], trial: Trial | None, *, cluster: Cluster, model: ModelShape
-) -> list[Prediction]:
-    """Seconds of every window, with those of the plan that was tried; unknown routes are estimated, as in planning."""
-    completed = [tuple(complete(loads)[0] for loads in window) for window in groups]
-    found = [predict(window, cluster=cluster, model=model) for window in completed]
-    if trial is None:
-        return found
-    return [replace(now, planned=seconds) for now, seconds in zip(found, trial.seconds, strict=True)]
-
-
 def _stages(
     windows: Sequence[LoadMatrix], predictions: Sequence[Prediction], *, model: ModelShape, ep: int
 ) -> dict[Stage, StageAnalysis]:
@@ -540,20 +457,6 @@ def _stages(
 
 def _skew(windows: Sequence[LoadMatrix], ep: int) -> SkewSummary:
     return skew([loads for window in windows for loads in _groups(window, ep)], ep=ep)
-
-
-def _layer_numbers(window: LoadMatrix) -> tuple[int, ...]:
-    numbers = window.layer_numbers_L
-    return tuple(range(window.num_layers)) if numbers is None else tuple(numbers.tolist())
-
-
-def _rows(windows: Sequence[LoadMatrix]) -> int:
-    return sum(int(window.load_MLRE.sum()) for window in windows)
-
-
-def _padding_share(windows: Sequence[LoadMatrix]) -> float:
-    padding = sum(int(window.padding_MLRE.sum()) for window in windows if window.padding_MLRE is not None)
-    return padding / max(1, _rows(windows))
 
 
 def _coverage(windows: Sequence[LoadMatrix]) -> float:

@@ -63,15 +63,16 @@ Invariants (asserted by the tests):
 4. The document is plain JSON: it survives a round trip, without NaN.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from equipoise.core import Cluster, ModelShape, Stage
+from equipoise.core import Cluster, LoadMatrix, ModelShape, Stage
 from equipoise.core.value import Value
 from equipoise.cost import Profile
+from equipoise.cost.clock import Lane
 
 # Results of a sweep: its points, and from which tokens per rank on a plan pays.
 #
@@ -156,7 +157,12 @@ def ratio(part: float, whole: float) -> float:
 
 
 FORMAT = "equipoise-simulation-1"
-Lane = Literal["compute", "all-to-all", "pull", "return", "edges"]
+WORTH = 0.01
+"""Share of the seconds that a plan must save to be worth its trouble."""
+Progress = Callable[[int, int], None]
+"""Called with (done, in all)."""
+Groups = Sequence[LoadMatrix]
+"""One window: the loads of each of its EP groups."""
 PathName = Literal["peer", "host", "return", "edges"]
 RANK_PARTS = ("compute", "attention", "all_to_all", "edges", "wait", "bubble")
 """What a rank does with its seconds; the first four are busy, the others idle."""
@@ -219,7 +225,7 @@ class Parts:
         return {**{f.name.rstrip("_"): getattr(self, f.name) for f in fields(self)}, "total": self.total}
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One bar of a timeline."""
 
     rank: int
@@ -343,7 +349,7 @@ class PolicyResult(Value):
     memory: Memory
     given: Parts
     """Parts that were handed in: rollout and other."""
-    timeline: tuple[Event, ...] = ()
+    timeline: tuple[TimelineEvent, ...] = ()
 
     @property
     def seconds(self) -> Parts:

@@ -38,21 +38,30 @@ from equipoise.loads.skew import rank_loads
 from equipoise.planner import PlanOptions
 from equipoise.planner.baselines import POLICIES
 from equipoise.planner.layer import complete
-from equipoise.sim.analysis import Groups, Progress
-from equipoise.sim.group import GroupOutcome, balance_of, bytes_between, run_group, timeline_of
+from equipoise.sim.replay import GroupOutcome, balance_of, bytes_between, plan_work, run_group, timeline_of
 from equipoise.sim.result import (
-    Event,
+    Groups,
     Memory,
     Parts,
     PolicyResult,
+    Progress,
     Simulation,
+    TimelineEvent,
     WindowLoads,
     WindowResult,
 )
 from equipoise.sim.summary import notes_of
-from equipoise.sim.windows import GivenPlans, PlanSource, PolicyPlans, StepSetting, stage_layers, windows_of
+from equipoise.sim.windows import (
+    GivenPlans,
+    PlanSource,
+    PolicyPlans,
+    StepSetting,
+    stage_layers,
+    stage_options,
+    windows_of,
+)
 
-NO_EVENTS: tuple[Event, ...] = ()
+NO_EVENTS: tuple[TimelineEvent, ...] = ()
 NO_MEMORY = Memory(experts_bytes=0, replicas_bytes=0, received_bytes_X=np.zeros(1, dtype=np.int64), limit_bytes=0)
 FORESEES = ("equipoise",)
 """Policies whose windows are planned before they run; others plan nothing, or are charged while they run."""
@@ -253,25 +262,26 @@ class _Step:
     ) -> tuple[list[GroupOutcome], "_Shown"]:
         """Replay every group; work and plans are kept of the shown one alone, to save memory."""
         outcomes, shown = [], None
+        cuts = stage_layers(self.model.layers, self.setting.pipeline_stages)
         for g, loads in enumerate(self.windows[window]):
             plans = source.plans(loads, window=window, group=g)
-            outcome = run_group(
-                plans,
-                setting=self.setting,
-                depth=self.options.depth,
-                planning_s=planning_s,
-                pairs_Q=self._pairs(),
-            )
+            works = [
+                plan_work(
+                    plan,
+                    options=stage_options(self.options, p, len(plans)),
+                    activations=self.setting.activations,
+                    sends=self.setting.sends,
+                    pair_LEE=None if self.pair_LEE is None else self.pair_LEE[layers],
+                )
+                for p, (plan, layers) in enumerate(zip(plans, cuts, strict=True))
+            ]
+            outcome = run_group(plans, works, planning_s=planning_s)
             if g == self.setting.shown.group:
                 shown = _Shown(plans, outcome)
             outcomes.append(replace(outcome, works=()))
             report()
         assert shown is not None, "the shown group was checked to exist"
         return outcomes, shown
-
-    def _pairs(self) -> list[np.ndarray | None]:
-        cuts = stage_layers(self.model.layers, self.setting.pipeline_stages)
-        return [None if self.pair_LEE is None else self.pair_LEE[layers] for layers in cuts]
 
     def _planning_s(self, source: PlanSource, before_s: float) -> float:
         """Seconds of planning that a window waits for, given how long what is before it runs."""
@@ -297,13 +307,12 @@ class _Step:
             ),
         )
 
-    def _timeline(self, outcome: GroupOutcome) -> tuple[Event, ...]:
+    def _timeline(self, outcome: GroupOutcome) -> tuple[TimelineEvent, ...]:
         shown = self.setting.shown
         return timeline_of(
             outcome.works[0],
             micro_step=shown.micro_step,
             layers=self.setting.timeline_layers,
-            depth=self.options.depth,
         )
 
     def _memory(self, source: PlanSource, shown: "_Shown") -> Memory:

@@ -14,10 +14,9 @@ from equipoise.core import Cluster
 from equipoise.core.plan import Sends
 from equipoise.core.value import plural
 from equipoise.cost import Profile
+from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.planner import PlanOptions
-from equipoise.planner.baselines import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
-from equipoise.sim.analysis import WORTH, Groups
-from equipoise.sim.result import Simulation
+from equipoise.sim.result import WORTH, Groups, Simulation
 from equipoise.sim.windows import PlanSource, StepSetting
 
 # Sentences that stand beside every simulated figure: what is measured, what is modelled, what is left out.

@@ -27,8 +27,7 @@ from equipoise.core.value import require_int
 from equipoise.loads.skew import rank_loads, skew_ML
 from equipoise.planner import PlanOptions
 from equipoise.planner.layer import complete
-from equipoise.sim.analysis import WORTH, Progress, deal_out
-from equipoise.sim.result import BreakEvenCurve, Shown, SweepPoint
+from equipoise.sim.result import WORTH, BreakEvenCurve, Progress, Shown, SweepPoint
 from equipoise.sim.step import simulate
 from equipoise.sim.windows import StepSetting
 
@@ -189,6 +188,20 @@ def at_tokens(loads: LoadMatrix, tokens: int, model: ModelShape) -> LoadMatrix:
     """The same pattern with `tokens` tokens per rank and micro-step on average, in whole rows."""
     factor = tokens / mean_tokens([loads], model)
     return LoadMatrix(np.rint(loads.load_MLRE * factor).astype(np.int64), stage=loads.stage)
+
+
+def deal_out(load_MLRE: np.ndarray) -> np.ndarray:
+    """[M, L, R, E] the same rows at the same sources, dealt to ranks and their experts in turn, like cards."""
+    ranks, experts = load_MLRE.shape[2:]
+    turn_E = np.arange(experts)
+    end_MLR1 = np.cumsum(load_MLRE.sum(axis=3), axis=2)[..., None]
+    start_MLR1 = end_MLR1 - load_MLRE.sum(axis=3)[..., None]
+    # Row i of an entry has turn i modulo the experts: count the rows of start..end-1 that have each turn.
+    ahead_E = experts - 1 - turn_E
+    level_MLRE = np.empty_like(load_MLRE)
+    dealt_MLRE = (end_MLR1 + ahead_E) // experts - (start_MLR1 + ahead_E) // experts
+    level_MLRE[..., turn_E % ranks * (experts // ranks) + turn_E // ranks] = dealt_MLRE
+    return level_MLRE
 
 
 def mixed_with_even(loads: LoadMatrix, share: float) -> LoadMatrix:

@@ -1,7 +1,7 @@
 """The windows of a simulated step and their plans: which stages run, which EP groups each has, and who plans them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args
 
@@ -13,10 +13,7 @@ from equipoise.core.value import require_int
 from equipoise.loads.forecast import Activations
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.layer import complete
-from equipoise.sim.analysis import Groups
-from equipoise.sim.result import (
-    Shown,
-)
+from equipoise.sim.result import Groups, Shown
 
 # `StepSetting`: what a simulation assumes about the step around the experts.
 
@@ -191,6 +188,11 @@ def stage_layers(layers: int, stages: int) -> list[slice]:
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
+def stage_options(options: PlanOptions, stage: int, stages: int) -> PlanOptions:
+    """Planning options of one pipeline stage."""
+    return options if stages == 1 else replace(options, order="1f1b", pipeline_stage=stage, pipeline_stages=stages)
+
+
 class PlanSource(Protocol):
     """Hands out the plans of a step, window after window."""
 
@@ -246,7 +248,7 @@ class PolicyPlans:
             model=model,
             slots=self._slots,
             policy=self.policy,
-            options=self.options,
+            options=stage_options(self.options, key[1], self.pipeline_stages),
             history=history,
             pair_LEE=None if self.pair_LEE is None else self.pair_LEE[layers],
             warm=self._warm.get(key),

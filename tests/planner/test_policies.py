@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from equipoise.core import InfeasiblePlanError
+from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.loads import skew
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.baselines import POLICIES, REACTIVE_PLAN_NS, REACTIVE_PUSH_NS, cut_evenly
+from equipoise.planner.baselines import POLICIES, cut_evenly
 from tests.planner.cases import awkward_loads, cluster_of, model_of, skewed_loads
 
 HEAVY = 2**18

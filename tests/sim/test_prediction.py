@@ -9,7 +9,8 @@ from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Seconds
 from equipoise.cost import CostModel
 from equipoise.planner import plan
-from equipoise.sim.analysis import Prediction, add_seconds, deal_out, predict, slowest, transfer_seconds
+from equipoise.sim.analysis import Prediction, add_seconds, predict, transfer_seconds
+from equipoise.sim.sweep import deal_out
 
 MODEL = ModelShape.preset("olmoe", layers=2)
 CLUSTER = Cluster.preset("h200", ep=4, ranks_per_node=2)
@@ -42,9 +43,7 @@ def test_balanced_is_the_mean_rank_at_the_cost_models_price():
     assert busy.min() < 16
     wanted = sum(cost.compute_ns(int(rows), int(slots)) for rows, slots in zip(means.flat, busy.flat, strict=True))
     assert predicted(loads).balanced.compute == pytest.approx(wanted * 1e-9)
-    ceiling = plan(loads, cluster=CLUSTER, model=MODEL, policy="balanced").seconds
-    assert predicted(loads).balanced.compute == pytest.approx(ceiling.compute)
-    assert predicted(loads).balanced.all_to_all <= ceiling.all_to_all * 1.001
+    assert predicted(loads).balanced == plan(loads, cluster=CLUSTER, model=MODEL, policy="balanced").seconds
 
 
 def test_one_hot_expert_costs_its_rows_and_level_loads_lose_nothing():
@@ -61,9 +60,7 @@ def test_one_hot_expert_costs_its_rows_and_level_loads_lose_nothing():
 @given(st.integers(0, 10**6), st.sampled_from([2, 40, 5000]))
 def test_lost_is_never_negative(seed, high):
     found = predicted(random_loads(seed, high=high))
-    assert found.balanced.compute <= found.now.compute
-    assert found.balanced.all_to_all <= found.now.all_to_all
-    assert found.lost_seconds >= 0
+    assert found.lost_seconds == max(0, found.now.total - found.balanced.total)
 
 
 def test_a_rank_with_one_busy_expert_is_not_charged_for_sixteen():
@@ -113,7 +110,7 @@ def test_a_window_takes_its_slowest_group():
     slow, fast = random_loads(6, high=900), random_loads(6, high=90)
     together = predict([fast, slow], cluster=CLUSTER, model=MODEL)
     assert together.now == predicted(slow).now
-    assert slowest([Seconds(compute=1), Seconds(compute=1, pull=1), Seconds(compute=1.5)]).pull == 1
+    assert together.balanced == predicted(slow).balanced
 
 
 def test_idle_windows_take_only_the_fixed_cost_of_exchanges():

@@ -1,254 +1,80 @@
-"""The fast clock equals the event-level one, its parts add up, and nothing is faster for having more to do."""
-
-import time
-from dataclasses import replace
+"""Work made of plans: the planner's own compute per entry, and cuts that keep what belongs to them."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from equipoise.cost.ranks import Edges, Turn, exposed_edges
-from equipoise.sim.events import play
-from equipoise.sim.replay import ATTENTION, COLLECT, COMPUTE, PLANNING, PUBLISH, PULL, RETURN, replay
-from tests.sim.works import random_transfers, random_work
-
-some = settings(max_examples=50, deadline=None)
-shapes = st.fixed_dictionaries(
-    {
-        "micro_steps": st.integers(1, 4),
-        "layers": st.integers(1, 3),
-        "ranks": st.integers(1, 5),
-        "stage": st.sampled_from(["update", "recompute"]),
-        "most_ns": st.sampled_from([100, 10_000, 300_000, 5_000_000]),
-        "replicas": st.integers(0, 5),
-    }
-)
+from equipoise.cost.clock import replica_slots
+from equipoise.planner import plan
+from equipoise.sim.replay import cut, plan_work
+from tests.cost.works import random_work
+from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
 
-def works_of(seed: int, stages: int, shape: dict, *, repeats: bool = False):
-    rng = np.random.default_rng(seed)
-    repeats = repeats and shape["stage"] == "update"
-    return [random_work(rng, **shape, repeats_forward=repeats) for _ in range(stages)]
+@pytest.fixture(scope="module")
+def made():
+    return plan(skewed_loads(6), cluster=cluster_of(), model=MODEL, slots=2)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 3), shapes, st.integers(1, 3), st.booleans())
-@some
-def test_the_fast_clock_equals_the_event_level_one(seed, stages, shape, depth, repeats):
-    works = works_of(seed, stages, shape, repeats=repeats)
-    assert replay(works, depth=depth).total == play(works, depth=depth).total
+def test_rows_of_every_rank_are_the_plans(made):
+    work = plan_work(made)
+    assert np.array_equal(work.rows_MLR, made.rank_load_MLR)
+    closed = plan(skewed_loads(6), cluster=cluster_of(), model=MODEL, policy="static")
+    both_ML = (plan_work(closed).forward_MLR + plan_work(closed).backward_MLR).max(axis=2)
+    assert np.array_equal(both_ML + 4 * plan_work(closed).exchange_ML, closed.ns_ML)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"micro_steps": 1, "layers": 1, "ranks": 1},
-        {"micro_steps": 1, "layers": 3, "ranks": 2, "replicas": 9},
-        {"micro_steps": 5, "layers": 1, "ranks": 3, "most_ns": 4},
-        {"micro_steps": 2, "layers": 2, "ranks": 7, "replicas": 0},
-        {"micro_steps": 3, "layers": 2, "ranks": 4, "stage": "recompute", "replicas": 8, "most_ns": 4},
-        {"micro_steps": 1, "layers": 4, "ranks": 2, "stage": "recompute", "replicas": 3},
-        {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "replicas": 2},
-    ],
-    ids=[
-        "one of each",
-        "pulls alone matter",
-        "no compute",
-        "no replica",
-        "recompute, no compute",
-        "one pass",
-        "one visit",
-    ],
-)
-def test_the_forms_agree_on_awkward_work(shape):
-    for stages in (1, 2, 3):
-        works = works_of(7, stages, {"stage": "update", "most_ns": 50_000, "replicas": 3, **shape})
-        assert replay(works).total == play(works).total
-        for scale in (0, 1000):
-            others = [replace(work, edge_ns_2L=work.edge_ns_2L * scale) for work in works]
-            assert replay(others).total == play(others).total
+def test_replica_slots_hold_the_replica_table(made):
+    expert_MLRS, rows_MLRS = replica_slots(made.replica_table, made.rank_load_MLR.shape)
+    assert len(made.replica_table) > 0
+    assert (expert_MLRS >= 0).sum() == len(made.replica_table)
+    for m, layer in np.ndindex(made.ns_ML.shape):
+        held = {(int(e), r) for r in range(8) for e in expert_MLRS[m, layer, r] if e >= 0}
+        assert held == {tuple(replica) for replica in made.replicas(m, layer)}
+    assert rows_MLRS.sum() == made.replica_table.rows_P.sum()
 
 
-@given(st.integers(0, 10**6), shapes, st.integers(1, 3))
-@some
-def test_parts_add_up_to_the_clock_where_there_is_one_pipeline_stage(seed, shape, depth):
-    (work,) = works_of(seed, 1, shape)
-    done = replay([work], depth=depth)
-    assert done.part_QC.sum() == done.total
-    assert (done.moved_Q3 >= done.exposed_Q3).all()
-    assert (done.exposed_Q3 >= 0).all()
-    assert done.exposed_Q3[0, :2].sum() == done.part_QC[0, PULL]
-    assert done.exposed_Q3[0, 2] == done.part_QC[0, RETURN]
+def test_transfers_go_from_home_to_replica_and_back(made):
+    work, table = plan_work(made), made.replica_table
+    transfers = work.transfers
+    assert work.itinerary == made.itinerary and work.itinerary.pulls_V.any()
+    assert np.array_equal(transfers.rank_P, table.rank_P)
+    assert np.array_equal(transfers.home_P, made.home_LE[table.entry_P % MODEL.layers, table.expert_P])
+    reactive = plan(skewed_loads(6), cluster=cluster_of(), model=MODEL, policy="reactive")
+    assert not plan_work(reactive).itinerary.pulls_V.any()
+    assert len(plan_work(reactive).transfers.rank_P) == len(reactive.replica_table)
+    copies = plan(skewed_loads(6), cluster=cluster_of(), model=MODEL, policy="eplb-oracle")
+    assert len(plan_work(copies).transfers.rank_P) == 0
 
 
-def test_compute_and_attention_are_those_of_the_busiest_rank():
-    work = random_work(np.random.default_rng(3), replicas=0)
-    done = replay([work])
-    assert done.part_QC[0, COMPUTE] == (work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)).sum()
-    attention = work.attention_MLR.max(axis=2) + work.attention_backward_MLR.max(axis=2)
-    assert done.part_QC[0, ATTENTION] == attention.sum()
-    assert done.total == done.part_QC.sum()
+def test_a_cut_of_everything_is_the_work_itself():
+    work = random_work(np.random.default_rng(1), micro_steps=3, layers=4)
+    assert cut(work, micro_steps=slice(0, 3), layers=slice(0, 4)) == work
 
 
-@given(st.integers(0, 10**6), shapes)
-@some
-def test_nothing_is_faster_for_more_to_do(seed, shape):
-    (work,) = works_of(seed, 1, shape)
-    total = replay([work]).total
-    for name in ("forward_MLR", "attention_MLR", "exchange_ML", "planning_ML", "push_ML"):
-        assert replay([replace(work, **{name: getattr(work, name) + 1000})]).total >= total
-    slow = work.tables._replace(peer_ns=2 * work.tables.peer_ns, host_ns=2 * work.tables.host_ns)
-    assert replay([replace(work, tables=slow)]).total >= total
+def test_a_cut_is_published_and_collected_where_the_window_is():
+    edge_ns_2L = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    given = {"edge_ns_2L": edge_ns_2L, "edge_slow_2L": 10 * edge_ns_2L}
+    work = random_work(np.random.default_rng(1), micro_steps=3, layers=4, **given)
+    cuts = {(0, 2): [[1, 2], [0, 0]], (1, 2): [[0, 0], [0, 0]], (1, 3): [[0, 0], [5, 6]], (0, 3): [[1, 2], [5, 6]]}
+    for micro_steps, wanted in cuts.items():
+        part = cut(work, micro_steps=slice(*micro_steps), layers=slice(0, 2))
+        assert part.edge_ns_2L.tolist() == wanted and (part.edge_slow_2L == 10 * part.edge_ns_2L).all()
 
 
-def test_what_is_pushed_in_the_open_is_all_exposed():
-    rng = np.random.default_rng(5)
-    work = random_work(rng, replicas=0)
-    pushed = replace(work, push_ML=work.push_ML + 255, planning_ML=work.planning_ML + 80)
-    before, after = replay([work]), replay([pushed])
-    entries = work.exchange_ML.size
-    assert after.total - before.total == entries * (255 + 80)
-    assert after.part_QC[0, PLANNING] == entries * 80
-    assert after.exposed_Q3[0, 0] == entries * 255
+def test_edges_are_the_plans_own():
+    made = plan(skewed_loads(6, tokens=65_536), cluster=cluster_of(), model=MODEL, policy="eplb-oracle")
+    work = plan_work(made)
+    assert work.edge_ns_2L.all() and np.array_equal(work.edge_ns_2L, made.edge_ns_2L)
+    assert work.edge_slow_2L.all() and np.array_equal(work.edge_slow_2L, made.edge_slow_2L)
 
 
-def test_pulls_hide_behind_long_visits_and_stand_out_behind_short_ones():
-    rng = np.random.default_rng(11)
-    transfers = random_transfers(rng, entries=6, ranks=4, most=4)
-    free = np.zeros(2, dtype=np.int64)
-    long = random_work(rng, most_ns=50_000_000, transfers=transfers, slowdown_2=free)
-    short = random_work(rng, most_ns=20, transfers=transfers, slowdown_2=free)
-    # The very first visit has nothing before it to hide behind but its own attention.
-    assert replay([long]).part_QC[0, PULL] == 0
-    assert replay([short]).part_QC[0, PULL] > 0.5 * replay([short]).moved_Q3[0, :2].max()
-
-
-def one_pull(rng):
-    """The shape of a short window in which rank 1 pulls one expert from rank 0."""
-    transfers = replace(
-        random_transfers(rng, entries=1, ranks=2, most=0),
-        start_ML=np.array([0, 1]),
-        rank_P=np.array([1]),
-        home_P=np.array([0]),
-        path_P2=np.array([[0, 0]]),
-    )
-    return {"micro_steps": 1, "layers": 1, "ranks": 2, "stage": "recompute", "most_ns": 10, "transfers": transfers}
-
-
-def test_a_pull_slows_the_compute_beside_it_by_its_share():
-    """One pull of one rank, whose experts decide: they take longer by a fifth of the pull."""
-    rng = np.random.default_rng(0)
-    shape = one_pull(rng)
-    busy = np.array([[[0, 10**9]]])
-    free, slowed = (
-        replay([random_work(rng, **shape, forward_MLR=busy, attention_MLR=busy, slowdown_2=np.array([share, 0]))])
-        for share in (0, 200)
-    )
-    tables = random_work(rng, **shape).tables
-    assert free.part_QC[0, PULL] == 0
-    assert slowed.part_QC[0, PULL] == (tables.peer_ns + tables.peer_fixed_ns) * 200 // 1000
-
-
-@given(st.integers(0, 10**6), shapes, st.sampled_from([0, 1, 5]))
-@some
-def test_exposed_edges_are_those_of_the_price_list_where_nothing_else_delays(seed, shape, times):
-    (work,) = works_of(seed, 1, {**shape, "replicas": 0})
-    work = replace(work, edge_slow_2L=times * work.edge_slow_2L)
-    done, layers = replay([work]), range(work.shape[1])
-    turns = []
-    for m in range(work.shape[0]):
-        forward_L, attention_L = work.forward_MLR[m].max(axis=1).tolist(), work.attention_MLR[m].max(axis=1).tolist()
-        turns += map(Turn, layers, attention_L, forward_L)
-        if work.has_backward:
-            back_L = (work.backward_MLR[m].max(axis=1) + work.attention_backward_MLR[m].max(axis=1)).tolist()
-            turns += [Turn(layer, 0, back_L[layer]) for layer in reversed(layers)]
-    edges = Edges(work.edge_ns_2L, work.edge_slow_2L)
-    exposed = exposed_edges(edges, turns)
-    assert (done.part_QC[0, PUBLISH], done.part_QC[0, COLLECT]) == exposed
-    # A window's first and last pass are enough.
-    passes = [turns[i : i + len(layers)] for i in range(0, len(turns), len(layers))]
-    ends = passes[0] + (passes[-1] if len(passes) > 1 else [])
-    assert exposed_edges(edges, ends) == exposed
-
-
-@given(st.integers(0, 10**6), st.integers(1, 3), shapes)
-@some
-def test_edges_make_a_window_no_shorter_and_longer_by_what_they_take_at_most(seed, stages, shape):
-    works = works_of(seed, stages, {**shape, "replicas": 0})
-    bare = [replace(work, edge_ns_2L=0 * work.edge_ns_2L, edge_slow_2L=0 * work.edge_slow_2L) for work in works]
-    total, least = replay(works).total, replay(bare).total
-    assert least <= total <= least + sum(int(work.edge_ns_2L.sum() + work.edge_slow_2L.sum()) for work in works)
-    parts_QC, bare_QC = replay(works).part_QC, replay(bare).part_QC
-    assert not bare_QC[:, [PUBLISH, COLLECT]].any()
-    assert np.array_equal(parts_QC[:, :PUBLISH], bare_QC[:, :PUBLISH])
-
-
-def test_a_later_pipeline_stage_publishes_while_it_waits_for_the_first():
-    shape = {"micro_steps": 2, "layers": 1, "ranks": 2, "stage": "update", "most_ns": 100, "replicas": 0}
-    first, second = (replace(work, edge_slow_2L=0 * work.edge_slow_2L) for work in works_of(1, 2, shape))
-    first = replace(first, attention_MLR=first.attention_MLR + 5000, edge_ns_2L=np.zeros((2, 1), dtype=np.int64))
-    second = replace(second, edge_ns_2L=np.array([[5000], [0]]))
-    assert replay([first, second]).part_QC[:, PUBLISH].tolist() == [0, 0]
-    assert replay([second]).part_QC[0, PUBLISH] > 4000
-
-
-def test_a_pull_waits_until_its_layer_is_published():
-    rng = np.random.default_rng(0)
-    shape = one_pull(rng)
-    work = random_work(rng, **shape, edge_ns_2L=np.array([[10**6], [0]]), slowdown_2=np.zeros(2, dtype=np.int64))
-    work = replace(work, edge_slow_2L=np.zeros((2, 1), dtype=np.int64))
-    pull_ns = work.tables.peer_ns + work.tables.peer_fixed_ns
-    done = replay([work])
-    assert done.part_QC[0, PUBLISH] == 10**6 - work.attention_MLR.max()
-    assert pull_ns - 10 <= done.part_QC[0, PULL] <= pull_ns
-
-
-def test_deeper_prefetch_never_exposes_more():
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        work = random_work(rng, micro_steps=4, layers=3, most_ns=150_000, replicas=5)
-        exposed = [int(replay([work], depth=depth).part_QC[0, PULL]) for depth in (1, 3)]
-        assert exposed[1] <= exposed[0]
-
-
-def test_a_pipeline_takes_at_least_its_busiest_stage_and_at_most_all_of_them_in_turn():
-    for seed in range(10):
-        works = works_of(
-            seed, 3, {"micro_steps": 4, "layers": 2, "ranks": 3, "stage": "update", "most_ns": 9_000, "replicas": 2}
-        )
-        done = replay(works)
-        busy = done.part_QC.sum(axis=1)
-        sends = sum(int(w.send_M.sum()) for w in works) * 2
-        assert busy.max() <= done.total <= busy.sum() + sends
-
-
-def test_two_equal_stages_have_the_bubble_of_one_forward_one_backward():
-    """One forward, one backward over p stages and m micro-steps idles (p - 1) passes of each kind per stage."""
-    forward, backward, micro_steps, stages = 1000, 2500, 6, 3
-    shape = (micro_steps, 1, 1)
-    zero = np.zeros(shape, dtype=np.int64)
-    work = random_work(
-        np.random.default_rng(0),
-        micro_steps=micro_steps,
-        layers=1,
-        ranks=1,
-        replicas=0,
-        forward_MLR=zero + forward,
-        backward_MLR=zero + backward,
-        attention_MLR=zero,
-        attention_backward_MLR=zero,
-        exchange_ML=zero[..., 0],
-        send_M=zero[:, 0, 0],
-        edge_ns_2L=np.zeros((2, 1), dtype=np.int64),
-        edge_slow_2L=np.zeros((2, 1), dtype=np.int64),
-    )
-    assert replay([work] * stages).total == (micro_steps + stages - 1) * (forward + backward)
-
-
-def test_a_wide_window_is_replayed_in_seconds():
-    """94 layers x 64 micro-steps x EP64; the limit for planning and replaying is 10 s, replaying is a small part."""
-    work = random_work(np.random.default_rng(0), micro_steps=64, layers=94, ranks=64, replicas=8)
-    replay([random_work(np.random.default_rng(0), micro_steps=1, layers=1, ranks=2)])
-    start = time.process_time()
-    replay([work])
-    assert time.process_time() - start < 4
+def test_a_cut_keeps_the_transfers_of_its_entries():
+    work = random_work(np.random.default_rng(2), micro_steps=3, layers=4, replicas=4)
+    part = cut(work, micro_steps=slice(1, 3), layers=slice(0, 2))
+    assert part.shape == (2, 2, 4)
+    for m, layer in np.ndindex(2, 2):
+        own = slice(*part.transfers.start_ML[m * 2 + layer : m * 2 + layer + 2])
+        entry = (m + 1) * 4 + layer
+        whole = slice(*work.transfers.start_ML[entry : entry + 2])
+        assert np.array_equal(part.transfers.rank_P[own], work.transfers.rank_P[whole])
+        assert np.array_equal(part.transfers.path_P2[own], work.transfers.path_P2[whole])

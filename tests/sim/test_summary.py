@@ -8,7 +8,7 @@ import pytest
 from equipoise.core import LoadMatrix
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.result import BreakEvenCurve, Sweep, SweepPoint
-from equipoise.sim.step import POLICIES, demo_step
+from equipoise.sim.step import DEMO_POLICIES, demo_step
 from equipoise.sim.summary import WIDEST, Unit, plural, summary, table
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
@@ -108,4 +108,4 @@ def test_the_demo_is_one_step_of_both_stages():
     model, windows = demo_step(layers=2, ranks=8)
     assert [w.stage for w in windows] == ["recompute", "update"]
     assert windows[0].load_MLRE.shape[1:] == (2, 8, model.experts)
-    assert {"static", "equipoise", "balanced"} <= set(POLICIES)
+    assert {"static", "equipoise", "balanced"} <= set(DEMO_POLICIES)

@@ -1,16 +1,7 @@
-"""`play`: the same window as `replay.py`, event by event: the specification of the fast form, and maker of timelines.
+"""`play`: the window of `cost.clock`, event by event: the specification of the clock. Never optimised, for small cases.
 
 Every rank is a programme that says what it does next (`_Stage.rank_programme`): be busy, meet the others, wait for
-transfers. The clock and the lanes are in `clockwork.py`. Nothing is computed ahead, so nothing is clever here.
-
-The model is the one described in `replay.py`. Never optimised: use it for small cases.
-
-Knows nanoseconds. Does not know plans.
-
-Invariants (asserted by the tests):
-1. Same seconds as `replay.py`, on any work.
-2. Nothing is transferred during an all-to-all of its ranks.
-3. Bars of one rank's compute lane do not overlap.
+transfers. Nothing is computed ahead.
 """
 
 import heapq
@@ -21,19 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core.plan import PATHS
-from equipoise.sim.replay import NANO, Course, Pass, Work, course_of, waits_for
-from equipoise.sim.result import Event, Lane
+from equipoise.core.plan import PATHS, Itinerary
+from equipoise.cost.clock import Bar, Lane, Pass, Work, passes_of, waits_for
 
-# A clock with signals and lanes: what `events.py` plays on.
-#
 # A programme is a generator that yields the signals it waits for. Transfers queue on lanes in order of issue; one runs
 # when what it needs has been given and it is at the head of all its lanes, and stands still while its group is paused.
 # A heap holds what happens next, ties in the order they were planned.
-#
-# Invariants (asserted by the tests):
-# 1. No lane carries two transfers at once, and nothing moves while its group is paused.
-# 2. A transfer takes its time, pauses left out, whatever happens around it.
 
 
 Signal = tuple[Any, ...]
@@ -74,7 +58,7 @@ class World:
     """Transfers on their way, by pipeline stage."""
     paused: set[int] = field(default_factory=set)
     met: dict[Signal, int] = field(default_factory=dict)
-    bars: list[tuple[int, Event]] = field(default_factory=list)
+    bars: list[tuple[int, Bar]] = field(default_factory=list)
     """(pipeline stage, bar)."""
     order: Any = field(default_factory=count)
 
@@ -112,7 +96,7 @@ class World:
         signal = ("busy", next(self.order))
         rank, lane, name = bar
         if took:
-            self.bars.append((stage, Event(rank, lane, name, self.now / NANO, (self.now + took) / NANO)))
+            self.bars.append((stage, Bar(rank, lane, name, self.now, self.now + took)))
         self.at(self.now + took, lambda: self.give(signal))
         return signal
 
@@ -154,7 +138,7 @@ class World:
         for lane in transfer.lanes:
             self.queues[lane].pop(0)
         for rank in transfer.ranks:
-            bar = Event(rank, transfer.lane, transfer.name, transfer.began / NANO, self.now / NANO)
+            bar = Bar(rank, transfer.lane, transfer.name, transfer.began, self.now)
             self.bars.append((stage, bar))
         self.give(transfer.done)
         self.dispatch(stage)
@@ -181,21 +165,20 @@ class Played:
 
     total: int
     """Nanoseconds, edges included."""
-    bars: tuple[tuple[int, Event], ...]
+    bars: tuple[tuple[int, Bar], ...]
     """(pipeline stage, bar) in the order they ended."""
     visit_start: dict[tuple[int, int], int]
     """Nanoseconds at which each (pipeline stage, visit) began."""
 
 
-def play(works: list[Work], *, depth: int = 1) -> Played:
+def play(works: list[Work]) -> Played:
     """Play one EP group's window; arguments as in `replay`."""
     world, starts = World(), dict[tuple[int, int], int]()
     ends = [0] * len(works)
     # What needs nothing is ready when it is issued.
     world.given.add(("now",))
     for p, work in enumerate(works):
-        course = course_of(work, depth=depth, pipeline_stage=p, pipeline_stages=len(works))
-        stage = _Stage(world, work, course, p, len(works), starts, {})
+        stage = _Stage(world, work, p, len(works), starts, {})
         stage.queue_edges()
         for rank in range(work.shape[2]):
             world.start(stage.rank_programme(rank))
@@ -213,16 +196,21 @@ class _Stage:
 
     world: World
     work: Work
-    course: Course
     p: int
     stages: int
     starts: dict[tuple[int, int], int]
     slowed: dict[tuple[int, int], int]
     """(visit, rank) to what the visit's pulls, and its layer's publish and collect, still add to the compute."""
 
+    @property
+    def itinerary(self) -> Itinerary:
+        return self.work.itinerary
+
     def queue_edges(self) -> None:
         """Queue every layer's publish, then every layer's collect in the order in which layers end."""
-        for edge, (name, visit_L) in enumerate((("publish", self.course.first_L), ("collect", self.course.last_L))):
+        of_layer = {layer: np.flatnonzero(self.itinerary.layer_V == layer) for layer in range(self.work.shape[1])}
+        first_L, last_L = ([int(visits[at]) for visits in of_layer.values()] for at in (0, -1))
+        for edge, (name, visit_L) in enumerate((("publish", first_L), ("collect", last_L))):
             for layer in np.argsort(visit_L).tolist():
                 for rank in range(self.work.shape[2]):
                     at = (int(visit_L[layer]), rank)
@@ -240,7 +228,7 @@ class _Stage:
 
     def rank_programme(self, rank: int) -> Programme:
         p, layers = self.p, self.work.shape[1]
-        for index, one in enumerate(self.course.passes):
+        for index, one in enumerate(passes_of(self.work, p)):
             needed = waits_for(one, self.stages)
             if needed is not None:
                 yield (("sent", needed),)
@@ -255,7 +243,7 @@ class _Stage:
     def _visit(self, rank: int, v: int, one: Pass) -> Programme:
         """One rank's part in one visit: the steps of the model, in order."""
         work, world, p, m = self.work, self.world, self.p, one.micro_step
-        layer = int(self.course.itinerary.layer_V[v])
+        layer = int(self.itinerary.layer_V[v])
         at = (m, layer, rank)
         if one.phase == 0:
             opened = int(work.planning_ML[m, layer] + work.push_ML[m, layer])
@@ -295,7 +283,7 @@ class _Stage:
         def begin() -> None:
             world.pause(p)
             for r in range(self.work.shape[2]):
-                bar = Event(r, "all-to-all", f"{signal[0]} {at[1]}", world.now / NANO, (world.now + took) / NANO)
+                bar = Bar(r, "all-to-all", f"{signal[0]} {at[1]}", world.now, world.now + took)
                 world.bars.append((p, bar))
             world.at(world.now + took, end)
 
@@ -309,53 +297,55 @@ class _Stage:
     def _open_visit(self, v: int) -> None:
         """Issue the pulls that may start here, and queue this visit's returns behind them."""
         self.starts[(self.p, v)] = self.world.now
-        course = self.course
-        for issued in course.issue_visit_I[course.issue_start_V[v] : course.issue_start_V[v + 1]].tolist():
+        pulled_V = self.itinerary.pulls_V & ~self.itinerary.resident_V
+        for issued in np.flatnonzero(pulled_V & (self.itinerary.ready_from_V == v)).tolist():
             seen: set[tuple[int, int]] = set()
             for at in self._replicas(issued):
                 self._queue_pull(issued, at, seen)
-        if course.itinerary.phase_V[v] == 1:
+        if self.itinerary.phase_V[v] == 1:
             for at in self._replicas(v):
                 self._queue_return(v, at)
         self.world.dispatch(self.p)
 
     def _close_visit(self, v: int) -> None:
         """All ranks are through: after its last visit a layer can be collected."""
-        layer = int(self.course.itinerary.layer_V[v])
-        if self.course.last_L[layer] == v:
+        layer = int(self.itinerary.layer_V[v])
+        if not (self.itinerary.layer_V[v + 1 :] == layer).any():
             self.world.give(("over", self.p, layer))
 
     def _queue_pull(self, v: int, at: int, seen: set[tuple[int, int]]) -> None:
         transfers, t, p = self.work.transfers, self.work.tables, self.p
         rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
-        path = int(transfers.path_P2[at, int(self.course.itinerary.phase_V[v])])
+        path = int(transfers.path_P2[at, int(self.itinerary.phase_V[v])])
         took, fixed = (t.host_ns, t.host_fixed_ns) if path else (t.peer_ns, t.peer_fixed_ns)
         lanes = (("host", p, rank),) if path else (("in", p, rank), ("out", p, home))
-        name = f"pull from {PATHS[path]} {self.course.itinerary.layer_V[v]}"
+        name = f"pull from {PATHS[path]} {self.itinerary.layer_V[v]}"
         left = int(took + (0 if (path, rank) in seen else fixed))
         seen.add((path, rank))
-        self.slowed[(v, rank)] = self.slowed.get((v, rank), 0) + left * int(self.work.slowdown_2[path]) // 1000
-        needs = ("publish", p, int(self.course.itinerary.layer_V[v]))
+        self.slowed[(v, rank)] = (
+            self.slowed.get((v, rank), 0) + left * int(t.host_slow_permille if path else t.peer_slow_permille) // 1000
+        )
+        needs = ("publish", p, int(self.itinerary.layer_V[v]))
         self.world.queue(p, Transfer(name, "pull", (rank,), lanes, left, needs, ("pulled", p, v, at)))
 
     def _queue_return(self, v: int, at: int) -> None:
         transfers, t, p = self.work.transfers, self.work.tables, self.p
         rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
         left = int(t.return_ns)
-        name = f"return {self.course.itinerary.layer_V[v]}"
+        name = f"return {self.itinerary.layer_V[v]}"
         lanes = (("out", p, rank), ("in", p, home))
         transfer = Transfer(name, "return", (rank,), lanes, left, ("ended", p, v, rank), ("returned", p, v, at))
         self.world.queue(p, transfer)
 
     def _replicas(self, v: int) -> range:
-        itinerary = self.course.itinerary
+        itinerary = self.itinerary
         entry = int(itinerary.micro_step_V[v]) * self.work.shape[1] + int(itinerary.layer_V[v])
         start_ML = self.work.transfers.start_ML
         return range(int(start_ML[entry]), int(start_ML[entry + 1]))
 
     def _pulled(self, v: int, rank: int) -> tuple[Signal, ...]:
         """Signals of this rank's pulls for the visit; none where nothing is pulled for it."""
-        itinerary = self.course.itinerary
+        itinerary = self.itinerary
         if not itinerary.pulls_V[v] or itinerary.resident_V[v]:
             return ()
         return tuple(("pulled", self.p, v, at) for at in self._replicas(v) if self.work.transfers.rank_P[at] == rank)
