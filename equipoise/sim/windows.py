@@ -1,4 +1,11 @@
-"""The windows of a simulated step and their plans: which stages run, which EP groups each has, and who plans them."""
+"""The windows of a simulated step and their plans: which stages run, which EP groups each has, and who plans them.
+
+Invariants (asserted by the tests):
+1. A stage that has windows keeps them; one that has none replays all micro-steps of the other in one window.
+2. Every group has as many source ranks as the EP group, and every window the same layers and experts as the model.
+3. A policy plans each window of each group and pipeline stage on its own, its search starting from the window before.
+4. Given plans are replayed as they are, and refused where their loads are not those of the windows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,11 +19,9 @@ from equipoise.core.plan import Plan, Sends
 from equipoise.core.value import require_int
 from equipoise.loads.forecast import Activations
 from equipoise.planner import PlanOptions, plan
+from equipoise.planner.baselines import POLICIES
 from equipoise.planner.layer import complete
 from equipoise.sim.result import Groups, Shown
-
-# `StepSetting`: what a simulation assumes about the step around the experts.
-
 
 Planning = Literal["hidden", "exposed"]
 """`hidden`: a window is planned while what comes before it runs (rollout, or the window before, once that has its own
@@ -66,13 +71,6 @@ def require_seconds(name: str, value: float) -> None:
         raise InfeasiblePlanError(f"{name} is {value}; it must be a number of seconds, at least 0")
 
 
-# From what is given to the windows of a step: which stages are replayed, and which EP groups each window has.
-#
-# Invariants (asserted by the tests):
-# 1. A stage that has windows keeps them; one that has none replays all micro-steps of the other in one window.
-# 2. Every group has as many source ranks as the EP group, and every window the same layers and experts as the model.
-
-
 def windows_of(
     loads: LoadMatrix | Sequence[LoadMatrix | Groups],
     *,
@@ -86,10 +84,39 @@ def windows_of(
     given = [loads] if isinstance(loads, LoadMatrix) else list(loads)
     if not given:
         raise LoadsError("no windows were given; a simulation needs the loads of at least one")
-    windows = [_groups(window, cluster.ep) for window in given]
-    for groups in windows:
-        _check(groups[0], cluster, model)
+    windows: list[Groups] = []
+    for window in given:
+        if not isinstance(window, LoadMatrix):
+            windows.append(window)
+        elif window.num_ranks % cluster.ep:
+            raise LoadsError(
+                f"the loads have {window.num_ranks} source ranks, which do not fill EP groups of {cluster.ep}; "
+                "give an EP width that divides them, or schedule the samples for it"
+            )
+        else:
+            windows.append(window.split_groups(cluster.ep))
+        _check_groups(windows[-1], cluster, model)
     return windows if stages is None else [w for stage in stages for w in _in_stage(windows, stage)]
+
+
+def _check_groups(groups: Groups, cluster: Cluster, model: ModelShape) -> None:
+    if not len(groups):
+        raise LoadsError("a window without EP groups was given; give at least one matrix")
+    loads = groups[0]
+    if not isinstance(loads, LoadMatrix):
+        raise LoadsError(
+            f"a window holds a {type(loads).__name__}; give a LoadMatrix, or one for each of its EP groups"
+        )
+    found, wanted = (loads.num_layers, loads.num_experts), (model.layers, model.experts)
+    if found != wanted:
+        raise LoadsError(
+            f"loads have {found[0]} layers of {found[1]} experts, {model.name!r} has {wanted[0]} of {wanted[1]}; "
+            "override them with ModelShape.preset(..., experts=, layers=) or fix the loads"
+        )
+    if loads.num_ranks != cluster.ep:
+        raise LoadsError(
+            f"loads of an EP group have {loads.num_ranks} source ranks, the group has {cluster.ep}; they must be equal"
+        )
 
 
 def layers_of(loads: LoadMatrix, layers: slice) -> LoadMatrix:
@@ -128,36 +155,6 @@ def joined(windows: Sequence[LoadMatrix], stage: Stage) -> LoadMatrix:
     )
 
 
-def _groups(window: LoadMatrix | Groups, ep: int) -> Groups:
-    if not isinstance(window, LoadMatrix):
-        if not len(window):
-            raise LoadsError("a window without EP groups was given; give at least one matrix")
-        return window
-    if window.num_ranks % ep:
-        raise LoadsError(
-            f"the loads have {window.num_ranks} source ranks, which do not fill EP groups of {ep}; "
-            "give an EP width that divides them, or schedule the samples for it"
-        )
-    return window.split_groups(ep)
-
-
-def _check(loads: LoadMatrix, cluster: Cluster, model: ModelShape) -> None:
-    if not isinstance(loads, LoadMatrix):
-        raise LoadsError(
-            f"a window holds a {type(loads).__name__}; give a LoadMatrix, or one for each of its EP groups"
-        )
-    found, wanted = (loads.num_layers, loads.num_experts), (model.layers, model.experts)
-    if found != wanted:
-        raise LoadsError(
-            f"loads have {found[0]} layers of {found[1]} experts, {model.name!r} has {wanted[0]} of {wanted[1]}; "
-            "override them with ModelShape.preset(..., experts=, layers=) or fix the loads"
-        )
-    if loads.num_ranks != cluster.ep:
-        raise LoadsError(
-            f"loads of an EP group have {loads.num_ranks} source ranks, the group has {cluster.ep}; they must be equal"
-        )
-
-
 def _in_stage(windows: Sequence[Groups], stage: Stage) -> list[Groups]:
     if stage not in get_args(Stage):
         raise LoadsError(f"stages names {stage!r}; they are {', '.join(get_args(Stage))}")
@@ -168,14 +165,6 @@ def _in_stage(windows: Sequence[Groups], stage: Stage) -> list[Groups]:
     if len(counts) > 1:
         raise LoadsError(f"windows have {sorted(counts)} EP groups; give windows of the same groups")
     return [[joined([groups[g] for groups in windows], stage) for g in range(counts.pop())]]
-
-
-# Where a simulation's plans come from: made by a policy as the step goes on, or given.
-#
-# Invariants (asserted by the tests):
-# 1. A policy plans each window of each group and pipeline stage on its own, its search starting from the window
-# before.
-# 2. Given plans are replayed as they are, and refused where their loads are not those of the windows.
 
 
 NO_SLOTS = ("static", "balanced")
@@ -295,3 +284,57 @@ class GivenPlans:
                 f"the plan of window {window}, group {group} was made for other loads; plan these, or name its policy"
             )
         return [found]
+
+
+def plan_sources(
+    how: str | Plan | Sequence[str | Plan],
+    windows: Sequence[Groups],
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    slots: int,
+    setting: StepSetting,
+    options: PlanOptions,
+    history: LoadMatrix | None,
+    pair_LEE: np.ndarray | None,
+) -> list[PlanSource]:
+    """One source per policy, or one for all plans given; raise before the first window for what would stop a later one.
+
+    Arguments are those of `simulate`.
+    """
+    given = list(how) if isinstance(how, Sequence) and not isinstance(how, str) else [how]
+    strange = [one for one in given if not isinstance(one, str | Plan)]
+    if strange:
+        raise InfeasiblePlanError(f"{strange[0]!r} cannot be simulated; give names of policies, or plans")
+    plans, names = [one for one in given if isinstance(one, Plan)], [one for one in given if isinstance(one, str)]
+    if plans and names:
+        raise InfeasiblePlanError("plans and names of policies were given together; simulate one kind at a time")
+    if not given:
+        raise InfeasiblePlanError("nothing to simulate; give a policy's name or the plans of the windows")
+    if plans:
+        return [GivenPlans.of(plans, windows, pipeline_stages=setting.pipeline_stages)]
+    if len(set(names)) < len(names):
+        raise InfeasiblePlanError(f"a policy is named twice in {', '.join(names)}; name each once")
+    known = ("equipoise", *POLICIES)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InfeasiblePlanError(f"no policy {unknown[0]!r}; known: {', '.join(known)}")
+    if history is not None and (history.num_layers, history.num_experts) != (model.layers, model.experts):
+        raise LoadsError(
+            f"history has {history.num_layers} layers of {history.num_experts} experts, the step {model.layers} of "
+            f"{model.experts}; give the loads of an earlier step of the same model"
+        )
+    return [
+        PolicyPlans(
+            policy=name,
+            slots=require_int("slots", slots, low=0, error=InfeasiblePlanError),
+            cluster=cluster,
+            model=model,
+            options=replace(options, sends=setting.sends),
+            pipeline_stages=setting.pipeline_stages,
+            history=history,
+            pair_LEE=pair_LEE,
+            keeps_plans=len(windows) > 1,
+        )
+        for name in names
+    ]
