@@ -45,11 +45,10 @@ from equipoise.core.plan import Plan, Seconds
 from equipoise.core.value import Value
 from equipoise.cost import Profile
 from equipoise.cost.clock import replay
-from equipoise.cost.model import Tables
 from equipoise.loads.forecast import Activations, MemoryForecast, forecast_memory
 from equipoise.loads.skew import Distribution, SkewSummary, rank_loads, skew, skew_ML
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.layer import LayerPlan, LayerProblem, complete
+from equipoise.planner.layer import LayerPlan, complete
 from equipoise.planner.replicas import plan_layer
 from equipoise.sim.replay import plan_work
 from equipoise.sim.result import WORTH, Groups, Progress
@@ -246,19 +245,11 @@ def try_plans(
         for group, loads in enumerate(groups):
             steps, last = count(done + 1), done + model.layers
 
-            def plan_and_report(
-                load_MRE: np.ndarray,
-                start_E: np.ndarray,
-                pair_EE: np.ndarray,
-                problem: LayerProblem,
-                tables: Tables,
-                steps: Iterator[int] = steps,
-                last: int = last,
-            ) -> LayerPlan:
-                layer = plan_layer(load_MRE, start_E, pair_EE, problem, tables)
+            def plan_and_report(*layer: Any, steps: Iterator[int] = steps, last: int = last) -> LayerPlan:
+                planned: LayerPlan = plan_layer(*layer)
                 # Layers that are planned a second time count no more.
                 report(min(next(steps), last), total)
-                return layer
+                return planned
 
             warm = made[-1][group] if made and group < len(made[-1]) else None
             plans.append(plan(loads, warm=warm, planner=plan_and_report, **given))
