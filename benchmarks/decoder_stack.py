@@ -15,9 +15,10 @@ from benchmarks.layer import build_layer, move_to_replicas, prepare_with_replica
 from benchmarks.plain_layer import Inputs, Shape
 from equipoise.calibrate.bench import Bench
 from equipoise.core.plan import Visit
-from equipoise.layer.dispatch import PreparedDispatch
+from equipoise.layer.dispatch import Dispatch
 from equipoise.layer.experts import BalancedExperts
-from equipoise.transfer.bank import ExpertWeights, ReplicaBank
+from equipoise.transfer.engine import Transfers
+from equipoise.transfer.node import ExpertWeights
 
 LAYERS = 4
 SEQUENCE = 4096
@@ -25,7 +26,7 @@ HEADS = {"qwen3-30b-a3b": (32, 4, 128), "qwen3-235b-a22b": (64, 4, 128), "smoke"
 """Query heads, key-value heads, head width."""
 
 
-class StackBank(ReplicaBank, Protocol):
+class StackBank(Transfers, Protocol):
     """A bank that counts the forwards through a stack."""
 
     def begin(self) -> None:
@@ -45,6 +46,12 @@ class HeldByLayer:
 
     def begin(self) -> None:
         """Every forward is alike."""
+
+    def wait_for(self, visit: Visit) -> None:
+        """Home weights are there."""
+
+    def joined(self, visit: Visit) -> None:
+        """Replicas are apart from the homes."""
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return the layer's replicas."""
@@ -88,7 +95,7 @@ class Stack:
     """Decoder layers whose routes are given."""
 
     given: Inputs
-    prepared: PreparedDispatch
+    prepared: Dispatch
     attention: list[Attention] = field(default_factory=list)
     experts: list[BalancedExperts] = field(default_factory=list)
 
@@ -107,7 +114,7 @@ class Stack:
             x_TD = self.given.hidden_TD
             for number, (attention, experts) in enumerate(zip(self.attention, self.experts, strict=True)):
                 assert experts.window is not None, "layers follow a plan"
-                experts.window.bank = bank
+                experts.window.transfers = bank
                 visit = Visit(0, "forward", number)
                 home = experts.enter(visit)
                 x_TD = x_TD + attention.forward(F.rms_norm(x_TD, x_TD.shape[1:]))
@@ -127,5 +134,5 @@ def build_stack(shape: Shape, tokens: int, *, replicas: int, group: dist.Process
     for number in range(LAYERS):
         home = shape.weights(shape.homes, bench)
         stack.attention.append(Attention.random(shape, bench))
-        stack.experts.append(build_layer(shape, given, home, group=group, bank=bank, layer=number))
+        stack.experts.append(build_layer(shape, given, home, group=group, transfers=bank, layer=number))
     return stack

@@ -47,12 +47,12 @@ from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.options import TransferOptions
 from equipoise.core.plan import Visit
-from equipoise.layer.dispatch import PreparedDispatch, SourceSplit, prepare_dispatch
+from equipoise.layer.dispatch import Dispatch, SourceSplit, prepare_dispatch
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planner import plan
-from equipoise.transfer.bank import ExpertWeights, ReplicaBank
 from equipoise.transfer.cuda_pages import CudaPager
-from equipoise.transfer.node import Arena, Layout
+from equipoise.transfer.engine import Transfers
+from equipoise.transfer.node import Arena, ExpertLayout, ExpertWeights
 from equipoise.transfer.pages import HostPager
 from tests.layer.reference import dense_experts
 
@@ -66,20 +66,20 @@ Forward = Callable[[], Tensor]
 
 
 def build_layer(
-    shape: Shape, given: Inputs, home: ExpertWeights, *, group: dist.ProcessGroup, bank: ReplicaBank, layer: int = 0
+    shape: Shape, given: Inputs, home: ExpertWeights, *, group: dist.ProcessGroup, transfers: Transfers, layer: int = 0
 ) -> BalancedExperts:
-    """A balanced layer that follows a plan without replicas for these routes; `bank` may hold some all the same."""
+    """A balanced layer that follows a plan without replicas for these routes; `transfers` may hold some anyway."""
     count_E = np.bincount(given.ids_TK.cpu().numpy().reshape(-1), minlength=shape.homes)
     model = ModelShape.preset("qwen3-30b-a3b", experts=shape.homes, layers=layer + 1, top_k=shape.top_k)
     cluster = Cluster.preset("h200", nodes=1, ranks_per_node=1, ep=1)
     loads = LoadMatrix(np.tile(count_E, (1, layer + 1, 1, 1)))
     made = plan(loads, cluster=cluster, model=model, slots=0, policy="static")
     experts = BalancedExperts(home, layer=layer, group=group).to(home.down_SDF.device)
-    experts.begin(Window(made, rank=0, bank=bank))
+    experts.begin(Window(made, rank=0, transfers=transfers))
     return experts
 
 
-def prepare_with_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> PreparedDispatch:
+def prepare_with_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> Dispatch:
     """Prepare a dispatch in which ids from `homes` on stand for replica slots."""
     slots = homes + replicas
     count_S = torch.bincount(ids_TK.cpu().reshape(-1), minlength=slots)
@@ -120,7 +120,10 @@ def build_variants(shape: Shape, given: Inputs, layer: BalancedExperts, *, bench
 
 
 def _with_replicas(shape: Shape, given: Inputs, layer: BalancedExperts, *, bank: HeldBank) -> Forward:
-    held, count = build_layer(shape, given, layer.home, group=layer.group, bank=bank), bank.weights(VISIT).num_slots
+    held, count = (
+        build_layer(shape, given, layer.home, group=layer.group, transfers=bank),
+        bank.weights(VISIT).num_slots,
+    )
     # Gradients of all variants are asked for in the same tensors.
     held.gate_up, held.down = layer.gate_up, layer.down
     ids_TK = move_to_replicas(given.ids_TK, homes=shape.homes, replicas=count)
@@ -135,7 +138,7 @@ class ArenaBank(HeldBank):
         super().__init__(replicas)
         device = home.down_SDF.device
         pager = HostPager() if device.type == "cpu" else CudaPager(torch.device("cuda", torch.cuda.current_device()))
-        layout = Layout.of([home], TransferOptions(slots=replicas.num_slots))
+        layout = ExpertLayout.of([home], TransferOptions(slots=replicas.num_slots))
         pages = [pager.make(size) for size in layout.pieces(pager.granule)[:-1]]
         self._arena = Arena(layout, pager=pager, homes=pages)
         for one in pages:
@@ -180,7 +183,7 @@ def distance(got: Tensor, wanted: Tensor) -> float:
 def measure_case(shape: Shape, tokens: int, bench: Bench, group: dist.ProcessGroup) -> list[dict[str, Any]]:
     """Check and time every variant of one case."""
     given, bank = Inputs.random(shape, tokens, bench), HeldBank(shape.weights(0, bench))
-    layer = build_layer(shape, given, shape.weights(shape.homes, bench), group=group, bank=bank)
+    layer = build_layer(shape, given, shape.weights(shape.homes, bench), group=group, transfers=bank)
     variants = build_variants(shape, given, layer, bench=bench)
     leaves = (given.hidden_TD, given.gates_TK, layer.gate_up, layer.down)
     check_variants(variants, leaves, given)

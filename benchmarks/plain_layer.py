@@ -16,7 +16,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.expert_block import BlockOptions, expert_block
 from equipoise.layer.ops import combine_rows, reorder_rows, spread_rows
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 HOMES = 16
 VISIT = Visit(0, "forward", 0)
@@ -75,6 +75,13 @@ class HeldBank:
 
     def __init__(self, replicas: ExpertWeights) -> None:
         self._replicas = replicas
+
+    def wait_for(self, visit: Visit) -> None:
+        """Home weights are there."""
+
+    def joined(self, visit: Visit) -> ExpertWeights | None:
+        """Replicas are apart from the homes."""
+        return None
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return the replicas."""
@@ -167,7 +174,7 @@ def fused_moe(given: Inputs, weights: ExpertWeights, bank: HeldBank, *, is_paral
     )
     if is_parallel:
         rows_ND = reorder_rows(rows_ND, there_P=order.same_N, back_N=order.same_N)
-    out_ND = expert_block(rows_ND, weights, groups=groups, bank=bank, visit=VISIT, options=BlockOptions())
+    out_ND = expert_block(rows_ND, weights, groups=groups, transfers=bank, visit=VISIT, options=BlockOptions())
     if is_parallel:
         out_ND = reorder_rows(out_ND, there_P=order.same_N, back_N=order.same_N)
     return combine_rows(out_ND, given.gates_TK, index_TK=index_TK)

@@ -12,7 +12,7 @@ prepared dispatch. Both sides compute the same rows with the same weights:
     pulled   the engine's own puller, thread and all, brings them at every visit, forward and backward, into its two
              buffers (depth 1), from the engine's host store or its mapped home memory
 
-A group of one has no replicas by plan, so the walk is the benchmark's: at every visit the layer's first experts are
+A group of one has no replicas by plan, so the schedule is the benchmark's: at every visit the layer's first experts are
 replicas of this rank, half of their rows go there. What is measured is what pulls cost beside the layers. What is not:
 the refresh of the host store, gradients' returns (handed in and dropped), and other ranks' traffic on the same links.
 
@@ -45,27 +45,25 @@ from benchmarks.results import Limit, publish
 from benchmarks.transfer import OneRank
 from benchmarks.turns import WARM, added_pct, run_in_turn
 from equipoise.calibrate.bench import Bench
-from equipoise.core import Cluster
 from equipoise.core.options import PlanOptions, TransferOptions
 from equipoise.core.plan import Path as PathName
 from equipoise.core.plan import Visit
 from equipoise.planner.assemble import build_itinerary
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.pulls import Need, Puller, Walk
-from equipoise.transfer.waits import VERSION
+from equipoise.transfer.node import ExpertWeights
+from equipoise.transfer.pulls import Need, Puller, PullSchedule
+from equipoise.transfer.waits import VERSION, Transfer
 
 TOKENS = (8192, 16384)
 LIMIT_ADDED_PCT = 2.0
 
 
-class EveryVisit(Walk):
-    """A walk on which every visit pulls the layer's first experts."""
+class EveryVisit(PullSchedule):
+    """A schedule on which every visit pulls the layer's first experts."""
 
     def __init__(self, micro_steps: int, *, replicas: int, path: str, has_backward: bool) -> None:
         stage = "update" if has_backward else "recompute"
         itinerary = build_itinerary(stage, np.ones((micro_steps, LAYERS), dtype=bool), PlanOptions(depth=1))
-        cluster = Cluster.preset("h200")
-        super().__init__(SimpleNamespace(itinerary=itinerary, policy="every visit", cluster=cluster), rank=0)
+        super().__init__(SimpleNamespace(itinerary=itinerary, policy="every visit"), rank=0)
         self._replicas, self._path = replicas, path
 
     def _needs_at(self, visit: Visit) -> tuple[Need, ...]:
@@ -75,22 +73,28 @@ class EveryVisit(Walk):
 class PulledByEngine:
     """A bank whose replicas the engine's puller brings, for as many forwards as it is told."""
 
-    def __init__(self, rank: OneRank, walk: EveryVisit) -> None:
+    def __init__(self, rank: OneRank, schedule: EveryVisit) -> None:
         """Poison the buffers and let the puller run."""
         for buffer in range(2):
             for tensor in rank.node.buffers.slots(buffer).tensors():
                 tensor.fill_(torch.nan)
         self._rank, self._micro_step = rank, -1
-        rank.node.settle()
-        rank.node.words[0][VERSION] = 1
+        rank.node.synchronize(Transfer("fence"))
+        rank.node.cells[0][VERSION] = 1
         self._puller = Puller(rank.node, rank.paths)
-        self._puller.resume(walk, version=1)
+        self._puller.resume(schedule, version=1)
         for layer in range(LAYERS):
             self._puller.open_layer(layer)
 
     def begin(self) -> None:
-        """Go on to the next micro-step of the walk."""
+        """Go on to the next micro-step of the schedule."""
         self._micro_step += 1
+
+    def wait_for(self, visit: Visit) -> None:
+        """Home weights are there."""
+
+    def joined(self, visit: Visit) -> None:
+        """Replicas are apart from the homes."""
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return what the puller brought; to the layers every micro-step is the first."""
@@ -106,8 +110,8 @@ class PulledByEngine:
         """Stop pulling."""
         self._puller.pause()
         self._puller.close()
-        self._rank.node.settle()
-        self._rank.node.counters.settle()
+        self._rank.node.synchronize(Transfer("fence"))
+        self._rank.node.counters.flush()
 
 
 class Case:
@@ -127,8 +131,8 @@ class Case:
 
     def pulled(self, micro_steps: int, *, has_backward: bool) -> PulledByEngine:
         """A bank good for this many forwards."""
-        walk = EveryVisit(micro_steps, replicas=self.replicas, path=self.path, has_backward=has_backward)
-        return PulledByEngine(self.rank, walk)
+        schedule = EveryVisit(micro_steps, replicas=self.replicas, path=self.path, has_backward=has_backward)
+        return PulledByEngine(self.rank, schedule)
 
     def run(self, bank: StackBank, *, has_backward: bool) -> Callable[[int], object]:
         """A forward, or a forward and backward, with replicas from `bank`."""

@@ -27,7 +27,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.expert_block import BlockOptions, expert_block
 from equipoise.layer.ops import reorder_rows
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 HIDDEN_START_CYCLES = 6_000_000
 """About 3 ms of device-side sleep before a chain: longer than the host's lead must be."""
@@ -62,6 +62,12 @@ class ReplicaSlots:
     def __init__(self, held: ExpertWeights) -> None:
         self._held = held
         self.returned: ExpertWeights | None = None
+
+    def wait_for(self, visit: Visit) -> None:
+        """Home weights are there."""
+
+    def joined(self, visit: Visit) -> None:
+        """Replicas are apart from the homes."""
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return the replicas; the chain has waited for them."""
@@ -136,7 +142,9 @@ class Layer:
         """Received rows in order, products, rows back."""
         placed_ND = reorder_rows(self.rows_ND, there_P=self.there_P, back_N=self.back_N)
         options = BlockOptions()
-        out_ND = expert_block(placed_ND, self.home, groups=self.groups, bank=self.bank, visit=VISIT, options=options)
+        out_ND = expert_block(
+            placed_ND, self.home, groups=self.groups, transfers=self.bank, visit=VISIT, options=options
+        )
         self.out_ND = reorder_rows(out_ND, there_P=self.back_N, back_N=self.there_P)
 
     def backward(self) -> None:

@@ -41,12 +41,10 @@ from benchmarks.turns import measure_in_turn, run_in_turn
 from equipoise.calibrate.bench import Bench
 from equipoise.core import ModelShape
 from equipoise.core.options import CopyMethod, TransferOptions
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.copies import make_copier
 from equipoise.transfer.host_store import HostStore, Refresher
-from equipoise.transfer.node import NodeMemory
-from equipoise.transfer.pulls import HostPath, MappedPath, Need, Path
-from equipoise.transfer.waits import Lane, Mark
+from equipoise.transfer.node import ExpertWeights, NodeMemory
+from equipoise.transfer.pulls import HostPath, MappedPath, Need, PullPath, make_copier
+from equipoise.transfer.waits import Lane, Mark, Transfer
 
 LIMIT_RATE_PCT = 90.0
 LIMIT_MEMORY_PCT = 2.0
@@ -66,7 +64,7 @@ class OneRank:
         self.store = HostStore(self.node.layout, experts=self.node.layout.home_slots, **given)
         self.refresher = Refresher(self.node, self.store)
         self.refresher.complete(version=1)
-        self.paths: dict[str, Path] = {"peer": MappedPath(self.node), "host": HostPath(self.store)}
+        self.paths: dict[str, PullPath] = {"peer": MappedPath(self.node), "host": HostPath(self.store)}
 
     def close(self) -> None:
         """Free everything."""
@@ -85,24 +83,24 @@ Rows = list[dict[str, Any]]
 
 
 def measure_shape(shape: Shape, *, bench: Bench, group: dist.ProcessGroup) -> tuple[Rows, Rows]:
-    """Every path and number of replicas of one shape: rates, and the ways of copying inside a device."""
+    """Every path and number of replicas of one shape: rates, and the methods of copying inside a device."""
     rank = OneRank(random_homes(shape, SOURCES, bench), group=group, options=TransferOptions(slots=max(REPLICAS)))
     rates: Rows = []
     for name, path in rank.paths.items():
         check_pulls(rank, path)
         rates += [measure_path(shape, rank, name, count, bench=bench) for count in REPLICAS]
-    ways = [measure_ways(shape, rank, count, bench=bench) for count in REPLICAS]
+    methods = [measure_ways(shape, rank, count, bench=bench) for count in REPLICAS]
     rank.close()
-    return rates, ways
+    return rates, methods
 
 
-def check_pulls(rank: OneRank, path: Path) -> None:
+def check_pulls(rank: OneRank, path: PullPath) -> None:
     """Raise unless a pull brings the home's bits."""
     buffer = rank.node.buffers.slots(0)
     for tensor in buffer.tensors():
         tensor.fill_(torch.nan)
     path.pull({0: Need(0, 1, 0, 1, "peer")}, buffer)
-    rank.node.settle()
+    rank.node.synchronize(Transfer("fence"))
     for got, wanted in zip(buffer.tensors(), rank.node.homes[0].tensors(), strict=True):
         if not torch.equal(got[0], wanted[1]):
             raise RuntimeError(f"a pull by {path.name} did not bring the home's weights")
@@ -132,7 +130,7 @@ def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: B
     return row
 
 
-def pull(path: Path, buffer: ExpertWeights, count: int, run: int) -> None:
+def pull(path: PullPath, buffer: ExpertWeights, count: int, run: int) -> None:
     """Bring one visit's replicas, in every run from another layer."""
     path.pull({e: Need(run % SOURCES, e, 0, e, "peer") for e in range(count)}, buffer)
 
@@ -143,7 +141,7 @@ def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> di
     x_TD, w_DD = bench.random(rows, width), bench.random(width, width)
     lane, buffer = Lane(bench.device), rank.node.buffers.slots(0)
 
-    def beside(path: Path, pulls: int = PULLS) -> Callable[[int], object]:
+    def beside(path: PullPath, pulls: int = PULLS) -> Callable[[int], object]:
         def work(run: int) -> None:
             begin = Mark.now(bench.device)
             for _ in range(PRODUCTS):
@@ -157,8 +155,8 @@ def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> di
         return work
 
     names: tuple[CopyMethod, ...] = ("plain", "parallel", "kernel") if bench.is_gpu else ("plain",)
-    ways: dict[str, Path] = {name: MappedPath(rank.node, make_copier(bench.device, name)) for name in names}
-    works = {"alone": beside(ways["plain"], 0), **{word: beside(path) for word, path in ways.items()}}
+    methods: dict[str, PullPath] = {name: MappedPath(rank.node, make_copier(bench.device, name)) for name in names}
+    works = {"alone": beside(methods["plain"], 0), **{word: beside(path) for word, path in methods.items()}}
     times = run_in_turn(works, bench)
     row: dict[str, Any] = {
         "model": shape.name,
@@ -166,8 +164,8 @@ def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> di
         "products_us": float(np.median(times["alone"])) / 1e3,
     }
     with lane.work():
-        apart = measure_in_turn({word: partial(pull, path, buffer, count) for word, path in ways.items()}, bench)
-    for word in ways:
+        apart = measure_in_turn({word: partial(pull, path, buffer, count) for word, path in methods.items()}, bench)
+    for word in methods:
         low, median, high = np.percentile((times[word] - times["alone"]) / PULLS / 1e3, [25, 50, 75])
         row |= {f"{word}_us": apart[word].median_ns / 1e3, f"{word}_added_us": median}
         row |= {f"{word}_added_p25_us": low, f"{word}_added_p75_us": high}
@@ -212,7 +210,7 @@ def measure_memory(shape: Shape, layers: int, *, bench: Bench, group: dist.Proce
         if slots == 0:
             base = used
             continue
-        experts = layout.layers * layout.home_bytes
+        experts = layout.layers * layout.bytes_of(layout.home_slots, layout.dtype)
         rows.append(
             {
                 "model": shape.name,
@@ -272,16 +270,16 @@ def main() -> int:
     with group_of_one("cpu") as group:
         shapes = [smoke_shape()] if given.cpu_smoke else [Shape.of(name) for name in MODELS]
         found = [measure_shape(shape, bench=bench, group=group) for shape in shapes]
-        rates, ways = ([row for parts in found for row in parts[number]] for number in (0, 1))
+        rates, methods = ([row for parts in found for row in parts[number]] for number in (0, 1))
         layers = 2 if given.cpu_smoke else ModelShape.preset(MODELS[0]).layers
         memory = measure_memory(shapes[0], layers, bench=bench, group=group)
     if given.cpu_smoke:
         publish("transfer memory, smoke", memory, packages=("torch",))
-        publish("transfer ways, smoke", ways, packages=("torch",))
+        publish("transfer methods, smoke", methods, packages=("torch",))
         return publish("transfer, smoke", rates, packages=("torch",))
     note = f"{torch.cuda.get_device_name()}; bf16, medians of {given.runs} runs; GB are 10^9 bytes, a pull's bytes once"
     given_to = {"note": note, "packages": ("torch",), "commit": given.commit}
-    publish("transfer ways", ways, **given_to)
+    publish("transfer methods", methods, **given_to)
     worst = publish("transfer memory", memory, limits=limits_of([], memory), **given_to)
     return max(worst, publish("transfer", rates, limits=limits_of(rates, []), **given_to))
 

@@ -32,7 +32,7 @@ from equipoise.planning.report import WindowMeter, WindowReport
 from equipoise.planning.rows import RankRows, WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.edges import GradientOf
-from equipoise.transfer.engine import Mover, Still, TransferEngine, suspended
+from equipoise.transfer.engine import NoTransfers, TransferEngine
 from equipoise.transfer.host_store import HostStore
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
@@ -68,7 +68,7 @@ class Balancer(AbstractContextManager["Balancer"]):
         self.report: WindowReport | None = None
         self._gradient_of = gradient_of
         self._planner: BackgroundPlanner | None = None
-        self._engine: Mover = Still([])
+        self._engine: TransferEngine | NoTransfers = NoTransfers([])
         self._unplanned: deque[RankRows] = deque()  # submitted windows of a disabled balancer
         self._meter: WindowMeter | None = None
         if layers is not None:
@@ -84,7 +84,7 @@ class Balancer(AbstractContextManager["Balancer"]):
         found = in_plan_order(layers, self.model)
         homes = [experts.home for experts in found.values()]
         if not self.enabled:
-            self._engine = Still(homes)
+            self._engine = NoTransfers(homes)
         else:
             with ExitStack() as opened:
                 engine = TransferEngine(
@@ -130,7 +130,7 @@ class Balancer(AbstractContextManager["Balancer"]):
         if self.is_open:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
         planned = self._take_plan()
-        window = Window(planned.plan, rank=self.group.rank(), bank=self._engine, ways=planned.dispatches)
+        window = Window(planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=planned.dispatches)
         meter = WindowMeter(self._engine.counters, planned, window)
         self._engine.open_window(planned.plan, with_weights=with_weights)
         for experts in self.layers.values():
@@ -167,7 +167,7 @@ class Balancer(AbstractContextManager["Balancer"]):
 
     def suspended(self) -> AbstractContextManager[None]:
         """Stop all transfers while parameters are freed or moved, as an off-load does. Every rank must enter."""
-        return suspended(self._engine)
+        return self._engine.suspended()
 
     def complete_store(self) -> HostStore:
         """Copy all experts to each node's host memory between windows, for weight sync. Every rank must call this."""

@@ -18,7 +18,7 @@ from equipoise.launch import run_ranks
 from equipoise.layer.checkpoint import load_experts, save_experts
 from equipoise.layer.experts import BalancedExperts, LayerOptions
 from equipoise.planning.report import WindowReport
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 if TYPE_CHECKING:
     from equipoise.adapters import transformers

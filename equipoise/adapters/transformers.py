@@ -50,7 +50,7 @@ from equipoise.balancer import Balancer
 from equipoise.core.errors import AdapterError
 from equipoise.layer.experts import BalancedExperts, LayerOptions
 from equipoise.planning.worker import PlanWorker
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 __all__ = [
     "inspect",

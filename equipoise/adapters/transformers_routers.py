@@ -18,7 +18,7 @@ from equipoise.adapters.transformers_model import FAMILIES, Family, Found, inspe
 from equipoise.core.errors import AdapterError
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 FORWARD_PASS = "equipoise_forward_pass"
 """The keyword argument that carries a forward pass to the layers."""

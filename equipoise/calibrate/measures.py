@@ -21,7 +21,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.expert_block import BlockOptions, Products, expert_block
 from equipoise.layer.ops import combine_rows, reorder_rows, spread_rows
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 # One layer's attention: projections and causal scores, forward and backward.
 #
@@ -173,10 +173,16 @@ KEYS = ("forward_ns", "update_ns", "even_forward_ns", "even_update_ns")
 
 
 class EmptyBank:
-    """A bank of a rank that holds no replica."""
+    """The transfers of a rank that holds no replica, outside any window."""
 
     def __init__(self, like: ExpertWeights) -> None:
-        self._empty = ExpertWeights(*(t.detach()[:0] for t in like.tensors()))
+        self._empty = like.map(lambda tensor: tensor.detach()[:0])
+
+    def wait_for(self, visit: Visit) -> None:
+        """Wait for nothing: home weights are there."""
+
+    def joined(self, visit: Visit) -> None:
+        """There are no replicas to join."""
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return zero-size tensors."""
@@ -224,8 +230,10 @@ class Cell:
 
     def forward(self, *, products: Products = "grouped") -> Tensor:
         """Run the runtime's block."""
-        options, bank = BlockOptions(products=products), EmptyBank(self.experts)
-        return expert_block(self.rows_ND, self.experts, groups=self.groups, bank=bank, visit=VISIT, options=options)
+        options, transfers = BlockOptions(products=products), EmptyBank(self.experts)
+        return expert_block(
+            self.rows_ND, self.experts, groups=self.groups, transfers=transfers, visit=VISIT, options=options
+        )
 
     def update(self, *, products: Products = "grouped") -> tuple[Tensor, ...]:
         """Forward and backward; gradients are made, not accumulated."""

@@ -1,19 +1,18 @@
-"""Experts and their optimizer state under names that no number of ranks changes: saved under one EP size, loaded
-under another, bit for bit.
+"""Checkpoints and gradient norms of experts that do not depend on the number of ranks or on placement.
 
-One entry per expert and tensor, named by the layer's module path and the expert's logical id:
+Experts are saved under one EP size and loaded under another, bit for bit. There is one entry per expert and tensor,
+named by the layer's module path and the expert's logical id:
     blocks.3.experts.17.gate_up            weights of expert 17
     blocks.3.experts.17.gate_up.exp_avg    what the optimizer keeps for them; per-parameter scalars (`step`) too
 Every rank has the entries of the experts it owns. `torch.save` them, or use `save_experts` and `load_experts`, which go
-through `torch.distributed.checkpoint`.
-
-Knows balanced layers and optimizers. Does not know plans: call it outside windows, or inside `balancer.canonical()`,
-where every owner holds its experts.
+through `torch.distributed.checkpoint`. Call these outside windows, or inside `balancer.canonical()`, where every owner
+holds its experts.
 
 Invariants (asserted by the tests):
 1. Loading what was saved gives the same bits under any number of ranks, optimizer state included.
 2. An entry that is missing or does not fit is named before anything is changed.
 3. Parameters stay the same objects.
+4. The norm has the same bits for any placement, before and after collect, on every rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +29,7 @@ from torch.optim import Optimizer
 
 from equipoise.core.errors import TrainingError, TransferError
 from equipoise.layer.experts import BalancedExperts
-from equipoise.transfer.bank import ExpertWeights
-
-# The gradient norm of experts, summed in logical order: the same bits wherever the experts were placed.
-#
-# Every expert's squared norm depends on its own gradient alone; ranks exchange these numbers and add them in the
-# order of
-# layers and expert ids. Replica gradients are not part of it: they have been added to their homes before.
-#
-# Invariants (asserted by the tests):
-# 1. The norm has the same bits for any placement, before and after collect, on every rank.
-# 2. It is the Euclidean norm over all experts of all layers, computed in float64.
+from equipoise.transfer.node import ExpertWeights
 
 
 def expert_squared_norms(gradients: ExpertWeights) -> torch.Tensor:
@@ -56,7 +45,10 @@ def expert_squared_norms(gradients: ExpertWeights) -> torch.Tensor:
 def gradient_norm(
     layers: Sequence[ExpertWeights], *, group: Any, place_LE: np.ndarray | None = None, other_squared: float = 0.0
 ) -> float:
-    """Return the norm of all experts' gradients. Every rank of `group` must call this.
+    """Return the Euclidean norm of all experts' gradients, in float64. Every rank of `group` must call this.
+
+    Every expert's squared norm depends on its own gradient alone. Ranks exchange these numbers and add them in the
+    order of layers and expert ids, so the bits do not depend on placement.
 
     Args:
         layers: per layer, this rank's gradients [home_slots, ...]

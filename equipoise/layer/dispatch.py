@@ -1,45 +1,48 @@
-"""`Dispatch`: the way of every row of one rank in one (micro-step, layer), there and back, as index tables.
+"""`Dispatch`: where every row of one rank goes in one (micro-step, layer), and back, as index tables.
 
-Knows slots and counts. Does not know hidden states or experts' weights; the only communication is one exchange of
-counts, and none where the plan knows every route. A way in two levels has a `relay` beside the direct tables.
-
-Steps:
-1. `sort_rows`: the source orders its rows by physical slot, so by (rank, local slot), then as given.
-2. Each rank learns how many rows every source has for each of its slots: `exchange_counts`, or the plan's own split.
-3. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
+1. `assign_slots`: each row gets a physical slot, as the plan's split says. Physical slots number every slot of the EP
+   group: rank * (home slots + replica slots) + local slot, home slots first, then replicas in the plan's order.
+2. `sort_rows`: the source orders its rows by physical slot, so by (rank, local slot), then as given.
+3. Each rank learns how many rows every source has for each of its slots: `exchange_counts`, or the plan's own split.
+4. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
    inside a slot sources ascend, and each source's rows keep their token order.
+Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
+a whole window, in the background. With `with_relay` tokens are sent in two levels (`relay`).
 
 Invariants (asserted by the tests):
 1. Every row is sent once and received once; place and index tables are one-to-one.
-2. An expert's rows stand in the same order whichever slot holds them, so its products do not depend on where it sits.
+2. An expert's rows are in the same order whichever slot holds it, so its products do not depend on placement.
 3. Groups start at multiples of `pad`; rows of padding are zero and reach no token.
+4. With planned routes, the prepared dispatch equals the one that the layer would make with an exchange of counts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.core.errors import InfeasiblePlanError, RoutesError
+from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
 from equipoise.core.plan import Plan
 from equipoise.layer.ops import all_to_all
-from equipoise.layer.relay import Nodes, Relay, Swap, make_relay
+from equipoise.layer.relay import NodeRanks, Relay, Swap, make_relay
 
-# `stable_order`: small integers in ascending order, equal ones as they came. Sorting is what preparing rows costs.
-#
-# Invariant (asserted by the tests): it is `torch.argsort(keys_N, stable=True)` for every bound.
-
+if TYPE_CHECKING:
+    from equipoise.layer.experts import BalancedExperts
 
 _DIGITS = 1 << 16
+BYTES_PER_ROW = 12, 8
+"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source)."""
 
 
 def stable_order(keys_N: Tensor, *, below: int) -> Tensor:
-    """[N] positions of the keys in ascending order.
+    """[N] positions of the keys in ascending order, equal keys as given: `torch.argsort(keys_N, stable=True)`, faster.
 
     Args:
         below: every key is at least 0 and below this
@@ -47,22 +50,6 @@ def stable_order(keys_N: Tensor, *, below: int) -> Tensor:
     if keys_N.device.type != "cpu" or below > _DIGITS:
         return torch.argsort(keys_N, stable=True)
     return torch.from_numpy(np.argsort(keys_N.numpy().astype(np.uint16), kind="stable"))
-
-
-# `assign_slots`: which slot computes each row. The one seam between a plan and the dispatcher.
-#
-# A *physical slot* numbers every slot of the EP group: rank * (home slots + replica slots) + local slot, home slots
-# first, then replica slots in the order of the plan's replica table.
-#
-# Steps, for the rows of one source rank in one (micro-step, layer):
-# 1. Number the rows of each expert in token order, then top-k column order.
-# 2. Holders of the expert take them in ascending rank order, each as many as the split gives it from this source.
-# 3. Rows beyond the split (routes the plan did not know) go to the expert's home.
-#
-# Invariants (asserted by the tests):
-# 1. Each row gets exactly one slot, and that slot holds the row's expert.
-# 2. Where the actual routes are the planned ones, rows per holder equal the split.
-# 3. A wrong or partial plan changes where rows go, never whether they do.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +106,9 @@ def physical_slots(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
 
 
 def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
-    """Give each row of this source a physical slot.
+    """Give each row of this source a physical slot. The one seam between a plan and the dispatch.
+
+    A wrong or partial plan changes where rows go, never whether they do.
 
     Args:
         ids_TK: [T, K] expert ids that the tokens really use
@@ -127,15 +116,22 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
 
     Returns: [T, K] int64 physical slots
     """
-    ids_N = ids_TK.reshape(-1).long()
-    _check_ids(ids_N, len(split.home_slot_E))
-    # Step 1: the key of a row is (expert, number among its expert's rows), as one integer.
+    ids_N, num_experts = ids_TK.reshape(-1).long(), len(split.home_slot_E)
+    _check_ids(ids_N, num_experts)
+    # Step 1: number the rows of each expert in token order, then top-k column order. The key of a row is (expert,
+    # number), as one integer.
     stride = ids_N.numel() + 1
-    key_N = ids_N * stride + _number_in_expert(ids_N, num_experts=len(split.home_slot_E))
-    # Step 2: the first holder whose share ends beyond the row, among the holders of the same expert.
+    order_N = stable_order(ids_N, below=num_experts)
+    sorted_N = ids_N[order_N]
+    number_N = torch.empty_like(order_N)
+    number_N[order_N] = torch.arange(ids_N.numel(), device=ids_N.device) - torch.searchsorted(sorted_N, sorted_N)
+    key_N = ids_N * stride + number_N
+    # Step 2: holders of an expert take its rows in ascending rank order, each as many as the split gives it. A row's
+    # holder is the first one of its expert whose share ends beyond the row.
     end_H = split.expert_H * stride + split.end_H.clamp(max=stride - 1)
     at_N = torch.searchsorted(end_H, key_N, right=True)
-    # Step 3: one entry past the end stands for "no holder", and leads home as every other expert's entry does.
+    # Step 3: rows beyond the split, of routes that the plan did not know, go to the expert's home. One entry past the
+    # end means "no holder".
     expert_H = torch.cat([split.expert_H, split.expert_H.new_full((1,), -1)])
     slot_H = torch.cat([split.slot_H, split.slot_H.new_full((1,), -1)])
     # Gathered, not indexed: an index of -1 would mean the last expert, and no one would notice on a device.
@@ -144,18 +140,8 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     return slot_N.view(ids_TK.shape)
 
 
-def _number_in_expert(ids_N: Tensor, *, num_experts: int) -> Tensor:
-    """[N] how many earlier rows chose the same expert."""
-    order_N = stable_order(ids_N, below=num_experts)
-    sorted_N = ids_N[order_N]
-    place_N = torch.arange(ids_N.numel(), device=ids_N.device)
-    number_N = torch.empty_like(place_N)
-    number_N[order_N] = place_N - torch.searchsorted(sorted_N, sorted_N)
-    return number_N
-
-
 def _check_ids(ids_N: Tensor, num_experts: int) -> None:
-    # A device would have to be waited for; there the gather below asserts the same range.
+    # A device would have to be waited for; there the gather above asserts the same range.
     if ids_N.is_cuda or not ids_N.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(ids_N))
@@ -180,7 +166,7 @@ class SendSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Where each local slot's rows stand in the slot-major buffer, home slots first."""
+    """Where each local slot's rows lie in the slot-major buffer, home slots first."""
 
     home_end_S: Tensor
     """[home slots] int32, where each home slot's rows end."""
@@ -199,7 +185,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """The way of every row of this rank, there and back."""
+    """Where every row of this rank goes, and back."""
 
     token_N: Tensor
     """[N] token of each row, in sending order."""
@@ -215,16 +201,75 @@ class Dispatch:
     """[buffer rows] the received row at each place; one past the last received row at a place of padding."""
     groups: Groups
     relay: Relay | None = None
-    """The way there in two levels; None: rows go directly."""
+    """The two levels in which tokens are sent; None: rows are sent directly."""
+    ids_TK: Tensor | None = None
+    """[T, K] the ids it was made for, where it was made ahead of the layer."""
 
-    def is_same_way(self, other: "Dispatch") -> bool:
-        """Whether all rows go the same way; waits for the device."""
+    def is_same(self, other: "Dispatch") -> bool:
+        """Whether all rows go to the same places; waits for the device."""
         if (self.send_R, self.receive_R) != (other.send_R, other.receive_R):
             return False
         if not torch.equal(self.index_TK, other.index_TK) or not torch.equal(self.place_N, other.place_N):
             return False
-        mine, theirs = self.relay or (), other.relay or ()
-        return all(_is_equal(one, two) for one, two in zip(mine, theirs, strict=True))
+        pairs = zip(self.relay or (), other.relay or (), strict=True)
+        return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
+
+    def packed(self, *, is_pinned: bool = False) -> "PackedDispatch":
+        """Put all tables into one array of half the bytes, for keeping on the host.
+
+        Args:
+            is_pinned: in memory from which a device copies without waiting
+        """
+        flat: list[Tensor] = []
+
+        def take(table: Tensor) -> torch.Size:
+            flat.append(table.reshape(-1).to(torch.int32))
+            return table.shape
+
+        shape = _map_tables(self, take, Tensor)
+        flat_X = torch.cat(flat)
+        return PackedDispatch(flat_X=flat_X.pin_memory() if is_pinned else flat_X, shape=shape)
+
+    def to(self, device: str) -> "Dispatch":
+        """Copy the tables to where the layer computes."""
+        return self.packed().unpack(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedDispatch:
+    """A dispatch as one array of int32, which one copy uploads to a device."""
+
+    flat_X: Tensor
+    shape: Any
+    """The dispatch with the shape of each table in the table's place."""
+
+    def unpack(self, device: str) -> Dispatch:
+        """The dispatch where the layer computes; does not wait where the array is in pinned memory."""
+        # Widened there: a copy between devices that also converts would convert first, and wait.
+        wide_X = self.flat_X.to(device, non_blocking=True).long()
+        begin = 0
+
+        def cut(shape: torch.Size) -> Tensor:
+            nonlocal begin
+            begin += shape.numel()
+            return wide_X[begin - shape.numel() : begin].view(shape)
+
+        whole: Dispatch = _map_tables(self.shape, cut, torch.Size)
+        # Grouped products want int32.
+        ends = {"home_end_S": whole.groups.home_end_S.int(), "replica_end_S": whole.groups.replica_end_S.int()}
+        return replace(whole, groups=replace(whole.groups, **ends))
+
+
+def _map_tables(tables: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """The same tables with every value of a kind changed, also inside, in a fixed order."""
+    if isinstance(tables, kind):
+        return change(tables)
+    if isinstance(tables, Relay):
+        return Relay(*(_map_tables(part, change, kind) for part in tables))
+    if isinstance(tables, Groups | Dispatch):
+        parts = {field.name: _map_tables(getattr(tables, field.name), change, kind) for field in fields(tables)}
+        return replace(tables, **parts)
+    return tables
 
 
 def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
@@ -277,129 +322,47 @@ def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: 
     end_S = length_S.cumsum(0)
     # A source's rows for a slot follow those of the sources before it.
     start_RS = (end_S - length_S) + receive_RS.cumsum(0) - receive_RS
-    # Splits are the host's business: the one place where a dispatch made in the layer waits for the device.
+    # The host needs the splits: this is the one place where a dispatch made in the layer waits for the device.
     sums = torch.cat([send.count_RS.sum(dim=1), receive_RS.sum(dim=1), end_S]).tolist()
     num_ranks = len(receive_RS)
     send_R, receive_R, end = sums[:num_ranks], sums[num_ranks : 2 * num_ranks], sums[2 * num_ranks :]
-    place_N = _places(start_RS.reshape(-1), receive_RS.reshape(-1), total=sum(receive_R))
-    return Dispatch(
-        token_N=send.token_N,
-        index_TK=send.index_TK,
-        send_R=send_R,
-        receive_R=receive_R,
-        place_N=place_N,
-        source_P=_sources(place_N, num_places=end[-1]),
-        groups=_groups(end_S, end, home_slots=home_slots),
-    )
-
-
-def _places(start_C: Tensor, length_C: Tensor, *, total: int) -> Tensor:
-    """Places of received rows: cell after cell as they arrive, each cell's rows from its start on."""
-    arrived_C = length_C.cumsum(0) - length_C
-    offset_N = torch.repeat_interleave(start_C - arrived_C, length_C, output_size=total)
-    return offset_N + torch.arange(total, device=length_C.device)
-
-
-def _sources(place_N: Tensor, *, num_places: int) -> Tensor:
-    """Received row at each place, the inverse of `place_N`."""
-    source_P = place_N.new_full((num_places,), place_N.numel())
-    source_P[place_N] = torch.arange(place_N.numel(), device=place_N.device)
-    return source_P
-
-
-def _groups(end_S: Tensor, end: list[int], *, home_slots: int) -> Groups:
-    """Groups that end at `end_S`, whose numbers the host has in `end`."""
+    # Received rows arrive cell by cell (source, slot); each cell's rows are placed from the cell's start on.
+    length_C = receive_RS.reshape(-1)
+    offset_C = start_RS.reshape(-1) - (length_C.cumsum(0) - length_C)
+    row_N = torch.arange(sum(receive_R), device=length_C.device)
+    place_N = torch.repeat_interleave(offset_C, length_C, output_size=len(row_N)) + row_N
+    source_P = place_N.new_full((end[-1],), len(row_N))
+    source_P[place_N] = row_N
     home_rows, all_rows = end[home_slots - 1], end[-1]
-    return Groups(
+    groups = Groups(
         home_end_S=end_S[:home_slots].to(torch.int32),
         replica_end_S=(end_S[home_slots:] - home_rows).to(torch.int32),
         num_home_rows=home_rows,
         num_replica_rows=all_rows - home_rows,
         num_replicas=sum(before < all_rows for before in end[home_slots - 1 : -1]),
     )
+    return Dispatch(
+        token_N=send.token_N,
+        index_TK=send.index_TK,
+        send_R=send_R,
+        receive_R=receive_R,
+        place_N=place_N,
+        source_P=source_P,
+        groups=groups,
+    )
 
 
-def _is_equal(one: Tensor | list[int], two: Tensor | list[int]) -> bool:
-    return torch.equal(one, two) if isinstance(one, Tensor) and isinstance(two, Tensor) else one == two
-
-
-# `PreparedDispatch`: a dispatch made ahead of its layer, from a plan that knows every route.
-#
-# Steps: assign slots, sort rows by them, take from the plan what others will send (`planned_counts`), build the
-# tables.
-#
-# Invariants (asserted by the tests):
-# 1. With planned routes, the prepared dispatch equals the one that the layer would make with an exchange of counts.
-# 2. Ids that make other counts than the plan's are refused, because other ranks prepare to receive the plan's.
-# 3. Packing changes no value.
-
-
-BYTES_PER_ROW = 12, 8
-"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedDispatch:
-    """A dispatch made ahead of the layer, and the ids it was made for."""
-
-    dispatch: Dispatch
-    ids_TK: Tensor
-
-    def count_mismatches(self, ids_TK: Tensor) -> Tensor:
-        """Count, on the device and without waiting, the rows whose expert is not the prepared one."""
-        return (ids_TK != self.ids_TK).sum()
-
-    def packed(self, *, is_pinned: bool = False) -> "PackedDispatch":
-        """Put all tables into one array of half the bytes, for keeping on the host.
-
-        Args:
-            is_pinned: in memory from which a device copies without waiting
-        """
-        flat: list[Tensor] = []
-
-        def take(table: Tensor) -> torch.Size:
-            flat.append(table.reshape(-1).to(torch.int32))
-            return table.shape
-
-        shape = _mapped(self, take, Tensor)
-        flat_X = torch.cat(flat)
-        return PackedDispatch(flat_X=flat_X.pin_memory() if is_pinned else flat_X, shape=shape)
-
-    def to(self, device: str) -> "PreparedDispatch":
-        """Bring the tables to where the layer computes."""
-        return self.packed().unpack(device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedDispatch:
-    """A prepared dispatch as one array of int32, which one copy brings to a device."""
-
-    flat_X: Tensor
-    shape: Any
-    """The dispatch with the shape of each table in the table's place."""
-
-    def unpack(self, device: str) -> PreparedDispatch:
-        """The dispatch where the layer computes; does not wait where the array is in pinned memory."""
-        # Widened there: a copy between devices that also converts would convert first, and wait.
-        wide_X = self.flat_X.to(device, non_blocking=True).long()
-        begin = 0
-
-        def cut(shape: torch.Size) -> Tensor:
-            nonlocal begin
-            begin += shape.numel()
-            return wide_X[begin - shape.numel() : begin].view(shape)
-
-        whole: PreparedDispatch = _mapped(self.shape, cut, torch.Size)
-        groups = whole.dispatch.groups
-        # Grouped products want int32.
-        ends = {"home_end_S": groups.home_end_S.int(), "replica_end_S": groups.replica_end_S.int()}
-        return replace(whole, dispatch=replace(whole.dispatch, groups=replace(groups, **ends)))
+def with_relay(dispatch: Dispatch, *, nodes: NodeRanks, swap: Swap) -> Dispatch:
+    """The same dispatch in two levels. Every rank must call this, in the same order of dispatches."""
+    send_R, receive_R = dispatch.send_R, dispatch.receive_R
+    relay = make_relay(dispatch.token_N, send_R=send_R, receive_R=receive_R, nodes=nodes, swap=swap)
+    return replace(dispatch, relay=relay)
 
 
 def prepare_dispatch(
     ids_TK: Tensor, split: SourceSplit, receive_RS: Tensor, *, home_slots: int, pad: int = 1
-) -> PreparedDispatch:
-    """Make a whole dispatch ahead of its layer, without communication. Needs all routes of all sources to be planned.
+) -> Dispatch:
+    """Make a dispatch ahead of its layer, without communication. Needs all routes of all sources to be planned.
 
     Args:
         ids_TK: [T, K] the ids this rank will replay
@@ -408,33 +371,39 @@ def prepare_dispatch(
     """
     num_ranks, width = receive_RS.shape
     send = sort_rows(assign_slots(ids_TK, split), num_ranks=num_ranks, width=width)
-    _check_planned(send.count_RS, split)
-    dispatch = build_dispatch(send, receive_RS, home_slots=home_slots, pad=pad)
-    return PreparedDispatch(dispatch=dispatch, ids_TK=ids_TK)
+    planned_RS = torch.zeros_like(send.count_RS)
+    planned_RS.view(-1).index_add_(0, split.slot_H, split.rows_H)
+    wrong = (planned_RS != send.count_RS).nonzero()
+    if len(wrong):
+        # Other ranks prepare to receive the plan's counts.
+        rank, slot = wrong[0].tolist()
+        raise RoutesError(
+            f"slot {slot} of rank {rank} gets {int(send.count_RS[rank, slot])} rows from these ids, but the plan says "
+            f"{int(planned_RS[rank, slot])}; prepare with the ids that were counted, or let the layer exchange counts"
+        )
+    return replace(build_dispatch(send, receive_RS, home_slots=home_slots, pad=pad), ids_TK=ids_TK)
 
 
-def prepare_entry(ids_TK: Tensor, plan: Plan, entry: tuple[int, int], *, rank: int, pad: int = 1) -> PreparedDispatch:
-    """Make the dispatch of one (micro-step, layer) as `rank` sees it."""
-    check_covered(plan)
-    split = SourceSplit.of(plan, *entry, source=rank, device=str(ids_TK.device))
-    receive_RS = planned_counts(plan, *entry, rank=rank)
-    return prepare_dispatch(ids_TK, split, receive_RS, home_slots=plan.home_slots, pad=pad)
+def prepare_entry(
+    ids_TK: Tensor, plan: Plan, entry: tuple[int, int], *, rank: int, pad: int = 1, swap: Swap | None = None
+) -> Dispatch:
+    """Make the dispatch of one (micro-step, layer) as `rank` sees it.
 
-
-def with_relay(way: Dispatch, *, nodes: Nodes, swap: Swap) -> Dispatch:
-    """The same dispatch in two levels. Every rank must call this, in the same order of dispatches."""
-    given: dict[str, Any] = {"send_R": way.send_R, "receive_R": way.receive_R, "nodes": nodes, "swap": swap}
-    return replace(way, relay=make_relay(way.token_N, **given))
-
-
-def check_covered(plan: Plan) -> None:
-    """Refuse a plan that does not know every route of every rank."""
+    Args:
+        swap: exchanges integers with the other ranks, for a dispatch in two levels; None: a direct one
+    """
     coverage_MLR = plan.loads.coverage_MLR
     if coverage_MLR is not None and not (coverage_MLR == 1).all():
         raise InfeasiblePlanError(
             f"a dispatch can be prepared only where every route is known; coverage is down to "
             f"{float(coverage_MLR.min()):.3f}: let the layer exchange counts"
         )
+    split = SourceSplit.of(plan, *entry, source=rank, device=str(ids_TK.device))
+    receive_RS = planned_counts(plan, *entry, rank=rank)
+    dispatch = prepare_dispatch(ids_TK, split, receive_RS, home_slots=plan.home_slots, pad=pad)
+    if swap is None:
+        return dispatch
+    return with_relay(dispatch, nodes=NodeRanks(tuple(plan.cluster.node_R), rank), swap=swap)
 
 
 def prepared_bytes(plan: Plan) -> int:
@@ -444,95 +413,103 @@ def prepared_bytes(plan: Plan) -> int:
     return int((sent_bytes * sent_R + received_bytes * received_R).max())
 
 
-def _check_planned(count_RS: Tensor, split: SourceSplit) -> None:
-    planned_RS = torch.zeros_like(count_RS)
-    planned_RS.view(-1).index_add_(0, split.slot_H, split.rows_H)
-    wrong = (planned_RS != count_RS).nonzero()
-    if len(wrong):
-        rank, slot = wrong[0].tolist()
-        raise RoutesError(
-            f"slot {slot} of rank {rank} gets {int(count_RS[rank, slot])} rows from these ids, but the plan says "
-            f"{int(planned_RS[rank, slot])}; prepare with the ids that were counted, or let the layer exchange counts"
-        )
-
-
-def _mapped(tables: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """The same tables with every value of a kind changed, also inside, in a fixed order."""
-    if isinstance(tables, kind):
-        return change(tables)
-    if isinstance(tables, Relay):
-        return Relay(*(_mapped(part, change, kind) for part in tables))
-    if isinstance(tables, Groups | Dispatch | PreparedDispatch):
-        parts = {field.name: _mapped(getattr(tables, field.name), change, kind) for field in fields(tables)}
-        return replace(tables, **parts)
-    return tables
-
-
-# `Uploader`: dispatches made ahead, brought from the host to where layers compute, one entry before it is asked for.
-#
-# Invariants (asserted by the tests):
-# 1. What is brought is what was made, in any order of asking.
-
-
-Entry = tuple[int, int]
-"""(micro-step, layer)."""
-
-
-class Ways(Protocol):
-    """Dispatches of a window, made in the background."""
-
-    def take(self, micro_step: int, layer: int) -> PackedDispatch:
-        """Return one entry's dispatch; waits until it is made."""
-        ...
-
-    def is_made(self, micro_step: int, layer: int) -> bool:
-        """Whether `take` would return at once."""
-        ...
-
-
 class _Upload(NamedTuple):
-    entry: Entry
-    prepared: PreparedDispatch
+    entry: tuple[int, int]
+    dispatch: Dispatch
     is_there: torch.cuda.Event
 
 
-class Uploader:
-    """Brings the dispatches of one window to one device."""
+class WindowDispatches:
+    """The dispatches of one rank in one window: made in the background, and uploaded one entry ahead."""
 
-    def __init__(self, ways: Ways, plan: Plan) -> None:
-        order = list(forward_entries(plan))
-        self._ways, self._after = ways, dict(pairwise(order))
+    def __init__(self, routes: Sequence[Sequence[Any]], *, timeout_s: float) -> None:
+        """Take the routes that will be replayed; they are read until all dispatches are made.
+
+        Args:
+            routes: routes[m][l] are [T, K] ids, all known
+            timeout_s: bound on waiting for one dispatch
+        """
+        self._routes, self._timeout_s = routes, timeout_s
+        entries = [(m, layer) for m, by_layer in enumerate(routes) for layer in range(len(by_layer))]
+        self._made: dict[tuple[int, int], Future[PackedDispatch]] = {entry: Future() for entry in entries}
+        self._after: dict[tuple[int, int], tuple[int, int]] = {}
         self._stream: torch.cuda.Stream | None = None
         self._ahead: _Upload | None = None
 
-    def bring(self, entry: Entry, *, device: str) -> PreparedDispatch:
-        """Return an entry's dispatch on `device`, and start the next one on its way."""
+    def make(self, plan: Plan, layers: "Sequence[BalancedExperts]", *, swap: Swap) -> None:
+        """Make all dispatches, in the background thread of every rank, in the order in which layers run forward.
+
+        Args:
+            layers: by layer index
+            swap: exchanges integers with the other ranks' background threads
+        """
+        order = list(forward_entries(plan))
+        self._after = dict(pairwise(order))
+        for micro_step, layer in order:
+            future = self._made[micro_step, layer]
+            if not future.set_running_or_notify_cancel():
+                break
+            try:
+                ids_TK = torch.from_numpy(np.asarray(self._routes[micro_step][layer]).astype(np.int64))
+                dispatch = layers[layer].prepare(ids_TK, micro_step, plan=plan, swap=swap)
+                future.set_result(dispatch.packed(is_pinned=layers[layer].gate_up.is_cuda))
+            except Exception as error:  # noqa: BLE001  # raised where the entry is asked for, whatever it is
+                future.set_exception(error)
+                break
+        self.close()
+
+    def take(self, micro_step: int, layer: int) -> PackedDispatch:
+        """Return one entry's dispatch; waits until it is made."""
+        if (micro_step, layer) not in self._made:
+            raise InfeasiblePlanError(
+                f"no routes were submitted for micro-step {micro_step}, layer index {layer}; the window has "
+                f"{len(self._routes)} micro-steps"
+            )
+        try:
+            with torch.profiler.record_function("equipoise.take_dispatch"):
+                return self._made[micro_step, layer].result(self._timeout_s)
+        except (FutureTimeoutError, CancelledError) as error:
+            raise TransferError(
+                f"no dispatch for micro-step {micro_step}, layer index {layer} within {self._timeout_s:g} s: preparing "
+                "it hangs, ended with an earlier entry's error, or the window is over"
+            ) from error
+
+    def is_made(self, micro_step: int, layer: int) -> bool:
+        """Whether `take` would return at once."""
+        future = self._made[micro_step, layer]
+        return future.done() and not future.cancelled()
+
+    def upload(self, micro_step: int, layer: int, *, device: str) -> Dispatch:
+        """Return one entry's dispatch on `device`, and start to upload the next one."""
+        entry = (micro_step, layer)
         if not device.startswith("cuda"):
-            return self._ways.take(*entry).unpack(device)
+            return self.take(*entry).unpack(device)
         ahead, self._ahead = self._ahead, None
-        upload = ahead if ahead is not None and ahead.entry == entry else self._start(entry, device)
+        upload = ahead if ahead is not None and ahead.entry == entry else self._start_upload(entry, device)
         after = self._after.get(entry)
-        if after is not None and self._ways.is_made(*after):
-            self._ahead = self._start(after, device)
-        return self._arrived(upload)
-
-    def _start(self, entry: Entry, device: str) -> _Upload:
-        self._stream = self._stream or torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            return _Upload(entry, self._ways.take(*entry).unpack(device), self._stream.record_event())
-
-    def _arrived(self, upload: _Upload) -> PreparedDispatch:
-        """Let the layer's stream wait for the copy, and keep the memory until that stream is through with it."""
-        dispatch = upload.prepared.dispatch
+        if after is not None and self.is_made(*after):
+            self._ahead = self._start_upload(after, device)
+        # The layer's stream waits for the copy, and keeps the memory until it has used it. All tables but the groups'
+        # ends are parts of one array.
+        dispatch = upload.dispatch
         current = torch.cuda.current_stream(dispatch.index_TK.device)
         current.wait_event(upload.is_there)
-        # All tables but the groups' ends are parts of one array.
         for tensor in (dispatch.index_TK, dispatch.groups.home_end_S, dispatch.groups.replica_end_S):
             tensor.record_stream(current)
-        return upload.prepared
+        return dispatch
+
+    def close(self) -> None:
+        """Make no more, and end every wait for what is not made."""
+        for future in self._made.values():
+            future.cancel()
+
+    def _start_upload(self, entry: tuple[int, int], device: str) -> _Upload:
+        self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            return _Upload(entry, self.take(*entry).unpack(device), self._stream.record_event())
 
 
-def forward_entries(plan: Plan) -> Iterator[Entry]:
+def forward_entries(plan: Plan) -> Iterator[tuple[int, int]]:
     """(micro-step, layer) in the order in which layers run forward."""
     itinerary = plan.itinerary
     if itinerary is None:

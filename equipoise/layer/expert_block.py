@@ -1,12 +1,10 @@
 """The experts' two products over home and replica slots, forward beside backward.
 
-Knows rows that stand slot by slot, weights and a bank. Does not know where rows come from.
-
-Where home and replica weights are separate tensors, each product is two grouped calls; where the bank joins them
-(`bank.JoiningBank`), one call covers both, and only the weight gradients are two. Replica weights are no autograd
-input: forward and backward each ask the bank for their own visit, because a buffer may hold something else in between;
-the backward hands in their gradients. The op saves the same number of tensors on every rank, whatever its rows:
-a rank that saved less would leave recomputation with early stop at another place than the others, and hang them.
+Where home and replica weights are separate tensors, each product is two grouped calls; where they are joined in an
+arena, one call covers both, and only the weight gradients are two. Replica weights are no autograd input: forward and
+backward each ask for their own visit, because a buffer may hold something else in between; the backward hands in their
+gradients. The op saves the same number of tensors on every rank, whatever its rows: a rank that saved less would leave
+recomputation with early stop at another place than the others, and hang them.
 
 `grouped_mm` wants strides of whole 16 bytes and contiguous operands; a call without rows or slots is left out.
 
@@ -26,16 +24,13 @@ from torch.utils.module_tracker import ModuleTracker
 from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.ops import fused_for
-from equipoise.transfer.bank import ExpertWeights, JoiningBank, MovingBank, ReplicaBank
-
-# The activations between an expert's two products, forward beside backward.
-#
-# - `swiglu`: gate is the first half, up the second; silu(gate) * up. (Qwen3, DeepSeek, GLM, Mixtral, OLMoE)
-# - `gpt_oss`: gate and up alternate; both are clamped at 7, gate from above only, then (up + 1) * gate *
-#   sigmoid(1.702 * gate). (gpt-oss, as in transformers' `GptOssExperts`)
-
+from equipoise.transfer.engine import Transfers
+from equipoise.transfer.node import ExpertWeights
 
 Activation = Literal["swiglu", "gpt_oss"]
+"""`swiglu`: gate is the first half, up the second; silu(gate) * up. (Qwen3, DeepSeek, GLM, Mixtral, OLMoE)
+`gpt_oss`: gate and up alternate; both are clamped at 7, gate from above only, then (up + 1) * gate * sigmoid(1.702 *
+gate). (gpt-oss, as in transformers' `GptOssExperts`)"""
 
 LIMIT = 7.0
 SLOPE = 1.702
@@ -106,19 +101,19 @@ class BlockOptions:
 
 
 def expert_block(
-    rows_ND: Tensor, home: ExpertWeights, *, groups: Groups, bank: ReplicaBank, visit: Visit, options: BlockOptions
+    rows_ND: Tensor, home: ExpertWeights, *, groups: Groups, transfers: Transfers, visit: Visit, options: BlockOptions
 ) -> Tensor:
     """Apply each slot's expert to the slot's rows.
 
     Args:
         rows_ND: [N, D] rows slot by slot, home slots first, as `groups` says
         home: this rank's home weights, as they entered the layer
-        bank: brings the replica weights and takes their gradients
-        visit: the layer's turn in forward
+        transfers: provides the replica weights and takes their gradients
+        visit: of the forward
 
     Returns: [N, D]
     """
-    return _ExpertBlock.apply(rows_ND, groups, bank, visit, options, *home)
+    return _ExpertBlock.apply(rows_ND, groups, transfers, visit, options, *home)
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -127,14 +122,15 @@ class _ExpertBlock(torch.autograd.Function):
         ctx: Any,
         rows_ND: Tensor,
         groups: Groups,
-        bank: ReplicaBank,
+        transfers: Transfers,
         visit: Visit,
         options: BlockOptions,
         *tensors: Tensor | None,
     ) -> Tensor:
-        await_home(bank, _visit_now(visit))
-        home, joined = ExpertWeights(*tensors), joined_weights(bank, _visit_now(visit))
-        ctx.groups, ctx.bank, ctx.visit, ctx.options = groups, bank, visit, options
+        now, home = _visit_now(visit), ExpertWeights(*tensors)
+        transfers.wait_for(now)
+        joined = transfers.joined(now)
+        ctx.groups, ctx.transfers, ctx.visit, ctx.options = groups, transfers, visit, options
         if joined is not None:
             out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options)
             # As many tensors as where they are apart, for the reason above.
@@ -143,7 +139,7 @@ class _ExpertBlock(torch.autograd.Function):
         home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
         out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
         # Asked for only now: the home part gives a late pull more time.
-        replica = bank.weights(_visit_now(visit))
+        replica = transfers.weights(now)
         out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, _held_ends(groups, replica), options)
         ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
         return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
@@ -153,13 +149,13 @@ class _ExpertBlock(torch.autograd.Function):
         rows_ND, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
         groups, visit, grad_ND = ctx.groups, ctx.visit._replace(phase="backward"), grad_ND.contiguous()
         has_training = any(ctx.needs_input_grad[5:])
-        await_home(ctx.bank, visit)
-        joined = joined_weights(ctx.bank, visit)
+        ctx.transfers.wait_for(visit)
+        joined = ctx.transfers.joined(visit)
         if joined is not None:
             part = _Part(rows_ND, pre_home_NF, joined, _joined_ends(groups, joined))
             grad_rows_ND, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
             return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
-        replica = ctx.bank.weights(visit)
+        replica = ctx.transfers.weights(visit)
         sizes = [groups.num_home_rows, groups.num_replica_rows]
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
@@ -168,7 +164,7 @@ class _ExpertBlock(torch.autograd.Function):
         # Replicas first: their gradients travel while the home part computes.
         rows_replica_ND, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
         if returned is not None:
-            ctx.bank.hand_in(visit.micro_step, visit.layer, returned)
+            ctx.transfers.hand_in(visit.micro_step, visit.layer, returned)
         rows_home_ND, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
         grad_rows_ND = torch.cat([rows_home_ND, rows_replica_ND]) if groups.num_replica_rows else rows_home_ND
         return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
@@ -188,28 +184,17 @@ def _visit_now(visit: Visit) -> Visit:
     return visit._replace(phase="backward") if _TRACKER.is_bw else visit
 
 
-def await_home(bank: ReplicaBank, visit: Visit) -> None:
-    """Wait for the home weights, where the bank brings them."""
-    if isinstance(bank, MovingBank):
-        bank.await_home(visit)
-
-
-def joined_weights(bank: ReplicaBank, visit: Visit) -> ExpertWeights | None:
-    """Home and replica weights in one, where the bank has them so."""
-    return bank.joined(visit) if isinstance(bank, JoiningBank) else None
-
-
 def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
     """Group ends of home slots and of the replica slots in use."""
     held = joined.num_slots - groups.home_end_S.numel()
-    assert held >= groups.num_replicas, "rows for replicas that the bank does not have"
+    assert held >= groups.num_replicas, "rows for replicas that were not pulled"
     return torch.cat([groups.home_end_S, groups.replica_end_S[:held] + groups.num_home_rows])
 
 
 def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
     """Group ends of the replica slots in use; the rest of the slots are empty."""
     # Rows past the last group's end would be left uninitialised by grouped_mm.
-    assert replica.num_slots >= groups.num_replicas, "rows for replicas that the bank does not have"
+    assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
     return groups.replica_end_S[: replica.num_slots]
 
 
@@ -245,7 +230,7 @@ def _apply_backward(
 def _backward_joined(
     ctx: Any, grad_ND: Tensor, part: _Part, *, has_training: bool
 ) -> tuple[Tensor, ExpertWeights | None]:
-    """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are there."""
+    """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are computed."""
     groups, options = ctx.groups, ctx.options
     grad_pre_NF, own = _grad_pre(grad_ND, part, options), None
     if has_training:
@@ -254,7 +239,7 @@ def _backward_joined(
         cut, ends = groups.num_home_rows, groups.replica_end_S[: part.weights.num_slots - home_slots]
         # Apart, because a gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
         returned = _weight_gradients(_Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
-        ctx.bank.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
+        ctx.transfers.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
         own = _weight_gradients(_Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
     return _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), own
 

@@ -1,13 +1,10 @@
 """`BalancedExperts`: the routed experts of one MoE layer under expert parallelism, as a plan says.
 
-Knows the order of the ops and nothing of what they do inside. Does not know routers, attention or frameworks.
-
 Steps of a forward:
-1. Home weights enter (`home`), best before the layer's attention: `enter`.
-2. Rows get slots (`assign`) and their way (`dispatch`); where the window has it made ahead, there is nothing to do.
-3. Tokens spread into rows (`spread`), rows travel (`exchange`; or both in `two_level`) and are put slot by slot
-   (`reorder`).
-4. Experts compute (`expert_block`); rows travel back and combine into tokens (`combine`).
+1. Home weights enter the graph, best before the layer's attention (`enter`).
+2. The rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of counts.
+3. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot.
+4. Experts compute (`expert_block`); rows are sent back and combined into tokens.
 
 Invariants (asserted by the tests):
 1. Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
@@ -31,10 +28,8 @@ from equipoise.core.errors import InfeasiblePlanError, RoutesError, TopologyErro
 from equipoise.core.plan import Plan, Visit
 from equipoise.layer.dispatch import (
     Dispatch,
-    PreparedDispatch,
     SourceSplit,
-    Uploader,
-    Ways,
+    WindowDispatches,
     assign_slots,
     build_dispatch,
     exchange_counts,
@@ -43,7 +38,7 @@ from equipoise.layer.dispatch import (
     sort_rows,
     with_relay,
 )
-from equipoise.layer.expert_block import Activation, BlockOptions, Products, apply_experts, expert_block
+from equipoise.layer.expert_block import BlockOptions, apply_experts, expert_block
 from equipoise.layer.ops import (
     CombineOrder,
     all_to_all,
@@ -54,22 +49,24 @@ from equipoise.layer.ops import (
     reorder_rows,
     spread_rows,
 )
-from equipoise.layer.relay import DirectWay, Nodes, send_by_relay
-from equipoise.transfer.bank import ExpertWeights, ReplicaBank
+from equipoise.layer.relay import DirectDispatch, NodeRanks, Swap, send_by_relay
+from equipoise.transfer.engine import Transfers
+from equipoise.transfer.node import ExpertWeights
 
-# `Traffic`: the rows that reached one rank in a window, entry by entry, and the bytes it sent for them.
-#
-# A token sent is counted on its way there, in forward; outputs and gradients come back row by row either way.
-#
-# Invariants (asserted by the tests):
-# 1. Where all routes are the planned ones, `arrived_ML` is the plan's load of this rank.
-# 2. In two levels, `two_level across` is never more than `direct across`.
+DETERMINISTIC_PAD = 96
+"""Rows that groups are filled up to. Products in fp32 on CPU give a row other bits where a block of rows is not full;
+blocks differ with the processor's instructions and the experts' shape, and 96 fills those of AVX-512 and of AVX2."""
+SIZES = (1, 2, 3, 5, 9, 17, 33)
+"""Group sizes that `check_row_bits` tries, in multiples of the padding."""
 
 
-class Traffic:
-    """What the layers of one rank sent and received in one window."""
+class RowTraffic:
+    """Rows that reached one rank in a window, entry by entry, and the bytes it sent for them.
 
-    def __init__(self, shape_ML: tuple[int, int], nodes: Nodes) -> None:
+    Tokens are counted where they are sent in forward; outputs and gradients return row by row either way.
+    """
+
+    def __init__(self, shape_ML: tuple[int, int], nodes: NodeRanks) -> None:
         others = [rank for rank in range(len(nodes.node_R)) if rank != nodes.rank]
         self._tiers = {
             "across": [rank for rank in others if not nodes.is_near(rank)],
@@ -80,43 +77,38 @@ class Traffic:
         self.bytes: Counter[str] = Counter()
         """Sent by this rank: `direct` and, where rows go in two levels, `two_level`; `across` and `inside` nodes."""
 
-    def note(self, micro_step: int, layer: int, way: Dispatch, *, row_bytes: int) -> None:
+    def note(self, visit: Visit, dispatch: Dispatch, *, row_bytes: int) -> None:
         """Count one layer's rows; a recomputed layer counts its bytes again."""
-        self.arrived_ML[micro_step, layer] = sum(way.receive_R)
-        self._add("direct", way.send_R, row_bytes)
-        if way.relay is not None:
-            self._add("two_level", way.relay.copies_R, row_bytes)
-            self._add("two_level", way.relay.inner_send_R, row_bytes)
-
-    def _add(self, name: str, sent_R: list[int], row_bytes: int) -> None:
-        for tier, ranks in self._tiers.items():
-            self.bytes[f"{name} {tier}"] += row_bytes * sum(sent_R[rank] for rank in ranks)
-
-
-# `Window`: one plan as one rank executes it, entry by entry, keyed by (micro-step, layer).
+        self.arrived_ML[visit.micro_step, visit.layer] = sum(dispatch.receive_R)
+        sent = [("direct", dispatch.send_R)]
+        if dispatch.relay is not None:
+            sent += [("two_level", dispatch.relay.copies_R), ("two_level", dispatch.relay.inner_send_R)]
+        for name, rows_R in sent:
+            for tier, ranks in self._tiers.items():
+                self.bytes[f"{name} {tier}"] += row_bytes * sum(rows_R[rank] for rank in ranks)
 
 
 class Window:
-    """What the layers of one rank need of a plan. Shared by all of them."""
+    """One plan as one rank executes it. Shared by all layers of the rank."""
 
-    def __init__(self, plan: Plan, *, rank: int, bank: ReplicaBank, ways: Ways | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, rank: int, transfers: Transfers, dispatches: WindowDispatches | None = None
+    ) -> None:
         """Take a plan into execution.
 
         Args:
             rank: this process's rank in the EP group
-            bank: moves the replicas of this plan
-            ways: the dispatches of all entries, on every rank or on none; None: layers make them, exchanging counts
+            transfers: moves the experts of this plan
+            dispatches: of all entries, on every rank or on none; None: layers make them, exchanging counts
         """
         if plan.persistent:
             raise InfeasiblePlanError(
                 f"policy {plan.policy!r} keeps replicas for the whole window; the runtime executes plans whose "
                 "replicas live for one micro-step"
             )
-        self.plan, self.rank, self.bank = plan, rank, bank
-        self.width = slots_per_rank(plan)
-        self.nodes = Nodes(tuple(plan.cluster.node_R), rank)
-        self.traffic = Traffic((plan.loads.num_micro_steps, plan.loads.num_layers), self.nodes)
-        self._uploader = None if ways is None else Uploader(ways, plan)
+        self.plan, self.rank, self.transfers, self.dispatches = plan, rank, transfers, dispatches
+        self.nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
+        self.traffic = RowTraffic((plan.loads.num_micro_steps, plan.loads.num_layers), self.nodes)
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
@@ -126,68 +118,15 @@ class Window:
             self._splits[key] = SourceSplit.of(self.plan, micro_step, layer, source=self.rank, device=device)
         return self._splits[key]
 
-    def prepared(self, micro_step: int, layer: int, *, device: str) -> PreparedDispatch | None:
-        """One entry's dispatch where the layer computes, if dispatches are made ahead."""
-        return None if self._uploader is None else self._uploader.bring((micro_step, layer), device=device)
-
-
-# The start-up check of the deterministic mode: does this machine give a row the same bits in every group?
-#
-# The mode promises that replicas do not change an output. That holds where a padded group's size and place do not
-# change
-# a row's products. This file tries it on the model's own shapes and refuses the mode where it fails. It proves nothing
-# about sizes it did not try.
-#
-# Invariant (asserted by the tests): a backend whose bits depend on the group's size is refused.
-
-
-SIZES = (1, 2, 3, 5, 9, 17, 33)
-"""Group sizes tried, in multiples of the padding."""
-
-
-def check_row_bits(weights: ExpertWeights, *, pad: int, options: BlockOptions, seed: int = 0) -> None:
-    """Raise if a row's output depends on its group, for groups filled to a multiple of `pad` rows.
-
-    Args:
-        weights: home weights of one layer; the first expert is used
-    """
-    one = ExpertWeights(*(None if tensor is None else tensor.detach()[:1] for tensor in weights))
-    total = pad * sum(SIZES)
-    make = torch.Generator().manual_seed(seed)
-    rows_ND = torch.randn((total, one.down_SDF.shape[1]), generator=make).to(one.down_SDF)
-    together_ND = _outputs(rows_ND, one, [total], options)
-    apart_ND = _outputs(rows_ND, one, [pad * size for size in SIZES], options)
-    differing = (together_ND != apart_ND).any(dim=1).nonzero().flatten()
-    if len(differing):
-        raise TopologyError(
-            f"the deterministic mode cannot be kept on {rows_ND.device} in {rows_ND.dtype} for hidden "
-            f"{rows_ND.shape[1]} and expert width {one.down_SDF.shape[2]}: {len(differing)} of {total} rows have other "
-            f"bits in smaller groups; turn the mode off or pad to more than {pad} rows"
-        )
-
-
-def _outputs(rows_ND: Tensor, one: ExpertWeights, lengths: list[int], options: BlockOptions) -> Tensor:
-    """The same expert in as many slots as there are groups."""
-    slots = ExpertWeights(*(None if t is None else t.expand(len(lengths), *t.shape[1:]).contiguous() for t in one))
-    end_S = torch.tensor(lengths, device=rows_ND.device).cumsum(0).to(torch.int32)
-    return apply_experts(rows_ND, slots, end_S, options)[0]
-
-
-DETERMINISTIC_PAD = 96
-"""Rows that groups are filled up to. Products in fp32 on CPU give a row other bits where a block of rows is not full;
-blocks differ with the processor's instructions and the experts' shape, and 96 fills those of AVX-512 and of AVX2."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOptions:
+class LayerOptions(BlockOptions):
     """How a layer computes; the same for all layers of a model."""
 
-    activation: Activation = "swiglu"
     combine_order: CombineOrder = "top_k"
     """`top_k`: transformers and this package; `expert`: Megatron."""
     is_deterministic: bool = False
     """Pad groups so that an output's bits do not depend on replicas; refused where that does not suffice."""
-    products: Products = "grouped"
     dispatch: Literal["direct", "two_level"] = "direct"
     """`direct` sends a token once for each of its experts; `two_level` once to each node, and then inside it."""
     is_checked: bool = False
@@ -197,11 +136,6 @@ class LayerOptions:
     def pad(self) -> int:
         """Groups are filled to a multiple of this many rows."""
         return DETERMINISTIC_PAD if self.is_deterministic else 1
-
-    @property
-    def block(self) -> BlockOptions:
-        """The part that concerns the experts' products."""
-        return BlockOptions(activation=self.activation, products=self.products)
 
 
 class BalancedExperts(nn.Module):
@@ -225,9 +159,15 @@ class BalancedExperts(nn.Module):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         device = None if home.gate_up_SFD.is_meta else home.gate_up_SFD.device
         self.register_buffer("mismatches", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
-        _check_strides(home, layer=layer, products=self.options.products)
+        _, hidden, width = home.down_SDF.shape
+        step = 16 // home.down_SDF.element_size()
+        if self.options.products == "grouped" and (width % step or hidden % step):
+            raise TopologyError(
+                f"layer index {layer}: grouped products need hidden and expert width in multiples of {step} for "
+                f"{home.down_SDF.dtype}, got {hidden} and {width}; use products='loop'"
+            )
         if self.options.is_deterministic and not home.gate_up_SFD.is_meta:
-            check_row_bits(home, pad=self.options.pad, options=self.options.block)
+            check_row_bits(home, pad=self.options.pad, options=self.options)
 
     @property
     def home(self) -> ExpertWeights:
@@ -245,7 +185,7 @@ class BalancedExperts(nn.Module):
 
     def enter(self, visit: Visit) -> ExpertWeights:
         """Let the home weights into the graph; call before the layer's attention and give the result to `forward`."""
-        return enter_home(self.home, self._window_of(visit).bank, visit)
+        return enter_home(self.home, self._window_of(visit).transfers, visit)
 
     def forward(
         self,
@@ -255,7 +195,7 @@ class BalancedExperts(nn.Module):
         visit: Visit,
         *,
         home: ExpertWeights | None = None,
-        prepared: PreparedDispatch | None = None,
+        prepared: Dispatch | None = None,
     ) -> Tensor:
         """Apply the routed experts; all ranks of the EP group must call, also without tokens.
 
@@ -263,32 +203,56 @@ class BalancedExperts(nn.Module):
             hidden_TD: [T, D] hidden states of this rank's tokens
             ids_TK: [T, K] the experts they use, replayed or freshly routed
             gates_TK: [T, K] their weights
-            visit: the layer's turn, captured outside any checkpointed function
+            visit: of the forward, captured outside any checkpointed function
             home: what `enter` returned; entered here if left out
             prepared: this entry's dispatch, made ahead for `ids_TK`; left out, the window's own, and where it has none
                 the dispatch is made here, with an exchange of counts
 
         Returns: [T, D]
         """
+        # Step 1: home weights.
         window = self._window_of(visit)
         home = home or self.enter(visit)
+        # Step 2: where each row goes.
         ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
-        way = self._way(ids_TK, visit, prepared)
-        window.traffic.note(*entry_of(visit), way, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
-        received_ND = self._send(hidden_TD, way)
-        buffer_PD = reorder_rows(received_ND, there_P=way.source_P, back_N=way.place_N)
+        if prepared is None and window.dispatches is not None:
+            prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(ids_TK.device))
+        if prepared is not None:
+            self._check_prepared(prepared, ids_TK, visit)
+        dispatch = prepared or self._make_dispatch(ids_TK, visit)
+        window.traffic.note(visit, dispatch, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
+        # Step 3: tokens, as rows, to the ranks that compute them, slot by slot.
+        send_R, receive_R = dispatch.send_R, dispatch.receive_R
+        if dispatch.relay is None:
+            rows_ND = spread_rows(hidden_TD, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
+            received_ND = exchange_rows(rows_ND, send_R=send_R, receive_R=receive_R, group=self.group)
+        else:
+            direct = DirectDispatch(dispatch.index_TK, send_R, receive_R)
+            received_ND = send_by_relay(hidden_TD, dispatch.relay, direct=direct, group=self.group)
+        rows_PD = reorder_rows(received_ND, there_P=dispatch.source_P, back_N=dispatch.place_N)
+        # Step 4: experts compute, rows return to their sources and are combined.
         out_PD = expert_block(
-            buffer_PD, home, groups=way.groups, bank=window.bank, visit=visit, options=self.options.block
+            rows_PD, home, groups=dispatch.groups, transfers=window.transfers, visit=visit, options=self.options
         )
-        out_ND = reorder_rows(out_PD, there_P=way.place_N, back_N=way.source_P)
-        returned_ND = exchange_rows(out_ND, send_R=way.receive_R, receive_R=way.send_R, group=self.group)
-        return combine_rows(returned_ND, gates_TK, index_TK=way.index_TK)
+        out_ND = reorder_rows(out_PD, there_P=dispatch.place_N, back_N=dispatch.source_P)
+        returned_ND = exchange_rows(out_ND, send_R=receive_R, receive_R=send_R, group=self.group)
+        return combine_rows(returned_ND, gates_TK, index_TK=dispatch.index_TK)
 
-    def prepare(self, ids_TK: Tensor, micro_step: int) -> PreparedDispatch:
-        """Make a direct dispatch of one micro-step ahead of its turn, on the ids' device, without communication."""
-        window = self._window_of(Visit(micro_step, "forward", self.layer))
+    def prepare(
+        self, ids_TK: Tensor, micro_step: int, *, plan: Plan | None = None, swap: Swap | None = None
+    ) -> Dispatch:
+        """Make the dispatch of one micro-step ahead of its visit, on the ids' device.
+
+        Args:
+            plan: to follow, if not the window's
+            swap: exchanges integers with the other ranks, for a dispatch in two levels; without it the dispatch is
+                direct, and nothing is communicated
+        """
+        plan = plan or self._window_of(Visit(micro_step, "forward", self.layer)).plan
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=self.options.combine_order)
-        return prepare_entry(ids_TK, window.plan, (micro_step, self.layer), rank=window.rank, pad=self.options.pad)
+        swap = swap if self.options.dispatch == "two_level" else None
+        entry = (micro_step, self.layer)
+        return prepare_entry(ids_TK, plan, entry, rank=self.group.rank(), pad=self.options.pad, swap=swap)
 
     def check_matched(self) -> None:
         """Raise if any row since the last check did not follow its prepared route; call before the optimizer runs."""
@@ -300,42 +264,32 @@ class BalancedExperts(nn.Module):
                 "gradients and replay the recorded routes, or run without prepared dispatch"
             )
 
-    def _way(self, ids_TK: Tensor, visit: Visit, given: PreparedDispatch | None) -> Dispatch:
-        """The way of the rows: given, made ahead by the window, or made here."""
-        prepared = given or self._window_of(visit).prepared(*entry_of(visit), device=str(ids_TK.device))
-        return self._dispatch(ids_TK, visit) if prepared is None else self._matched(prepared, ids_TK, visit)
-
-    def _dispatch(self, ids_TK: Tensor, visit: Visit) -> Dispatch:
+    def _make_dispatch(self, ids_TK: Tensor, visit: Visit) -> Dispatch:
+        """Make the dispatch of a visit with an exchange of counts. Every rank must call this."""
         window = self._window_of(visit)
-        slots_TK = assign_slots(ids_TK, window.split(*entry_of(visit), device=str(ids_TK.device)))
-        send = sort_rows(slots_TK, num_ranks=self.group.size(), width=window.width)
+        plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
+        send = sort_rows(assign_slots(ids_TK, split), num_ranks=self.group.size(), width=slots_per_rank(plan))
         receive_RS = exchange_counts(send.count_RS, self.group)
-        way = build_dispatch(send, receive_RS, home_slots=window.plan.home_slots, pad=self.options.pad)
+        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.options.pad)
         if self.options.dispatch == "direct":
-            return way
-        return with_relay(way, nodes=window.nodes, swap=partial(all_to_all, group=self.group))
+            return dispatch
+        return with_relay(dispatch, nodes=window.nodes, swap=partial(all_to_all, group=self.group))
 
-    def _send(self, hidden_TD: Tensor, way: Dispatch) -> Tensor:
-        """Bring tokens, as rows, to the ranks that compute them."""
-        if way.relay is None:
-            rows_ND = spread_rows(hidden_TD, token_N=way.token_N, index_TK=way.index_TK)
-            return exchange_rows(rows_ND, send_R=way.send_R, receive_R=way.receive_R, group=self.group)
-        direct = DirectWay(way.index_TK, way.send_R, way.receive_R)
-        return send_by_relay(hidden_TD, way.relay, direct=direct, group=self.group)
-
-    def _matched(self, prepared: PreparedDispatch, ids_TK: Tensor, visit: Visit) -> Dispatch:
-        if prepared.ids_TK.shape != ids_TK.shape:
+    def _check_prepared(self, prepared: Dispatch, ids_TK: Tensor, visit: Visit) -> None:
+        """Count rows whose expert is not the prepared one; in checked mode compare with exchanged counts."""
+        if prepared.ids_TK is None or prepared.ids_TK.shape != ids_TK.shape:
+            given = None if prepared.ids_TK is None else list(prepared.ids_TK.shape)
             raise RoutesError(
-                f"layer index {self.layer}: {list(ids_TK.shape)} ids came to a dispatch prepared for "
-                f"{list(prepared.ids_TK.shape)}; prepare it for this micro-step's tokens"
+                f"layer index {self.layer}: {list(ids_TK.shape)} ids came to a dispatch prepared for {given}; prepare "
+                "it for this micro-step's tokens"
             )
-        self.mismatches += prepared.count_mismatches(ids_TK)
-        if self.options.is_checked and not prepared.dispatch.is_same_way(self._dispatch(ids_TK, visit)):
+        # On the device, without waiting: `check_matched` reads the sum.
+        self.mismatches += (ids_TK != prepared.ids_TK).sum()
+        if self.options.is_checked and not prepared.is_same(self._make_dispatch(ids_TK, visit)):
             raise RoutesError(
                 f"layer index {self.layer}, micro-step {visit.micro_step}: the prepared dispatch is not the one that "
                 "exchanged counts give; some rank replays other routes than the plan counted"
             )
-        return prepared.dispatch
 
     def _window_of(self, visit: Visit) -> Window:
         if visit.layer != self.layer:
@@ -345,16 +299,30 @@ class BalancedExperts(nn.Module):
         return self.window
 
 
-def entry_of(visit: Visit) -> tuple[int, int]:
-    """The (micro-step, layer) of a visit, by which windows keep what belongs to it."""
-    return visit.micro_step, visit.layer
+def check_row_bits(weights: ExpertWeights, *, pad: int, options: BlockOptions, seed: int = 0) -> None:
+    """Raise if a row's output depends on its group, for groups filled to a multiple of `pad` rows.
 
+    The deterministic mode promises that replicas do not change an output. That holds where a padded group's size and
+    place do not change a row's products. This tries it on the model's own shapes; it proves nothing about others.
 
-def _check_strides(home: ExpertWeights, *, layer: int, products: Products) -> None:
-    width, hidden = home.down_SDF.shape[2], home.down_SDF.shape[1]
-    step = 16 // home.down_SDF.element_size()
-    if products == "grouped" and (width % step or hidden % step):
+    Args:
+        weights: home weights of one layer; the first expert is used
+    """
+    one = weights.map(lambda tensor: tensor.detach()[:1])
+    total = pad * sum(SIZES)
+    make = torch.Generator().manual_seed(seed)
+    rows_ND = torch.randn((total, one.down_SDF.shape[1]), generator=make).to(one.down_SDF)
+
+    def outputs(lengths: list[int]) -> Tensor:
+        """The same expert in as many slots as there are groups."""
+        slots = one.map(lambda tensor: tensor.expand(len(lengths), *tensor.shape[1:]).contiguous())
+        end_S = torch.tensor(lengths, device=rows_ND.device).cumsum(0).to(torch.int32)
+        return apply_experts(rows_ND, slots, end_S, options)[0]
+
+    differing = (outputs([total]) != outputs([pad * size for size in SIZES])).any(dim=1).nonzero().flatten()
+    if len(differing):
         raise TopologyError(
-            f"layer index {layer}: grouped products need hidden and expert width in multiples of {step} for "
-            f"{home.down_SDF.dtype}, got {hidden} and {width}; use products='loop'"
+            f"the deterministic mode cannot be kept on {rows_ND.device} in {rows_ND.dtype} for hidden "
+            f"{rows_ND.shape[1]} and expert width {one.down_SDF.shape[2]}: {len(differing)} of {total} rows have other "
+            f"bits in smaller groups; turn the mode off or pad to more than {pad} rows"
         )

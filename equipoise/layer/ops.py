@@ -1,14 +1,15 @@
-"""The node through which home weights enter a layer, and at which the gradients of their replicas come home.
+"""The autograd ops of a balanced layer: enter home weights, spread tokens, exchange, reorder and combine rows.
 
-It changes no value. Create it *before* the layer's attention: autograd runs nodes created later first, so its backward
-comes after the attention's, and a return hides behind that. Hooks and reducers on the parameters see a complete
-gradient.
+Each op is a typed function, and a `torch.autograd.Function` with forward beside backward. On a CUDA device with Triton
+sums run as fused kernels (`triton_ops`), elsewhere in plain torch.
 
 Invariants (asserted by the tests):
-1. Its backward runs after the backward of everything created between it and the experts, plain and checkpointed.
-2. It waits for returns on every rank, whatever the rank's rows and replicas.
-3. A gradient that the engine of autograd holds elsewhere too, or that overlaps itself, is not changed in place. A hook
-   that keeps the gradient of an entered weight sees returns added to it later.
+1. The bits of a token's output, of its gates' gradients and of its own gradient depend on its rows alone, not on where
+   they were computed or in which order they were sent: columns are added one after the other, first to last.
+2. Rows arrive by source, and each row's gradient returns to it. A rank that is gone ends the others with a
+   `TransferError`, not a hang.
+3. The backward of `enter_home` runs after the backward of everything created between it and the experts, plain and
+   checkpointed, and waits for returns on every rank, whatever the rank's rows and replicas.
 """
 
 from functools import cache
@@ -22,15 +23,11 @@ from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Visit
-from equipoise.transfer.bank import ExpertWeights, ReplicaBank
-
-# Which kernels stand between the products: fused ones where Triton can compile them, plain torch elsewhere.
-#
-# The one place of that choice. Does not know what the kernels compute.
-
+from equipoise.transfer.engine import Transfers
+from equipoise.transfer.node import ExpertWeights
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Float32 sums would be a loss for float64."""
+"""Fused kernels sum in float32, which would be a loss for float64."""
 
 
 def fused_for(*tensors: Tensor) -> ModuleType | None:
@@ -49,20 +46,8 @@ def _fused() -> ModuleType | None:
     return triton_ops
 
 
-# Rows to tokens: the k contributions of a token, each times its gate, added column by column.
-#
-# The order of addition is the order of columns: top-k order as routed, or ascending expert id once `order_columns` has
-# sorted them (Megatron's order). Sums are kept in the wider of the two dtypes: give float32 gates for float32 sums.
-# On a
-# CUDA device with Triton (`kernels`) they are float32 at least.
-#
-# Invariants (asserted by the tests):
-# 1. The bits of a token's output and of its gates' gradients depend on its rows alone, not on where they were
-# computed.
-# 2. Columns are added one after the other, first to last.
-
-
 CombineOrder = Literal["top_k", "expert"]
+"""Order in which a token's contributions are added: as routed, or by ascending expert id (Megatron)."""
 
 
 def order_columns(ids_TK: Tensor, gates_TK: Tensor, *, order: CombineOrder) -> tuple[Tensor, Tensor]:
@@ -77,7 +62,9 @@ def order_columns(ids_TK: Tensor, gates_TK: Tensor, *, order: CombineOrder) -> t
 
 
 def combine_rows(rows_ND: Tensor, gates_TK: Tensor, *, index_TK: Tensor) -> Tensor:
-    """Add each token's rows, weighted by its gates.
+    """Add each token's rows, weighted by its gates, column by column.
+
+    Sums are kept in the wider of the two dtypes: give float32 gates for float32 sums.
 
     Args:
         rows_ND: [N, D] experts' outputs, in sending order
@@ -124,15 +111,8 @@ class _Combine(torch.autograd.Function):
         return grad_rows_ND, grad_gates_TK, None
 
 
-# Tokens to rows: each token once for each of its experts, in sending order. The mirror of `combine`.
-#
-# Invariant (asserted by the tests): a token's gradient is the sum of its rows' gradients in column order, so its bits
-# do
-# not depend on the sending order. Indexing's own backward would add them as they come.
-
-
 def spread_rows(hidden_TD: Tensor, *, token_N: Tensor, index_TK: Tensor) -> Tensor:
-    """Copy tokens into rows.
+    """Copy each token once for each of its experts, in sending order. The mirror of `combine_rows`.
 
     Args:
         token_N: [N] token of each row, in sending order
@@ -152,14 +132,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
         (index_TK,) = ctx.saved_tensors
+        # Indexing's own backward would add the rows in sending order, and a token's bits would depend on it.
         return add_columns(grad_ND, index_TK), None, None
-
-
-# All-to-all of rows as an autograd op: uneven splits, zero rows included; backward is the way back.
-#
-# Invariants (asserted by the tests):
-# 1. Rows come by source, and each row's gradient returns to it.
-# 2. A rank that is gone ends the others with a `TransferError`, not a hang.
 
 
 def exchange_rows(rows_ND: Tensor, *, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -181,12 +155,12 @@ def exchange_rows(rows_ND: Tensor, *, send_R: list[int], receive_R: list[int], g
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way_back = (receive_R, send_R, group)
+        ctx.back = (receive_R, send_R, group)
         return all_to_all(rows_ND, send_R, receive_R, group)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad_ND, *ctx.way_back), None, None, None
+        return all_to_all(grad_ND, *ctx.back), None, None, None
 
 
 def all_to_all(rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -202,19 +176,12 @@ def all_to_all(rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: 
     return received_ND
 
 
-# Rows in another order, forward beside backward; both are gathers, since an order and its inverse are at hand.
-#
-# Indexing's own backward scatters, which costs several times as much on a GPU.
-#
-# Invariant (asserted by the tests): values and gradients equal those of plain indexing, padding included.
-
-
 def reorder_rows(rows_ND: Tensor, *, there_P: Tensor, back_N: Tensor) -> Tensor:
     """Put rows in another order, with rows of zeros where the order has more places than there are rows.
 
     Args:
-        there_P: [P] the row that comes to each place; N, one past the last, for a row of zeros
-        back_N: [N] the place each row comes to
+        there_P: [P] the row at each place; N, one past the last, for a row of zeros
+        back_N: [N] the place of each row
 
     Returns: [P, D]
     """
@@ -230,6 +197,7 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
         (back_N,) = ctx.saved_tensors
+        # A gather by the inverse order: indexing's own backward scatters, which costs several times as much on a GPU.
         return _gather(grad_PD, back_N), None, None
 
 
@@ -240,33 +208,37 @@ def _gather(rows_ND: Tensor, index_P: Tensor) -> Tensor:
     return rows_ND.index_select(0, index_P)
 
 
-def enter_home(home: ExpertWeights, bank: ReplicaBank, visit: Visit) -> ExpertWeights:
-    """Return the home weights as the layer shall use them; call before the layer's attention.
+def enter_home(home: ExpertWeights, transfers: Transfers, visit: Visit) -> ExpertWeights:
+    """Let the home weights into the graph, unchanged; the gradients of their replicas are added in its backward.
+
+    Call it *before* the layer's attention: autograd runs nodes created later first, so its backward runs after the
+    attention's, and the wait for returned gradients hides behind that. Hooks and reducers on the parameters see a
+    complete gradient. A hook that keeps the gradient of an entered weight sees returns added to it later.
 
     Args:
         home: this rank's home weights of the layer
-        bank: where the gradients of their replicas return to
-        visit: the layer's turn; its phase does not matter
+        transfers: returns the gradients of their replicas
+        visit: of the layer; its phase does not matter
     """
-    entered = iter(_EnterHome.apply(bank, visit, *home.tensors()))
-    return ExpertWeights(*(None if tensor is None else next(entered) for tensor in home))
+    entered = iter(_EnterHome.apply(transfers, visit, *home.tensors()))
+    return home.map(lambda _: next(entered))
 
 
 class _EnterHome(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bank: ReplicaBank, visit: Visit, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.bank, ctx.visit = bank, visit
+    def forward(ctx: Any, transfers: Transfers, visit: Visit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfers, ctx.visit = transfers, visit
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # The experts' own backward made these gradients, so mostly no one else holds them and adding in place is safe.
-        own = tuple(_own(gradient) for gradient in gradients)
-        ctx.bank.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*own))
+        own = tuple(_unshared(gradient) for gradient in gradients)
+        ctx.transfers.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*own))
         return None, None, *own
 
 
-def _own(gradient: Tensor) -> Tensor:
+def _unshared(gradient: Tensor) -> Tensor:
     """The gradient, or a copy where it is shared or overlaps itself."""
     is_shared = gradient._use_count() > 1 or not gradient.is_contiguous()
     return gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient

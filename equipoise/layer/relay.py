@@ -1,16 +1,16 @@
-"""`Relay`: the way of tokens in two levels: across to each node once, then inside the node, as index tables.
+"""The two-level dispatch: a token is sent to each node once, then passed on inside the node.
 
     level 1   a source sends one copy of a token to each node that computes rows of it: to its relay there
     level 2   the relay makes the rows out of the copies and passes them on inside its node
 
 The relay of a source in a node is the rank with the source's place in that node; in its own node it is the source.
-
-Knows rows in sending order, splits and nodes. Does not know slots, experts or hidden states.
+Only tokens are sent in two levels. Outputs, and the gradients of both directions, are sent row by row: a relay that
+added them up would add in another order than the direct dispatch does, and change their bits.
 
 Invariants (asserted by the tests):
-1. Passed on and put in order, the rows are those that the direct dispatch would deliver, in its order.
+1. Received rows, outputs and input gradients have the bits of the direct dispatch, on any nodes, also without tokens.
 2. A token crosses to another node at most once; inside a node every row moves at most once.
-3. All ranks communicate in the same order, whatever their tokens.
+3. All ranks communicate in the same order, whatever their tokens: twice in forward, once in backward.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Swap = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 class Relay(NamedTuple):
-    """The two-level way of one rank's tokens, and of those it passes on for others."""
+    """Tables of one rank's tokens in two levels, and of those that it passes on for others."""
 
     token_C: Tensor
     """[C] token of each copy, in sending order."""
@@ -45,7 +45,7 @@ class Relay(NamedTuple):
     """[received rows] the row, as received, at each place of the direct dispatch's order."""
 
 
-class Nodes(NamedTuple):
+class NodeRanks(NamedTuple):
     """The ranks of an EP group on their nodes, seen from one of them."""
 
     node_R: tuple[int, ...]
@@ -58,12 +58,12 @@ class Nodes(NamedTuple):
 
     @property
     def relay_R(self) -> list[int]:
-        """[R] where this rank sends what each rank shall get."""
+        """[R] the rank to which this rank sends the copies for each rank."""
         return [self.relay(self.rank, target) for target in range(len(self.node_R))]
 
     @property
     def server_R(self) -> list[int]:
-        """[R] from whom this rank gets what each source sends."""
+        """[R] the rank from which this rank gets the rows of each source."""
         return [self.relay(source, self.rank) for source in range(len(self.node_R))]
 
     def is_near(self, rank: int) -> bool:
@@ -74,8 +74,8 @@ class Nodes(NamedTuple):
         return [other for other, node in enumerate(self.node_R) if node == self.node_R[rank]]
 
 
-def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], nodes: Nodes, swap: Swap) -> Relay:
-    """Find the two-level way of rows whose direct way is known. Every rank must call this.
+def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], nodes: NodeRanks, swap: Swap) -> Relay:
+    """Make the two-level tables of rows whose direct dispatch is known. Every rank must call this.
 
     Args:
         token_N: [N] token of each row, in sending order
@@ -86,7 +86,7 @@ def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], node
     ranks, ones_R, device = range(len(send_R)), [1] * len(send_R), token_N.device
     token_C, copies_R, copy_N = _copies(token_N, send_R, nodes)
     header_RX = torch.tensor([[copies_R[r], *_rows_by(r, send_R, nodes)] for r in ranks], device=device)
-    # What relays must know: copies to come from each source, rows to make for each rank, and of which copy each is.
+    # Relays must know how many copies each source sends, how many rows to make for each rank, and of which copy.
     headers_RX = swap(header_RX, ones_R, ones_R).cpu()
     arriving_R, rows_RR = headers_RX[:, 0], headers_RX[:, 1:]
     sent_R = header_RX[:, 1:].sum(dim=1).tolist()
@@ -102,7 +102,7 @@ def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], node
     )
 
 
-def _copies(token_N: Tensor, send_R: list[int], nodes: Nodes) -> tuple[Tensor, list[int], Tensor]:
+def _copies(token_N: Tensor, send_R: list[int], nodes: NodeRanks) -> tuple[Tensor, list[int], Tensor]:
     """One copy per token and relay: their tokens and number for each rank, and the copy of each row, by relay.
 
     A row names its copy by its number among the copies for the same relay.
@@ -114,11 +114,11 @@ def _copies(token_N: Tensor, send_R: list[int], nodes: Nodes) -> tuple[Tensor, l
     key_C, copy_N = torch.unique(relay_N * stride + token_N, return_inverse=True)
     copies_R = torch.bincount(key_C // stride, minlength=len(send_R))
     copy_N = copy_N - (copies_R.cumsum(0) - copies_R)[relay_N]
-    # Rows of one relay keep their order: by target, and for each as the target shall get them.
+    # Rows of one relay keep their order: by target, and for each target as it receives them.
     return key_C % stride, copies_R.tolist(), copy_N[torch.argsort(relay_N, stable=True)]
 
 
-def _rows_by(relay: int, send_R: list[int], nodes: Nodes) -> list[int]:
+def _rows_by(relay: int, send_R: list[int], nodes: NodeRanks) -> list[int]:
     """[R] rows that `relay` has to pass on for this rank."""
     return [rows if via == relay else 0 for rows, via in zip(send_R, nodes.relay_R, strict=True)]
 
@@ -129,7 +129,7 @@ def _sums_by(rows_R: list[int], key_R: list[int]) -> list[int]:
 
 
 def _by_target(made_N: Tensor, rows_RR: Tensor, arriving_R: Tensor) -> Tensor:
-    """The copy of each row, target by target and for each source by source, out of lists that came by source."""
+    """The copy of each row, target by target and for each source by source, from lists ordered by source."""
     sources, targets = rows_RR.shape
     source_N = torch.repeat_interleave(torch.arange(sources, device=made_N.device), rows_RR.sum(dim=1))
     at_N = made_N + (arriving_R.cumsum(0) - arriving_R)[source_N]
@@ -149,19 +149,8 @@ def _direct_order(receive_R: Tensor, server_R: Tensor) -> Tensor:
     return offset_N + torch.arange(len(offset_N), device=receive_R.device)
 
 
-# Tokens to rows at the ranks that compute them, in two levels: across to each node once, then inside the node.
-#
-# Only this way has two levels. Outputs, and the gradients of both ways, travel row by row: a relay that added them up
-# would add in another order than the direct dispatch does, and change their bits.
-#
-# Invariants (asserted by the tests):
-# 1. Received rows, outputs and input gradients have the bits of the direct dispatch, on any nodes, also without
-# tokens.
-# 2. It communicates in the same order on every rank: twice in forward, once in backward.
-
-
-class DirectWay(NamedTuple):
-    """The direct dispatch of the same rows, which their gradients take back."""
+class DirectDispatch(NamedTuple):
+    """The direct dispatch of the same rows, by which their gradients return."""
 
     index_TK: Tensor
     """[T, K] place of each row in sending order."""
@@ -169,8 +158,8 @@ class DirectWay(NamedTuple):
     receive_R: list[int]
 
 
-def send_by_relay(hidden_TD: Tensor, relay: Relay, *, direct: DirectWay, group: dist.ProcessGroup) -> Tensor:
-    """Bring tokens to the ranks that compute them; all ranks must call, also without tokens.
+def send_by_relay(hidden_TD: Tensor, relay: Relay, *, direct: DirectDispatch, group: dist.ProcessGroup) -> Tensor:
+    """Send tokens to the ranks that compute them; all ranks must call, also without tokens.
 
     Returns: [sum(direct.receive_R), D] rows from rank 0, then rank 1, ...
     """
@@ -179,9 +168,9 @@ def send_by_relay(hidden_TD: Tensor, relay: Relay, *, direct: DirectWay, group: 
 
 class _SendByRelay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, relay: Relay, direct: DirectWay, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, relay: Relay, direct: DirectDispatch, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(direct.index_TK)
-        ctx.way_back = (direct.receive_R, direct.send_R, group)
+        ctx.back = (direct.receive_R, direct.send_R, group)
         copies_CD = hidden_TD.index_select(0, relay.token_C)
         arrived_CD = all_to_all(copies_CD, relay.copies_R, relay.arriving_R, group)
         passed_ND = arrived_CD.index_select(0, relay.copy_N)
@@ -191,4 +180,4 @@ class _SendByRelay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
         (index_TK,) = ctx.saved_tensors
-        return add_columns(all_to_all(grad_ND, *ctx.way_back), index_TK), None, None, None
+        return add_columns(all_to_all(grad_ND, *ctx.back), index_TK), None, None, None

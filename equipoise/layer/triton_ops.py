@@ -1,8 +1,7 @@
 """Triton kernels for what the layer does between its products on a CUDA device: each reads and writes rows once.
 
-Knows shapes, tables and floats. Does not know slots, ranks or autograd: `combine` and `activation` own the meaning of
-these functions, hold them in plain torch beside, and choose. The plain versions take one kernel per column or factor,
-and memory traffic is what such work costs.
+`ops` and `expert_block` hold the plain torch versions and choose. The plain versions take one kernel per column or
+factor, and memory traffic is what such work costs.
 
 Products and sums are in float32 whatever the dtype of the rows, and rounded once.
 

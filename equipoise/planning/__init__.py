@@ -4,6 +4,5 @@ rows.py        the rows one rank sends, counted from the routes it replays; all 
 background.py  BackgroundPlanner: exchange rows, plan shares, assemble, compare digests, one window after another
 worker.py      PlanWorker: the planning process, which holds numba so that training processes need not
 server.py      PlanServer: what runs in that process; the only file here that imports the planner
-dispatches.py  the dispatches of a window, made ahead where all ranks know all their routes
 report.py      what a plan promised for one window and what the window moved
 """

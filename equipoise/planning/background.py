@@ -8,88 +8,24 @@ Steps of a window, in one background thread per rank, in the order in which wind
 5. Make the window's dispatches ahead where all ranks know all their routes.
 """
 
-import pickle
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from equipoise.core import Cluster, EquipoiseError, InfeasiblePlanError, LoadMatrix, ModelShape, Plan, TransferError
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Bytes, ReplicaTable, Seconds
+from equipoise.layer.dispatch import WindowDispatches, prepared_bytes
 from equipoise.layer.experts import BalancedExperts
-from equipoise.planning.dispatches import WindowDispatches, why_exchanged
 from equipoise.planning.rows import RankRows, WindowRoutes, join_rows
 from equipoise.planning.worker import PlanWorker
-from equipoise.transfer.waits import connect, leave
-
-_POLL_S = 0.002
-
-
-class PlanGroup:
-    """A gloo group that only planning uses, so that its thread can communicate while training computes."""
-
-    def __init__(self, group: Any, *, timeout_s: float) -> None:
-        """Connect the ranks of `group`, which must be able to move CPU tensors. Every rank must call this.
-
-        Args:
-            timeout_s: bound on connecting and on every exchange
-        """
-        self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
-        self._is_closing = threading.Event()
-        self._gloo = connect(group, timeout_s=timeout_s)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order. Every rank must call this."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._named_errors():
-            self._finish(self._gloo.allgather(lengths, torch.tensor([mine.numel()])))
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: mine.numel()] = mine
-            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            self._finish(self._gloo.allgather(parts, padded))
-        return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
-
-    def swap(self, rows_NX: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
-        """Send rows to every rank and return the received ones, source by source. Every rank must call this."""
-        received_NX = rows_NX.new_empty((sum(receive_R), *rows_NX.shape[1:]))
-        with self._named_errors():
-            self._finish(self._gloo.alltoall_base(received_NX, rows_NX.contiguous(), receive_R, send_R))
-        return received_NX
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except TransferError:
-            raise
-        except RuntimeError as error:
-            raise TransferError(
-                f"rank {self.rank}: planning could not exchange with the other {self.size - 1} ranks within "
-                f"{self.timeout_s:g} s; look for a rank that ended or did not submit this window: {error}"
-            ) from error
-
-    def _finish(self, work: Any) -> None:
-        while not work.is_completed():
-            if self._is_closing.wait(_POLL_S):
-                # Other ranks may never join this exchange, so the group is left behind with it.
-                leave(self._gloo, [work])
-                raise TransferError(f"rank {self.rank}: closed while it waited for other ranks to submit a window")
-        work.wait()
-
-    def close(self) -> None:
-        """End an exchange that waits for other ranks, and join no further one."""
-        self._is_closing.set()
+from equipoise.transfer.waits import OwnGroup, all_or_none
 
 
 class Planned(NamedTuple):
@@ -126,7 +62,7 @@ class BackgroundPlanner:
             worker: a process to plan in, left running on close; an own one by default
         """
         self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
-        self._group = PlanGroup(group, timeout_s=options.planning_timeout_s)
+        self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         # Start the process after the ranks are connected: a failure to connect then leaves no process behind.
         self._owns_worker = worker is None
         self._worker = PlanWorker() if worker is None else worker
@@ -219,21 +155,41 @@ class BackgroundPlanner:
     def _prepare(self, planned: Future[Planned]) -> None:
         # Step 5: make all dispatches, on every rank or on none.
         if planned.exception() is None and (dispatches := planned.result().dispatches) is not None:
-            dispatches.make(planned.result().plan, self._layers, rank=self._group.rank, swap=self._group.swap)
+            dispatches.make(planned.result().plan, self._layers, swap=self._group.swap)
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank and return all results, or raise on every rank what failed on one."""
+
+        def named() -> Any:
+            try:
+                return work()
+            except EquipoiseError as error:
+                raise InfeasiblePlanError(f"could not plan: {error}") from error
+
         try:
-            mine = (True, work())
-        except EquipoiseError as error:
-            mine = (False, str(error))
-        answers = self._group.gather(mine)
-        for rank, (is_good, value) in enumerate(answers):
-            if not is_good:
-                # Some servers may have planned this window and some not. All start afresh, so that plans stay equal.
-                self._is_open = False
-                raise InfeasiblePlanError(f"rank {rank} could not plan: {value}")
-        return [value for _, value in answers]
+            return all_or_none(named, self._group.gather)
+        except InfeasiblePlanError:
+            # Some servers may have planned this window and some not. All start afresh, so that plans stay equal.
+            self._is_open = False
+            raise
+
+
+def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions) -> str:
+    """Return why layers must exchange counts in this window; empty where dispatches are made ahead.
+
+    All ranks decide alike, from what they know of each other: a layer that exchanges counts needs every rank.
+    """
+    if not options.is_prepared:
+        return "not asked for"
+    for rank, rows in enumerate(rows_R):
+        if not rows.has_ids:
+            return f"rank {rank} gave counted rows, not routes"
+        if rows.coverage_ML is not None:
+            return f"rank {rank} knows {float(rows.coverage_ML.mean()):.1%} of its routes"
+    needed = prepared_bytes(plan)
+    if needed > options.prepared_bytes:
+        return f"{needed:,} bytes of tables are over prepared_bytes={options.prepared_bytes:,}"
+    return ""
 
 
 def owners_plan(micro_steps: int, *, cluster: Cluster, model: ModelShape) -> Plan:

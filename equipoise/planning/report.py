@@ -10,7 +10,7 @@ from equipoise.layer.experts import Window
 from equipoise.planning.background import Planned
 from equipoise.transfer.waits import Counters
 
-_COUNTS = ("pulls", "returns", "publishes", "collects", "on_demand", "shifted")
+_COUNTS = ("pulls", "returns", "publishes", "collects", "on_demand")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class WindowReport:
     waited_s: float
     """Seconds that training waited for the plan."""
     counts: Mapping[str, int]
-    """Pulls, returns, publishes, collects, on-demand visits and pulls shifted to another path, of this rank."""
+    """Pulls, returns, publishes, collects and on-demand visits of this rank."""
     bytes: Mapping[str, int]
     """Bytes that reached this rank, by path."""
     exposed_s: Mapping[str, float]

@@ -43,7 +43,7 @@ from equipoise.rl.config import Mode, TrainConfig
 from equipoise.rl.launch import Event, Show
 from equipoise.rl.layout import Layout, build_cluster, gather_objects, sum_over
 from equipoise.rl.model import packed_inputs
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 
 class Part(NamedTuple):

@@ -2,13 +2,12 @@
 
     engine.py         TransferEngine: windows and versions; publishes and collects layers, the story of a transfer
     edges.py          publish to homes and collect to owners: moves experts between slots, all or none
-    pulls.py          fills replica buffers ahead of the visits that use them
-    copies.py         several copies in one launch; triton_copies.py is the kernel for CUDA devices
+    pulls.py          fills replica buffers ahead of the visits that use them; triton_copies.py is a kernel for that
     returns.py        replica gradients on their way home
     host_store.py     all experts in host memory, with versions, and what refreshes it
-    node.py           the memory that the ranks of a node share, its layout and its replica buffers
+    node.py           ExpertWeights, and the memory that the ranks of a node share for them
     pages.py          memory that several processes map; cuda_pages.py is the same on CUDA devices
-    waits.py          watchdog, streams, counters, and the group that transfers agree over
+    waits.py          watchdog, streams, counters, and agreement between ranks: `OwnGroup`, `all_or_none`
 
 This room imports torch and `core`, never the planner, routes or a framework.
 """

@@ -1,10 +1,8 @@
 """`CudaPager`: pages in the memory of a CUDA device, mapped where they are needed, exported by file descriptor.
 
-The one file that calls CUDA's virtual memory management, through `cuda.bindings.driver`. Such memory has no CUDA IPC
-handle; it is created exportable, and a peer that was handed its descriptor maps the same pages: its own device then
-reads them over NVLink, or directly where both processes share a device. `copies` calls the same driver.
-
-Knows the driver's calls. Does not know experts or ranks. Needs the package cuda-python.
+The one file that calls CUDA's virtual memory management, through `cuda.bindings.driver` (package cuda-python). Such
+memory has no CUDA IPC handle; it is created exportable, and a peer that was handed its descriptor maps the same pages:
+its own device then reads them over NVLink, or directly where both processes share a device.
 
 Invariants (asserted by the tests on a GPU): those of `pages`.
 """
@@ -126,7 +124,7 @@ def _unmap(driver: Any, whole: tuple[int, int], mapped: list[tuple[int, int]], d
 
 
 def load_driver() -> Any:
-    """Return `cuda.bindings.driver`, or raise with the way to get it."""
+    """Return `cuda.bindings.driver`, or raise with how to install it."""
     try:
         from cuda.bindings import driver
     except ModuleNotFoundError as error:

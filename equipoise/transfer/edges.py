@@ -1,18 +1,18 @@
-"""`WindowEdges`: experts change place between owners and homes where a window begins and ends, a layer at a time.
+"""`WindowEdges`: experts change slots between owners and homes where a window begins and ends, a layer at a time.
 
-Publish brings weights from owners to homes; collect brings accumulated gradients from homes to owners, and the weights
-where the parameter is its own master. Between the two, `canonical` lends the weights back to their owners.
+Publish moves weights from owners to homes; collect moves accumulated gradients from homes to owners, and the weights
+where the parameter is its own master. In between, `canonical` lends the weights back to their owners.
 
-Knows placements, and which layers are where. Does not know how experts travel (`relocate`), when a layer's turn is
-(`passage`), nor replicas: whoever calls makes sure nobody pulls.
+Home slots are a permutation of owned slots, so experts move in place (`Relocator`), in three steps:
+1. Stage: copy what leaves to the own outbox, receive what other nodes send into a buffer. No slot is written.
+2. Agree: all ranks compare the relocation's number, its moves and its bytes, once everything has arrived.
+3. Write: everything is now in memory that a failing rank cannot take away, so each rank only copies.
 
 Invariants (asserted by the tests):
 1. `end` after `begin` gives every owner its weights back bit for bit, and its experts' gradients in place, whatever was
-   published and collected in between.
-2. Parameters and existing gradient tensors stay the same objects.
-3. Gradients from before the window are kept: what the window adds comes on top of them.
-4. Inside `canonical` every owner holds its own experts; afterwards the homes do again, with what was written.
-5. A gradient that changes after it was collected, and before the window ends, is noticed by name.
+   published and collected in between; gradients from before the window are kept.
+2. A layer moves as a whole or not at all: a rank that fails before step 3 leaves the slots of all ranks untouched.
+3. A gradient that changes after it was collected, and before the window ends, is noticed by name.
 """
 
 import hashlib
@@ -24,35 +24,17 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.copies import Copier, Copy, PlainCopies
-from equipoise.transfer.node import NodeMemory, allocate_experts
+from equipoise.transfer.node import ExpertWeights, NodeMemory, allocate_experts, copy_expert
 from equipoise.transfer.waits import WRITTEN, Message, Transfer
-
-# `Relocator`: experts change slots in place, within and across nodes, a layer at a time and as a whole.
-#
-# Home slots are a permutation of owned slots, so no new parameters and no second copy of a model are needed. Inside a
-# node experts pass through the outboxes in memory that its ranks have mapped, across nodes by point-to-point between
-# buffers of one layer on the CPU.
-#
-# Steps of a relocation, called by all ranks of the group with the same moves:
-# 1. Stage: copy what leaves to the own outbox; receive what comes from other nodes into the buffer. No slot is
-# written.
-#    Wait until the device has done so.
-# 2. Agree: all ranks compare the relocation's number, its moves and its bytes; nobody agrees before all has arrived.
-# 3. Write: everything is now in memory that a failing rank cannot take away, so each rank only copies.
-#
-# Invariants (asserted by the tests):
-# 1. Every moved expert arrives bit for bit, every other slot keeps its bits, tensors stay the same objects.
-# 2. A layer moves as a whole or not at all: a rank that fails before step 3 leaves the slots of all ranks untouched.
-# 3. Every wait is bounded; an error names rank, layer, expert and path.
-
 
 EdgeKind = Literal["publish", "collect"]
 
+GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
+"""Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
+
 
 class Move(NamedTuple):
-    """One expert's way from a slot of a rank to a slot of a rank."""
+    """One expert's move from a slot of a rank to a slot of a rank."""
 
     expert: int
     source: int
@@ -61,7 +43,7 @@ class Move(NamedTuple):
     target_slot: int
 
     def back(self) -> "Move":
-        """The same way in the other direction."""
+        """The same move in the other direction."""
         return Move(self.expert, self.target, self.target_slot, self.source, self.source_slot)
 
 
@@ -73,59 +55,71 @@ def owner_to_home(plan: Plan, layer: int) -> list[Move]:
     return [move for move in moves if move[1:3] != move[3:5]]
 
 
+def digest_moves(moves: Sequence[Sequence[Move]]) -> int:
+    """62 bits of a hash, so that the number and its negative fit 64."""
+    return int.from_bytes(hashlib.sha256(repr([list(m) for m in moves]).encode()).digest()[:8], "big") >> 2
+
+
 class Relocator:
-    """Carries out moves on the tensors of one EP group."""
+    """Carries out moves on the tensors of one EP group.
+
+    Inside a node experts pass through the outboxes, which its ranks have mapped; across nodes they are sent between
+    buffers of one layer on the CPU.
+    """
 
     def __init__(self, node: NodeMemory) -> None:
-        """Allocate the buffer for what comes from other nodes, where there are any; on the CPU, as gloo wants it."""
-        self._node = node
-        self._number = int(node.words[node.rank][WRITTEN])
-        self._buffers = self._receive_buffers()
+        """Allocate the buffers for what other nodes send, where there are any; on the CPU, as gloo needs it."""
+        self._node, layout = node, node.layout
+        self._number = int(node.cells[node.rank][WRITTEN])
+        slots = 0 if len(set(node.node_R)) == 1 else layout.home_slots
+        self._buffers = {dtype: allocate_experts(layout, slots, dtype) for dtype in {layout.dtype, layout.grad_dtype}}
 
     def relocate(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Move experts between slots in place: stage, agree, write. Every rank of the group must call this."""
         if not moves:
             return
         self._number += 1
-        whole = Transfer(kind, layer=layer, path=self._node.direct_path)
+        node, whole = self._node, Transfer(kind, layer=layer, path=self._node.direct_path)
         with torch.profiler.record_function(f"equipoise.{kind}"):
-            self._node.wait_peers(WRITTEN, self._number - 1, whole)
-            self._stage(moves, tensors)
-            self._receive(kind, layer, moves, tensors)
-            self._node.settle(whole)
+            # The outboxes are free once every rank has written what it read from them.
+            node.wait_peers(WRITTEN, self._number - 1, whole)
+            self._stage(kind, layer, moves, tensors)
+            node.synchronize(whole)
             self._agree(whole._replace(path="p2p"), moves, tensors)
             self._write(moves, tensors)
-            self._node.settle(whole)
-        self._node.words[self._node.rank][WRITTEN] = self._number
+            node.synchronize(whole)
+        node.cells[node.rank][WRITTEN] = self._number
 
     def wait_written(self, transfer: Transfer) -> None:
-        """Wait until all ranks of the node have written what was relocated so far: then others may read it."""
+        """Wait until all ranks of the node have written everything relocated so far: then others may read it."""
         self._node.wait_peers(WRITTEN, self._number, transfer)
 
-    def _stage(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
-        outbox = self._node.outbox(self._node.rank, tensors.gate_up_SFD.dtype)
-        for box, move in enumerate(self._leaving_inside(moves, self._node.rank)):
-            copy_expert(outbox, box, tensors, move.source_slot)
+    def crosses(self, move: Move) -> bool:
+        """Whether an expert changes nodes."""
+        return self._node.node_R[move.source] != self._node.node_R[move.target]
 
-    def _receive(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
-        """Send to and receive from other nodes, bounded; both sides go through the moves in the same order."""
+    def _stage(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
+        """Copy to the outbox what stays in the node, and send to and receive from other nodes."""
+        node, dtype = self._node, tensors.gate_up_SFD.dtype
+        outbox = node.outbox(node.rank, dtype)
+        for box, move in enumerate(self._leaving_inside(moves, node.rank)):
+            copy_expert(outbox, box, tensors, move.source_slot)
         messages: list[Message] = []
         transfers: list[Transfer] = []
-        buffer = self._buffer(tensors.gate_up_SFD.dtype)
+        buffer = self._buffer(dtype)
+        # Both sides go through the moves in the same order.
         for move in moves:
-            is_leaving, is_coming = move.source == self._node.rank, move.target == self._node.rank
+            is_leaving, is_coming = move.source == node.rank, move.target == node.rank
             if not self.crosses(move) or not (is_leaving or is_coming):
                 continue
             peer = move.target if is_leaving else move.source
-            held = tensors if is_leaving else buffer
-            slot = move.source_slot if is_leaving else move.target_slot
-            for tensor in held.tensors():
-                row = tensor.detach()[slot]
+            for tensor in (tensors if is_leaving else buffer).tensors():
+                row = tensor.detach()[move.source_slot if is_leaving else move.target_slot]
                 row = row.contiguous().cpu() if is_leaving else row
                 messages.append(Message(row, peer, is_leaving))
                 transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
         if messages:
-            self._node.finish(messages, transfers)
+            node.exchange(messages, transfers)
 
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""
@@ -134,31 +128,21 @@ class Relocator:
         self._node.agree_equal(facts, transfer)
 
     def _write(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
-        dtype, me = tensors.gate_up_SFD.dtype, self._node.rank
-        for source in self._node.peers:
-            outbox = self._node.outbox(source, dtype)
+        node, dtype = self._node, tensors.gate_up_SFD.dtype
+        for source in node.peers:
+            outbox = node.outbox(source, dtype)
             for box, move in enumerate(self._leaving_inside(moves, source)):
-                if move.target == me:
+                if move.target == node.rank:
                     copied = copy_expert(tensors, move.target_slot, outbox, box)
-                    self._node.counters.arrive(self._node.direct_path, copied if source != me else 0)
+                    node.counters.arrive(node.direct_path, copied if source != node.rank else 0)
         buffer = self._buffer(dtype)
         for move in moves:
-            if move.target == me and self.crosses(move):
-                copied = copy_expert(tensors, move.target_slot, buffer, move.target_slot)
-                self._node.counters.arrive("p2p", copied)
+            if move.target == node.rank and self.crosses(move):
+                node.counters.arrive("p2p", copy_expert(tensors, move.target_slot, buffer, move.target_slot))
 
     def _leaving_inside(self, moves: Sequence[Move], source: int) -> list[Move]:
         """Moves of a rank that stay in its node, in the order of its outbox."""
         return [move for move in moves if move.source == source and not self.crosses(move)]
-
-    def crosses(self, move: Move) -> bool:
-        """Whether an expert changes nodes."""
-        return self._node.node_R[move.source] != self._node.node_R[move.target]
-
-    def _receive_buffers(self) -> dict[torch.dtype, ExpertWeights]:
-        layout, has_one_node = self._node.layout, len(set(self._node.node_R)) == 1
-        slots = 0 if has_one_node else layout.home_slots
-        return {dtype: allocate_experts(layout, slots, dtype) for dtype in {layout.dtype, layout.grad_dtype}}
 
     def _buffer(self, dtype: torch.dtype) -> ExpertWeights:
         if dtype not in self._buffers:
@@ -166,39 +150,18 @@ class Relocator:
         return self._buffers[dtype]
 
 
-def copy_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
-    """Copy one expert between slots, on the current stream, and return its bytes."""
-    return copy_all(copies_of(target, target_slot, source, source_slot), PlainCopies())
-
-
-def copies_of(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> list[Copy]:
-    """The copies that bring one expert from a slot to a slot."""
-    pairs = zip(target.tensors(), source.tensors(), strict=True)
-    return [Copy(into[target_slot], out_of[source_slot]) for into, out_of in pairs]
-
-
-def copy_all(copies: Sequence[Copy], copier: Copier) -> int:
-    """Make copies on the current stream and return their bytes."""
-    copier.copy(copies)
-    return sum(int(copy.into.nbytes) for copy in copies)
-
-
-def digest_moves(moves: Sequence[Sequence[Move]]) -> int:
-    """62 bits of a hash, so that the number and its negative fit 64."""
-    return int.from_bytes(hashlib.sha256(repr([list(m) for m in moves]).encode()).digest()[:8], "big") >> 2
-
-
-GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
-"""Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
-
-
-class _Written(NamedTuple):
-    """A gradient that is complete, and how often torch will have seen it written when it has been collected."""
+class _CompleteGradient(NamedTuple):
+    """A gradient that is complete, and how often torch will have seen it written once it is collected."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     version: int | None
     """None where it is part of a larger buffer, whose parts torch counts together."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, gradient: torch.Tensor, *, arriving: int) -> "_CompleteGradient":
+        is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
+        return cls(parameter, gradient, None if is_part else gradient._version + arriving)
 
     def is_changed(self, now: torch.Tensor | None) -> bool:
         """Whether another gradient is in its place, or someone else has written it."""
@@ -217,10 +180,10 @@ class WindowEdges:
         self._moves: list[list[Move]] | None = None
         self._with_weights = True
         self._published: set[int] = set()
-        self._collected: dict[int, list[_Written]] = {}
+        self._collected: dict[int, list[_CompleteGradient]] = {}
         self._relocator = Relocator(node)
         self.path = node.direct_path
-        """How experts travel at this window's edges, as counters call it."""
+        """What counters call the path that experts take at this window's edges."""
 
     def begin(self, plan: Plan, *, with_weights: bool = True) -> None:
         """Take a plan's placement and move gradients that owners hold already, so that the window's are added to them.
@@ -248,7 +211,7 @@ class WindowEdges:
         self.path = "p2p" if crosses else self._node.direct_path
 
     def publish_layer(self, layer: int) -> None:
-        """Bring a layer's weights to its homes, and its gradients if they were collected. Every rank must call this."""
+        """Move a layer's weights to its homes, and its gradients if they were collected. Every rank must call this."""
         moves = self._open_moves()[layer]
         if layer in self._collected:
             del self._collected[layer]
@@ -260,21 +223,21 @@ class WindowEdges:
         self._relocator.wait_written(Transfer("publish", layer, path=self._node.direct_path))
 
     def complete(self, layer: int) -> None:
-        """Take a layer's gradients as complete: from here on nobody but this object changes them in this window.
+        """Take a layer's gradients as complete: from now on nobody but this object changes them in this window.
 
         Called in the thread that computes gradients, before `collect_layer`, which another thread may call.
         """
         back, parameters = self._back(layer), list(self._node.homes[layer].tensors())
-        written = sum(move.target == self._node.rank for move in back)
+        arriving = sum(move.target == self._node.rank for move in back)
         if any(self._gradient_of(parameter) is not None for parameter in parameters):
             self._gradients(layer)
         found = [(parameter, self._gradient_of(parameter)) for parameter in parameters]
-        self._collected[layer] = [_Written(p, g, _version_of(g, written)) for p, g in found if g is not None]
+        self._collected[layer] = [_CompleteGradient.of(p, g, arriving=arriving) for p, g in found if g is not None]
 
     def collect_layer(self, layer: int) -> None:
-        """Bring a layer's weights, and its gradients if they are complete, to their owners. Every rank must call this.
+        """Move a layer's weights, and its gradients if they are complete, to their owners. Every rank must call this.
 
-        What is not complete is left to the window's end.
+        `end` collects gradients that are not complete yet.
         """
         back, complete = self._back(layer), [layer] if layer in self._collected else []
         if any(self._layers_with_gradients(Transfer("collect", layer), complete, is_any=_is_there)):
@@ -284,7 +247,7 @@ class WindowEdges:
             self._published.discard(layer)
 
     def end(self) -> None:
-        """Bring to owners what is still with homes. Every rank of the group must call this."""
+        """Move to owners whatever is still with homes. Every rank of the group must call this."""
         moves, whole = self._open_moves(), Transfer("collect", path="p2p")
         facts = {"layers collected": _digest(self._collected), "layers published": _digest(self._published)}
         self._node.agree_equal(facts, whole)
@@ -311,7 +274,7 @@ class WindowEdges:
         finally:
             for layer in layers:
                 # Through the parameters, wherever the block has left them.
-                homes = ExpertWeights(*(None if t is None else t.detach() for t in self._node.homes[layer]))
+                homes = self._node.homes[layer].map(lambda tensor: tensor.detach())
                 self._relocator.relocate("publish", layer, moves[layer], homes)
 
     def moves_anything(self, layer: int) -> bool:
@@ -323,9 +286,8 @@ class WindowEdges:
         for layer, known in self._collected.items():
             if any(one.is_changed(self._gradient_of(one.parameter)) for one in known):
                 raise TransferError(
-                    f"rank {self._node.rank}: a gradient of layer index {layer} was changed inside the window after "
-                    "the layer's last backward, on its way to its owner; clip, scale and zero gradients after the "
-                    "window has ended"
+                    f"a gradient of layer index {layer} was changed inside the window after the layer's last backward, "
+                    "on its way to its owner; clip, scale and zero gradients after the window has ended"
                 )
 
     def _open_moves(self) -> list[list[Move]]:
@@ -338,8 +300,8 @@ class WindowEdges:
         return [move.back() for move in self._open_moves()[layer]]
 
     def _weights(self, layer: int) -> ExpertWeights:
-        # Not through the parameters: a layer may let them into the graph before their weights come, and autograd would
-        # hold that against it, though nothing is read until then.
+        # Not through the parameters: a layer may let them into the graph before their weights arrive, and autograd
+        # would count that as a change in place, though nothing reads them until then.
         return self._node.home(self._node.rank, layer)
 
     def _gradients(self, layer: int) -> ExpertWeights:
@@ -348,7 +310,7 @@ class WindowEdges:
         if self._gradient_of is _grad_of:
             for tensor in homes.tensors():
                 tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        found = ExpertWeights(*(None if t is None else self._gradient_of(t) for t in homes))
+        found = homes.map(self._gradient_of)
         if len(list(found.tensors())) < len(list(homes.tensors())):
             raise self._node.watchdog.abort(
                 f"layer index {layer}: gradient_of finds no gradient for a parameter of this rank while another rank "
@@ -381,12 +343,6 @@ class WindowEdges:
 def _digest(layers: Iterable[int]) -> int:
     """A number that tells sets of layers apart."""
     return digest_moves([[Move(layer, 0, 0, 0, 0) for layer in sorted(layers)]])
-
-
-def _version_of(gradient: torch.Tensor, written: int) -> int | None:
-    """What torch will count once `written` slots of a gradient have been written."""
-    is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
-    return None if is_part else gradient._version + written
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -1,15 +1,16 @@
 """`HostStore`: all experts of a model in memory of one node's machine, in canonical order, each with its version.
 
-The CPU-assisted path pulls from it, and once completed it is the one source for weight sync, export and checkpoints.
-Where experts are on a CUDA device its pages are registered with the driver in every process, so that copies run at the
-full rate of the link beside the layers.
-
-Knows experts by (layer, expert) and versions. Does not know plans or who refreshes what: see `refresher`.
+    HostStore   the memory: the host path pulls from it, and once completed it is the one source for weight sync, export
+                and checkpoints
+    Refresher   a thread that writes home weights to the store, the first to be pulled first
+    Crossing    experts of other nodes that a recompute window pulls, sent to the store of the node that needs them
 
 One piece of shared memory per node: per (layer, expert) a version and a checksum, then per layer [E, ...] tensors.
+Where experts are on a CUDA device the pages are registered with the driver in every process, so that copies run at the
+full rate of the link beside the layers.
 
 Invariants (asserted by the tests):
-1. `version` is that of the weights which lie there completely: set after them, and 0 while they are written.
+1. `version` is that of the weights that lie there completely: set after them, and 0 while they are written.
 2. With checksums, an expert whose bytes changed since is named, by every process that asks for it.
 3. Memory that is not there, or cannot be pinned, is refused with the fix, on all ranks alike.
 """
@@ -27,11 +28,18 @@ import torch
 from equipoise.core.errors import TransferError
 from equipoise.core.options import TransferOptions
 from equipoise.core.plan import PATHS, PHASES, Plan, Visit
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.edges import copy_expert
-from equipoise.transfer.node import Layout, NodeMemory, aligned
-from equipoise.transfer.pages import exchange_outcomes, share_memory
-from equipoise.transfer.waits import REACHED, Announcer, Lane, Mark, Message, Transfer
+from equipoise.transfer.node import ExpertLayout, ExpertWeights, NodeMemory, aligned, copy_expert, view_experts
+from equipoise.transfer.pages import share_memory
+from equipoise.transfer.waits import (
+    REACHED,
+    Announcer,
+    Lane,
+    Mark,
+    Message,
+    Transfer,
+    all_or_none,
+    gather_objects,
+)
 
 _FIX = (
     "the host store holds all experts of the model: raise the container's memory limit, or pull inside nodes only "
@@ -44,7 +52,7 @@ class HostStore:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ExpertLayout,
         *,
         experts: int,
         group: Any,
@@ -59,15 +67,27 @@ class HostStore:
             experts: experts of a layer, of all ranks
             is_checked: keep checksums
         """
-        self._layout, self._num_experts, self._is_checked = layout, experts, is_checked
-        self._layer_bytes, self._first = layout.bytes_of(experts, layout.dtype), _words_bytes(layout, experts)
+        self._is_checked = is_checked
         num_bytes = store_bytes(layout, experts)
-        self._memory = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=timeout_s, fix=_FIX)
-        words = self._memory.view(0, (2, layout.layers, experts), torch.int64).numpy()
-        self._version_LE, self._checksum_LE = words[0], words[1]
-        self._experts = [self._layer(layer) for layer in range(layout.layers)]
+        memory = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=timeout_s, fix=_FIX)
+        self._memory, layers = memory, range(layout.layers)
+        cells = memory.view(0, (2, layout.layers, experts), torch.int64).numpy()
+        self._version_LE, self._checksum_LE = cells[0], cells[1]
+        first, layer_bytes = _cell_bytes(layout, experts), layout.bytes_of(experts, layout.dtype)
+        starts = [first + layer * layer_bytes for layer in layers]
+        self._experts = [view_experts(layout, memory.view, start, experts, layout.dtype) for start in starts]
         self._pin: _Pin | None = None
-        self._pin_pages(group)
+
+        def pin() -> None:
+            if layout.device.type == "cuda":
+                self._pin = _Pin(memory.view(0, (num_bytes,), torch.uint8))
+
+        try:
+            all_or_none(pin, partial(gather_objects, group=group))
+        except TransferError:
+            # Unmapping pages that are still registered would leave the driver with addresses that are gone.
+            self.close()
+            raise
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +95,7 @@ class HostStore:
         return self._memory.num_bytes
 
     def experts(self, layer: int) -> ExpertWeights:
-        """[E, ...] weights of a layer in canonical order; an expert's are there once `version` says so."""
+        """[E, ...] weights of a layer in canonical order; `version` says which of them are complete."""
         return self._experts[layer]
 
     def version(self, layer: int, expert: int) -> int:
@@ -83,11 +103,11 @@ class HostStore:
         return int(self._version_LE[layer, expert])
 
     def withdraw(self, layer: int, expert: int) -> None:
-        """Say that an expert's weights are about to be written: until they are announced, none lie here."""
+        """Mark an expert's weights as being written: until they are announced, none lie here."""
         self._version_LE[layer, expert] = 0
 
     def announce(self, layer: int, expert: int, version: int) -> None:
-        """Say that an expert's weights of a version have been written completely."""
+        """Mark an expert's weights of a version as written completely."""
         if self._is_checked:
             self._checksum_LE[layer, expert] = self._checksum(layer, expert)
         self._version_LE[layer, expert] = version
@@ -102,7 +122,7 @@ class HostStore:
             )
 
     def is_complete(self, version: int) -> bool:
-        """Whether every expert's weights of this version are there."""
+        """Whether the store holds every expert's weights of this version."""
         return bool((self._version_LE >= version).all())
 
     def close(self) -> None:
@@ -110,35 +130,9 @@ class HostStore:
         if self._pin is not None:
             self._pin.close()
         self._pin, self._experts = None, []
-        # Not a slice of the words: that would keep the memory mapped.
+        # Not a slice of the cells: that would keep the memory mapped.
         self._version_LE = self._checksum_LE = np.zeros((0, 0), dtype=np.int64)
         self._memory.close()
-
-    def _pin_pages(self, group: Any) -> None:
-        """Register the memory where a device reads it; if one rank may not, none goes on."""
-        failure = ""
-        if self._layout.device.type == "cuda":
-            try:
-                self._pin = _Pin(self._memory.view(0, (self.num_bytes,), torch.uint8))
-            except TransferError as error:
-                failure = str(error)
-        try:
-            exchange_outcomes(("", failure), group)
-        except TransferError:
-            # Unmapping pages that are still registered would leave the driver with addresses that are gone.
-            self.close()
-            raise
-
-    def _layer(self, layer: int) -> ExpertWeights:
-        offset, tensors = self._first + layer * self._layer_bytes, list[torch.Tensor | None]()
-        for shape in self._layout.shapes:
-            if shape is None:
-                tensors.append(None)
-                continue
-            tensor = self._memory.view(offset, (self._num_experts, *shape), self._layout.dtype)
-            tensors.append(tensor)
-            offset += aligned(tensor.nbytes)
-        return ExpertWeights(*tensors)
 
     def _checksum(self, layer: int, expert: int) -> int:
         found = 0
@@ -147,12 +141,12 @@ class HostStore:
         return found
 
 
-def store_bytes(layout: Layout, experts: int) -> int:
+def store_bytes(layout: ExpertLayout, experts: int) -> int:
     """Host memory of a node's store: a version and a checksum per expert, and all weights."""
-    return _words_bytes(layout, experts) + layout.layers * layout.bytes_of(experts, layout.dtype)
+    return _cell_bytes(layout, experts) + layout.layers * layout.bytes_of(experts, layout.dtype)
 
 
-def check_store_budget(layout: Layout, experts: int, options: TransferOptions) -> None:
+def check_store_budget(layout: ExpertLayout, experts: int, options: TransferOptions) -> None:
     """Raise if the store of a node exceeds the budget; the same on all ranks, before anything is allocated."""
     needed, budget = store_bytes(layout, experts), options.store_bytes
     if budget is not None and needed > budget:
@@ -162,7 +156,7 @@ def check_store_budget(layout: Layout, experts: int, options: TransferOptions) -
         )
 
 
-def _words_bytes(layout: Layout, experts: int) -> int:
+def _cell_bytes(layout: ExpertLayout, experts: int) -> int:
     return aligned(2 * 8 * layout.layers * experts)
 
 
@@ -186,20 +180,7 @@ class _Pin:
         self._bytes_N = None
 
 
-# `Refresher`: a thread that writes home weights to the host store, the first to be pulled first.
-#
-# After a version begins, only those experts are written that the plan pulls by the host path, each by its home, in the
-# order in which the itinerary first uses them. On a device the copies run in a lane of their own, and an expert is
-# announced once its copy is finished.
-#
-# Invariants (asserted by the tests):
-# 1. Exactly the experts that the plan pulls by the host path and that have their home here are written, in that order.
-# 2. After `pause` nothing is written or announced, and nothing will be before the next `start`. Nothing of a layer is
-#    before `open_layer`, nor after `close_layer`.
-# 3. A write that fails ends the step on all ranks, by name.
-
-
-class Entry(NamedTuple):
+class StoreEntry(NamedTuple):
     """An expert to be written to the store, and the slot where it lies."""
 
     layer: int
@@ -207,7 +188,7 @@ class Entry(NamedTuple):
     slot: int
 
 
-def first_uses(plan: Plan, *, rank: int, pullers: Collection[int], paths: Collection[str]) -> list[Entry]:
+def first_uses(plan: Plan, *, rank: int, pullers: Collection[int], paths: Collection[str]) -> list[StoreEntry]:
     """Experts of `rank` that `pullers` pull by one of `paths`, in the order in which the plan first does."""
     table, layers = plan.replica_table, plan.home_LE.shape[0]
     itinerary = plan.itinerary
@@ -220,35 +201,46 @@ def first_uses(plan: Plan, *, rank: int, pullers: Collection[int], paths: Collec
         if plan.home_LE[layer, expert] != rank or int(table.rank_P[p]) not in pullers:
             continue
         for phase, path in zip(PHASES, table.path_P2[p], strict=True):
-            # A visit that the itinerary does not expect may come all the same: last of all.
+            # A visit that the itinerary does not expect may still happen: last of all.
             when = at.get(Visit(micro_step, phase, layer), len(at))
             if PATHS[int(path)] in paths:
                 first[layer, expert] = min(when, first.get((layer, expert), when))
     order = sorted(first, key=lambda key: (first[key], key))
-    return [Entry(layer, expert, int(plan.home_slot_LE[layer, expert])) for layer, expert in order]
+    return [StoreEntry(layer, expert, int(plan.home_slot_LE[layer, expert])) for layer, expert in order]
 
 
 class Refresher:
-    """Writes this rank's homes to the store of its node."""
+    """A thread that writes this rank's homes to the store of its node.
+
+    After a version begins, each home writes only those experts that the plan pulls by the host path, in the order in
+    which the itinerary first uses them. On a device the copies run in a lane of their own, and an expert is announced
+    once its copy is finished.
+
+    Invariants (asserted by the tests):
+    1. Exactly the experts that the plan pulls by the host path and that have their home here are written, in order.
+    2. After `pause` nothing is written or announced, and nothing will be before the next `start`. Nothing of a layer is
+       before `open_layer`, nor after `close_layer`.
+    3. A write that fails ends the step on all ranks, by name.
+    """
 
     def __init__(self, node: NodeMemory, store: HostStore) -> None:
         """Start the thread, with nothing to do."""
         self._node, self._store = node, store
         self._lane, self._announcer = Lane(node.device), Announcer(node.device)
         self._changed = threading.Condition()
-        self._todo: list[Entry] = []
-        self._writing: Entry | None = None
+        self._todo: list[StoreEntry] = []
+        self._writing: StoreEntry | None = None
         self._open: set[int] = set()
         self._version, self._begin = 0, REACHED
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="equipoise-refresher", daemon=True)
         self._thread.start()
 
-    def start(self, entries: Iterable[Entry], *, version: int, layers: Iterable[int]) -> None:
+    def start(self, entries: Iterable[StoreEntry], *, version: int, layers: Iterable[int]) -> None:
         """Write these experts, in this order, as weights of `version`; returns at once.
 
         Args:
-            layers: those whose home weights are there; others are written once they are
+            layers: those whose homes hold their weights; others follow with `open_layer`
         """
         with self._changed:
             self._todo, self._version, self._open = list(entries), version, set(layers)
@@ -256,13 +248,13 @@ class Refresher:
             self._changed.notify_all()
 
     def open_layer(self, layer: int) -> None:
-        """Write experts of a layer from now on: their weights are there."""
+        """Write experts of a layer from now on: its homes hold their weights."""
         with self._changed:
             self._open.add(layer)
             self._changed.notify_all()
 
     def close_layer(self, layer: int) -> None:
-        """Leave what is left of a layer, and wait until what has begun is written, on the device too."""
+        """Write no more of a layer, and wait until what has begun is written, on the device too."""
         with self._changed:
             self._open.discard(layer)
             self._wait(lambda: self._writing is None or self._writing.layer != layer)
@@ -272,18 +264,18 @@ class Refresher:
         """Drop what is left, and wait until what has begun is written and announced."""
         with self._changed:
             self._todo.clear()
-            self._wait(self._is_settled)
+            self._wait(self._is_idle)
 
     def finish(self) -> None:
         """Wait until everything given, of layers that are open, is written and announced."""
         with self._changed:
-            self._wait(lambda: self._next() is None and self._is_settled())
+            self._wait(lambda: self._next() is None and self._is_idle())
 
     def complete(self, *, version: int) -> None:
         """Write all experts of the model, those of other nodes too. Every rank must call this, between windows."""
         node, owned = self._node, self._node.layout.home_slots
         layers = range(node.layout.layers)
-        entries = (Entry(layer, node.rank * owned + slot, slot) for layer in layers for slot in range(owned))
+        entries = (StoreEntry(layer, node.rank * owned + slot, slot) for layer in layers for slot in range(owned))
         self.start(entries, version=version, layers=layers)
         self.finish()
         transfer = Transfer("refresh", path="host")
@@ -303,34 +295,28 @@ class Refresher:
         self._announcer.close()
 
     def _cross(self, layer: int, version: int) -> None:
-        """Send what this rank owns to the first rank of every other node; if this is one, write what comes."""
-        node, rows = self._node, self._store.experts(layer)
+        """Send what this rank owns to the first rank of every other node; if this is one, write what arrives."""
+        node, count = self._node, self._node.layout.home_slots
+        owned = [range(rank * count, (rank + 1) * count) for rank in range(len(node.node_R))]
         first = {name: node.node_R.index(name) for name in dict.fromkeys(node.node_R)}
         is_first = first[node.node_R[node.rank]] == node.rank
         away = [rank for rank in range(len(node.node_R)) if rank not in node.peers]
         pairs = [(True, node.rank, first[name]) for name in first if first[name] not in node.peers]
         pairs += [(False, rank, rank) for rank in away] if is_first else []
         messages = [
-            Message(tensor[self._owned(owner)], peer, is_leaving)
+            Message(tensor[owned[owner].start : owned[owner].stop], peer, is_leaving)
             for is_leaving, owner, peer in pairs
-            for tensor in rows.tensors()
+            for tensor in self._store.experts(layer).tensors()
         ]
-        coming = (
-            [e for rank in away for e in range(self._owned(rank).start, self._owned(rank).stop)] if is_first else []
-        )
-        for expert in coming:
+        arriving = [expert for rank in away for expert in owned[rank]] if is_first else []
+        for expert in arriving:
             self._store.withdraw(layer, expert)
         if messages:
-            node.finish(messages, [Transfer("refresh", layer, path="p2p")] * len(messages))
-        for expert in coming:
+            node.exchange(messages, [Transfer("refresh", layer, path="p2p")] * len(messages))
+        for expert in arriving:
             self._store.announce(layer, expert, version)
 
-    def _owned(self, rank: int) -> slice:
-        """Experts that a rank owns."""
-        count = self._node.layout.home_slots
-        return slice(rank * count, (rank + 1) * count)
-
-    def _is_settled(self) -> bool:
+    def _is_idle(self) -> bool:
         return self._writing is None and self._announcer.is_done()
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
@@ -345,13 +331,13 @@ class Refresher:
             try:
                 self._write(entry, version, begin)
             except RuntimeError as error:
-                words = Transfer("refresh", entry.layer, entry.expert, "host")
-                self._announcer.failure = self._node.watchdog.abort(f"{words} failed: {error}")
+                transfer = Transfer("refresh", entry.layer, entry.expert, "host")
+                self._announcer.failure = self._node.watchdog.abort(f"{transfer} failed: {error}")
             with self._changed:
                 self._writing = None
                 self._changed.notify_all()
 
-    def _take(self) -> tuple[Entry, int, Mark] | None:
+    def _take(self) -> tuple[StoreEntry, int, Mark] | None:
         """Wait for the next expert whose layer is open; None once closed."""
         with self._changed:
             while not self._is_closed:
@@ -362,10 +348,10 @@ class Refresher:
                 self._changed.wait()
         return None
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> StoreEntry | None:
         return next((entry for entry in self._todo if entry.layer in self._open), None)
 
-    def _write(self, entry: Entry, version: int, begin: Mark) -> None:
+    def _write(self, entry: StoreEntry, version: int, begin: Mark) -> None:
         home, rows = self._node.home(self._node.rank, entry.layer), self._store.experts(entry.layer)
         self._store.withdraw(entry.layer, entry.expert)
         with self._lane.work(after=begin):
@@ -375,24 +361,14 @@ class Refresher:
         self._announcer.after(self._lane.mark(), say)
 
 
-# Experts of other nodes on their way to this node's host store, where a recompute window pulls them.
-#
-# In recompute no gradient returns, so a replica may stand in another node than its expert's home (`Plan.cross_node`).
-# It
-# is pulled from the host store of its own node. Homes of that node cannot write it there, so once a layer's homes
-# hold a
-# version, each needed expert is sent once per node, from its home to a rank of the node, which writes it to the store;
-# the ranks take turns, so that all of the node's links bring experts.
-#
-# Invariants (asserted by the tests):
-# 1. Exactly the experts that a node's ranks pull from another node are brought to it, each once per version, and no
-# rank
-#    of the node receives more than one of a layer's above another; as many as the planner charges it for.
-# 2. A replica of another node is refused by name in an update window, and where it is not pulled by the host path.
-
-
 class Crossing(NamedTuple):
-    """An expert that a node needs from another."""
+    """An expert that a node needs from another.
+
+    In recompute no gradient returns, so a replica may be in another node than its expert's home (`Plan.cross_node`). It
+    is pulled from the host store of its own node. So once a layer's homes hold a version, each needed expert is sent
+    once per node, from its home to a rank of the node, which writes it to the store. The ranks of a node take turns, so
+    that all of its links are used.
+    """
 
     layer: int
     expert: int
@@ -405,10 +381,10 @@ class Crossing(NamedTuple):
 
 def crossings(plan: Plan) -> list[Crossing]:
     """What every node needs from others under this plan, in layer order; the same on all ranks."""
-    layer_P, expert_P, far_P = _far(plan)
+    layer_P, expert_P, is_across_P = _across_nodes(plan)
     node_R = np.array(plan.cluster.node_R)
     node_P = node_R[plan.replica_table.rank_P]
-    needed = np.unique(np.stack([layer_P, expert_P, node_P], axis=1)[far_P], axis=0).tolist()
+    needed = np.unique(np.stack([layer_P, expert_P, node_P], axis=1)[is_across_P], axis=0).tolist()
     ranks_N = [np.flatnonzero(node_R == node).tolist() for node in range(node_R.max() + 1)]
     turns = {(layer, node): cycle(ranks_N[node]) for layer, _, node in needed}
     return [
@@ -425,67 +401,67 @@ def crossings(plan: Plan) -> list[Crossing]:
 
 def crossings_by_layer(plan: Plan) -> dict[int, list[Crossing]]:
     """The same, layer by layer."""
-    return {layer: list(ways) for layer, ways in groupby(crossings(plan), key=lambda way: way.layer)}
+    return {layer: list(found) for layer, found in groupby(crossings(plan), key=lambda crossing: crossing.layer)}
 
 
-def bring_far(node: NodeMemory, store: HostStore, ways: Sequence[Crossing], *, version: int) -> None:
-    """Bring experts of other nodes, of one layer, to the store. Every rank of the group must call this.
+def send_crossings(node: NodeMemory, store: HostStore, needed: Sequence[Crossing], *, version: int) -> None:
+    """Send experts of one layer to the stores of other nodes. Every rank of the group must call this.
 
     Args:
         version: of their weights
     """
     messages: list[Message] = []
     transfers: list[Transfer] = []
-    coming = [way for way in ways if way.target == node.rank]
-    for way in coming:
-        store.withdraw(way.layer, way.expert)
-    # Both sides go through the ways in the same order.
-    for way in ways:
-        if node.rank not in (way.source, way.target):
+    arriving = [crossing for crossing in needed if crossing.target == node.rank]
+    for crossing in arriving:
+        store.withdraw(crossing.layer, crossing.expert)
+    # Both sides go through the crossings in the same order.
+    for layer, expert, source, source_slot, target in needed:
+        if node.rank not in (source, target):
             continue
-        is_leaving = way.source == node.rank
-        peer = way.target if is_leaving else way.source
-        experts = node.home(node.rank, way.layer) if is_leaving else store.experts(way.layer)
+        is_leaving = source == node.rank
+        peer = target if is_leaving else source
+        experts = node.home(node.rank, layer) if is_leaving else store.experts(layer)
         for tensor in experts.tensors():
-            row = tensor.detach()[way.source_slot if is_leaving else way.expert]
+            row = tensor.detach()[source_slot if is_leaving else expert]
             row = row.contiguous().cpu() if is_leaving else row
             messages.append(Message(row, peer, is_leaving))
-            transfers.append(Transfer("refresh", way.layer, way.expert, "p2p", peer))
+            transfers.append(Transfer("refresh", layer, expert, "p2p", peer))
             node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
     if messages:
-        node.finish(messages, transfers)
-    for way in coming:
-        store.announce(way.layer, way.expert, version)
+        node.exchange(messages, transfers)
+    for crossing in arriving:
+        store.announce(crossing.layer, crossing.expert, version)
 
 
-def check_far(plan: Plan, *, rank: int, host_paths: Collection[str]) -> None:
-    """Refuse replicas of this rank that come from another node where they cannot.
+def check_crossings(plan: Plan, *, rank: int, host_paths: Collection[str]) -> None:
+    """Refuse replicas of this rank that cannot be pulled from another node.
 
     Args:
         host_paths: the plan's names of paths that lead to the host store
     """
-    layer_P, expert_P, far_P = _far(plan)
-    for p in np.flatnonzero(far_P & (plan.replica_table.rank_P == rank)).tolist():
+    layer_P, expert_P, is_across_P = _across_nodes(plan)
+    for p in np.flatnonzero(is_across_P & (plan.replica_table.rank_P == rank)).tolist():
         expert, layer = int(expert_P[p]), int(layer_P[p])
-        words = (
-            f"rank {rank}: the replica of expert {expert} in layer index {layer} has its home on rank "
+        replica = (
+            f"the replica of expert {expert} in layer index {layer} has its home on rank "
             f"{int(plan.home_LE[layer, expert])}, in another node"
         )
         if plan.loads.stage != "recompute":
             raise TransferError(
-                f"{words}, where an {plan.loads.stage} window's gradient cannot return; only recompute windows may "
+                f"{replica}, where an {plan.loads.stage} window's gradient cannot return; only recompute windows may "
                 "cross nodes: plan this one without cross-node replicas"
             )
         path = PATHS[int(plan.replica_table.path_P2[p, 0])]
         if path not in host_paths:
             raise TransferError(
-                f"{words}, where path {path!r} does not reach; only the host store does: plan the pull by 'host', and "
-                "do not force path='peer'"
+                f"{replica}, where path {path!r} does not reach; only the host store does: plan the pull by 'host', "
+                "and do not force path='peer'"
             )
 
 
-def _far(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[P] layer and expert of every replica, and whether it stands in another node than its home."""
+def _across_nodes(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[P] layer and expert of every replica, and whether it is in another node than its home."""
     table, node_R = plan.replica_table, np.array(plan.cluster.node_R)
     layer_P = table.entry_P % plan.home_LE.shape[0]
     home_P = plan.home_LE[layer_P, table.expert_P]

@@ -1,17 +1,20 @@
-"""Pieces of memory that processes can map, and ranges of addresses over one piece or several in a row.
+"""Memory that processes of one node share: made by one of them, handed to the others as an open file, named nowhere.
 
-    Pages   physical memory without an address, handed to other processes as an open file
-    Span    addresses under which pages are seen; what `view` gives keeps them mapped
-    Pager   makes both: `HostPager` here (memfd, mmap), `CudaPager` in `cuda_pages` (CUDA's virtual memory)
+    FdServer       hands open files to other processes over a Unix socket; `fetch_fds` is the other side
+    SharedMemory   one mapping per process of a piece made by the node's first rank (`share_memory`)
+    Pages, Span    physical memory without an address, and a range of addresses that shows one or more pages in a row
+    Pager          makes both: `HostPager` here (memfd, mmap), `CudaPager` in `cuda_pages` (CUDA's virtual memory)
+    share_pages    every rank of a node makes pages, and maps those of all the others
 
-The same pages may be seen in several spans: that is how replica slots lie behind the home slots of every layer
-(`arena`). Knows sizes and descriptors. Does not know experts or ranks.
+The same pages may be mapped in several spans: that is how replica slots lie behind the home slots of every layer
+(`node.Arena`).
 
 Invariants (asserted by the tests):
 1. Two spans over the same pages show the same bytes; pages in a row are seen without a gap.
-2. A span is unmapped when nothing refers to it any more, and pages are freed when they are released and no span shows
-   them, in no process. No descriptor is left behind.
-3. Pages that do not fit are refused before allocation.
+2. A mapping lives exactly as long as something refers to it, so no tensor ever points to memory that is gone. Pages are
+   freed when they are released and no span of any process shows them. No descriptor, socket or name is left behind.
+3. A size that does not fit memory, or the locked-memory limit, is refused before allocation, on all ranks alike.
+4. Every wait is bounded; a peer that ends in between is a `TransferError` on the other side.
 """
 
 import ctypes
@@ -21,8 +24,9 @@ import resource
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,26 +35,24 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import TransferError
+from equipoise.transfer.waits import all_or_none, gather_objects
 
-# Open files handed from one process of a node to others, over a Unix socket in the abstract namespace.
-#
-# A `Counter` is where others come; `take` fetches. Descriptors go in messages of at most `MOST`, each taken before the
-# next is sent, or descriptors of two messages would come as one.
-#
-# Invariants (asserted by the tests):
-# 1. Every wait is bounded; a peer that ends in between is a `TransferError` on the other side.
-# 2. Whoever receives descriptors closes them; those sent are closed by the counter. No name is left.
-
-
-MOST = 200
-"""Descriptors in one message; Linux allows 253."""
+MOST_FDS = 200
+"""Descriptors in one message; Linux allows 253. Each message is received before the next is sent, or descriptors of two
+messages would arrive as one."""
+_FIX = "raise the container's memory limit, or use fewer ranks per node, slots or depth"
+_CAP_IPC_LOCK = 14
+"""Bit of the capability that lifts the locked-memory limit (linux/capability.h)."""
+_PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 Export = Callable[[], int]
-"""Makes a descriptor that the counter closes."""
+"""Makes a descriptor that the server closes once it is sent."""
 
 
-class Counter:
-    """Where other processes of the node come for descriptors."""
+class FdServer:
+    """Hands descriptors to other processes of the node, over a socket in the abstract namespace."""
 
     def __init__(self) -> None:
         self.address = f"\0equipoise-{secrets.token_hex(16)}"
@@ -58,8 +60,8 @@ class Counter:
         self._socket.bind(self.address)
         self._socket.listen(128)
 
-    def hand_out(self, exports: Sequence[Export], *, times: int, timeout_s: float) -> None:
-        """Serve so many processes, each with all descriptors."""
+    def serve(self, exports: Sequence[Export], *, times: int, timeout_s: float) -> None:
+        """Send all descriptors to each of the next `times` processes that connect."""
         self._socket.settimeout(timeout_s)
         for _ in range(times):
             try:
@@ -67,8 +69,8 @@ class Counter:
                 with connection:
                     # An accepted socket has no bound of its own.
                     connection.settimeout(timeout_s)
-                    for start in range(0, len(exports), MOST):
-                        _send(connection, exports[start : start + MOST])
+                    for start in range(0, len(exports), MOST_FDS):
+                        self._send(connection, exports[start : start + MOST_FDS])
             except OSError as error:
                 raise TransferError(
                     f"shared memory: {times} ranks of this node should have fetched it within {timeout_s:g} s each, "
@@ -76,22 +78,35 @@ class Counter:
                 ) from error
 
     def close(self) -> None:
-        """Leave; closing twice is allowed."""
+        """Close the socket. Closing twice is allowed."""
         self._socket.close()
 
+    @staticmethod
+    def _send(connection: socket.socket, exports: Sequence[Export]) -> None:
+        with ExitStack() as exported:
+            descriptors: list[int] = []
+            for export in exports:
+                descriptors.append(export())
+                exported.callback(os.close, descriptors[-1])
+            socket.send_fds(connection, [b"f"], descriptors)
+            if not connection.recv(1):
+                raise ConnectionError("a rank ended before it received them")
 
-def take(address: str, count: int, use: Callable[[int], None], *, source: int, timeout_s: float) -> None:
-    """Fetch so many descriptors from a counter and use them one by one; each is closed afterwards.
+
+def fetch_fds(address: str, count: int, use: Callable[[int], None], *, source: int, timeout_s: float) -> None:
+    """Fetch descriptors from a server and use them one by one; each is closed afterwards.
 
     Args:
-        source: rank that stands at the counter, for words
+        address: of the server
+        count: descriptors to fetch
+        source: rank of the server, for the error
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
             connection.connect(address)
-            for start in range(0, count, MOST):
-                _take(connection, min(MOST, count - start), use)
+            for start in range(0, count, MOST_FDS):
+                _receive(connection, min(MOST_FDS, count - start), use)
         except OSError as error:
             raise TransferError(
                 f"shared memory: rank {source} of this node could not be reached ({error}); "
@@ -99,18 +114,7 @@ def take(address: str, count: int, use: Callable[[int], None], *, source: int, t
             ) from error
 
 
-def _send(connection: socket.socket, exports: Sequence[Export]) -> None:
-    with ExitStack() as exported:
-        descriptors: list[int] = []
-        for export in exports:
-            descriptors.append(export())
-            exported.callback(os.close, descriptors[-1])
-        socket.send_fds(connection, [b"f"], descriptors)
-        if not connection.recv(1):
-            raise ConnectionError("a rank ended before it took them")
-
-
-def _take(connection: socket.socket, count: int, use: Callable[[int], None]) -> None:
+def _receive(connection: socket.socket, count: int, use: Callable[[int], None]) -> None:
     _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
     try:
         if len(descriptors) != count:
@@ -126,28 +130,6 @@ def _take(connection: socket.socket, count: int, use: Callable[[int], None]) -> 
             os.close(descriptor)
 
 
-# Memory that the ranks of one node share: made by one of them, handed to the others as an open file, named nowhere.
-#
-# Steps of `share_memory`, called by every rank of the group at the same time:
-# 1. The first rank of each node checks that the memory is there and reserves it (`memfd_create`, `posix_fallocate`).
-# 2. Every rank hears of every node's outcome; if one failed, all of them raise the same error.
-# 3. The others fetch the descriptor (`handover`), map it, and close it.
-#
-# Invariants (asserted by the tests):
-# 1. After step 3 no file, socket or name is left: only the mapping and the descriptor that Python keeps with it, and
-# both
-#    end with the process.
-# 2. A size that does not fit memory, or the locked-memory limit where it is to be locked, is refused before
-# allocation.
-# 3. A mapping lives exactly as long as something refers to it: `close` drops this object's reference, a tensor made by
-#    `view` keeps its own, so that no tensor ever points to memory that is gone.
-
-
-_FIX = "raise the container's memory limit, or use fewer ranks per node, slots or depth"
-_CAP_IPC_LOCK = 14
-"""Bit of the capability that lifts the locked-memory limit (linux/capability.h)."""
-
-
 class SharedMemory:
     """One process's mapping of a node's memory."""
 
@@ -155,8 +137,11 @@ class SharedMemory:
         """Map an open file; the caller keeps and closes the descriptor."""
         self._map: mmap.mmap | None = mmap.mmap(descriptor, num_bytes)
         self.num_bytes = num_bytes
-        if is_locked:
-            _lock(self.view(0, (num_bytes,), torch.uint8).data_ptr(), num_bytes)
+        if is_locked and _libc().mlock(self.view(0, (num_bytes,), torch.uint8).data_ptr(), num_bytes) != 0:
+            raise TransferError(
+                f"shared memory: {num_bytes:,} bytes could not be locked ({os.strerror(ctypes.get_errno())}); "
+                "raise the limit with `ulimit -l unlimited`"
+            )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor over the bytes from `offset` on; it keeps the mapping alive."""
@@ -193,59 +178,33 @@ def share_memory(
     """
     rank = dist.get_rank(group)
     peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
-    maker = _Maker(num_bytes, is_locked=is_locked, fix=fix) if rank == peers[0] else None
-    with closing(maker) if maker is not None else nullcontext():
-        mine = ("", "") if maker is None else (maker.counter.address, maker.failure)
-        outcomes = exchange_outcomes(mine, group)
-        if maker is not None:
-            maker.hand_out(len(peers) - 1, timeout_s=timeout_s)
-            return SharedMemory(maker.descriptor, num_bytes, is_locked=is_locked)
-        first = peers[0]
-        return _fetch(outcomes[first][0], num_bytes, source=first, timeout_s=timeout_s, is_locked=is_locked)
+    first, made = peers[0], list[tuple[int, FdServer]]()
+    with ExitStack() as opened:
 
+        def make() -> str:
+            if rank != first:
+                return ""
+            server = FdServer()
+            opened.callback(server.close)
+            descriptor = reserve(num_bytes, is_locked=is_locked, fix=fix)
+            opened.callback(os.close, descriptor)
+            made.append((descriptor, server))
+            return server.address
 
-def exchange_outcomes(mine: tuple[str, str], group: Any) -> list[tuple[str, str]]:
-    """Tell all ranks an address and a failure, and return theirs; if one failed, all raise its words."""
-    outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(outcomes, mine, group=group)
-    except RuntimeError as error:
-        raise TransferError(f"shared memory: a rank of the group is gone or unreachable: {error}") from error
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]
-    if failures:
-        raise TransferError(failures[0])
-    return outcomes
+        # Step 1: the first rank of each node reserves the memory; if one cannot, all ranks raise.
+        addresses = all_or_none(make, partial(gather_objects, group=group))
+        # Step 2: it hands the descriptor to the others, which map it.
+        if made:
+            descriptor, server = made[0]
+            server.serve([partial(os.dup, descriptor)], times=len(peers) - 1, timeout_s=timeout_s)
+            return SharedMemory(descriptor, num_bytes, is_locked=is_locked)
+        found: list[SharedMemory] = []
 
+        def use(descriptor: int) -> None:
+            found.append(SharedMemory(descriptor, num_bytes, is_locked=is_locked))
 
-class _Maker:
-    """The rank that reserves a node's memory and hands the descriptor out."""
-
-    def __init__(self, num_bytes: int, *, is_locked: bool, fix: str) -> None:
-        self.failure, self.descriptor, self.counter = "", -1, Counter()
-        try:
-            self.descriptor = reserve(num_bytes, is_locked=is_locked, fix=fix)
-        except TransferError as error:
-            self.failure = str(error)
-
-    def hand_out(self, times: int, *, timeout_s: float) -> None:
-        self.counter.hand_out([lambda: os.dup(self.descriptor)], times=times, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self.counter.close()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-def _fetch(address: str, num_bytes: int, *, source: int, timeout_s: float, is_locked: bool) -> SharedMemory:
-    found: list[SharedMemory] = []
-    take(
-        address,
-        1,
-        lambda descriptor: found.append(SharedMemory(descriptor, num_bytes, is_locked=is_locked)),
-        source=source,
-        timeout_s=timeout_s,
-    )
-    return found[0]
+        fetch_fds(addresses[first], 1, use, source=first, timeout_s=timeout_s)
+        return found[0]
 
 
 def reserve(num_bytes: int, *, is_locked: bool = False, fix: str = _FIX) -> int:
@@ -294,20 +253,6 @@ def _may_lock_anything() -> bool:
     return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
 
 
-def _lock(address: int, num_bytes: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)) != 0:
-        raise TransferError(
-            f"shared memory: {num_bytes:,} bytes could not be locked ({os.strerror(ctypes.get_errno())}); "
-            "raise the limit with `ulimit -l unlimited`"
-        )
-
-
-_PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
 class Pages(Protocol):
     """Physical memory without an address."""
 
@@ -343,7 +288,7 @@ class Pager(Protocol):
 
     @property
     def granule(self) -> int:
-        """Pages come in multiples of this many bytes."""
+        """The size of pages is a multiple of this many bytes."""
         ...
 
     def check(self, num_bytes: int, *, sharers: int) -> None:
@@ -359,7 +304,7 @@ class Pager(Protocol):
         ...
 
     def map(self, pages: Sequence[Any]) -> Span:
-        """Show pages of this pager in a row."""
+        """Map pages of this pager one behind the other."""
         ...
 
 
@@ -451,18 +396,6 @@ def _map_error(num_bytes: int, fix: str = "raise the limit on mappings (vm.max_m
     return TransferError(f"shared memory: {num_bytes:,} bytes could not be mapped ({reason}); {fix}")
 
 
-# Every rank of a node makes pages, and maps those of all the others.
-#
-# Steps of `share_pages`, called by every rank of the group at the same time:
-# 1. Each rank checks that there is room for its whole node; if one finds none, all raise the same error.
-# 2. Each rank makes its pages; again all raise if one could not.
-# 3. Rank by rank, each hands its descriptors over (`handover`), the others of its node map the pages.
-#
-# Invariants (asserted by the tests):
-# 1. What a rank writes to its pages, the ranks of its node read, and no other rank.
-# 2. After step 3 no socket, name or descriptor is left.
-
-
 class NodePages(NamedTuple):
     """What a rank has of its node's pages."""
 
@@ -483,43 +416,36 @@ def share_pages(
         node_R: node of each rank of the group
         timeout_s: longest wait for another rank
     """
-    rank = dist.get_rank(group)
+    rank, gather = dist.get_rank(group), partial(gather_objects, group=group)
     peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
-    failure, own = "", []
-    try:
-        pager.check(sum(sizes), sharers=len(peers))
-    except TransferError as error:
-        failure = str(error)
-    exchange_outcomes(("", failure), group)
-    try:
-        for size in sizes:
-            own.append(pager.make(size))
-    except TransferError as error:
-        failure = str(error)
-    with closing(Counter()) as counter, _released_on_error(own):
-        outcomes = exchange_outcomes((counter.address, failure), group)
-        spans = {rank: [pager.map([one]) for one in own]}
+    own, spans = list[Pages](), dict[int, list[Span]]()
+    with ExitStack() as opened, ExitStack() as released:
+        server = FdServer()
+        opened.callback(server.close)
+
+        def make() -> str:
+            for size in sizes:
+                own.append(pager.make(size))
+                released.callback(own[-1].release)
+            return server.address
+
+        # Step 1: every rank checks that there is room for its whole node before any of them allocates.
+        all_or_none(lambda: pager.check(sum(sizes), sharers=len(peers)), gather)
+        # Step 2: every rank makes its pages.
+        addresses = all_or_none(make, gather)
+        # Step 3: rank by rank, each hands its descriptors over, and the others of its node map the pages.
         for source in peers:
             if source == rank:
-                counter.hand_out([one.export for one in own], times=len(peers) - 1, timeout_s=timeout_s)
+                spans[rank] = [pager.map([pages]) for pages in own]
+                server.serve([pages.export for pages in own], times=len(peers) - 1, timeout_s=timeout_s)
             else:
-                spans[source] = _fetch_pages(
-                    outcomes[source][0], sizes, pager=pager, source=source, timeout_s=timeout_s
-                )
-    return NodePages(own, {peer: spans[peer] for peer in peers})
+                spans[source] = _map_pages_of(source, addresses[source], sizes, pager=pager, timeout_s=timeout_s)
+        # From here on the caller releases them.
+        released.pop_all()
+    return NodePages(own, spans)
 
 
-@contextmanager
-def _released_on_error(own: Sequence[Pages]) -> Iterator[None]:
-    try:
-        yield
-    except TransferError:
-        for pages in own:
-            pages.release()
-        raise
-
-
-def _fetch_pages(address: str, sizes: Sequence[int], *, pager: Pager, source: int, timeout_s: float) -> list[Span]:
+def _map_pages_of(source: int, address: str, sizes: Sequence[int], *, pager: Pager, timeout_s: float) -> list[Span]:
     spans: list[Span] = []
 
     def map_next(descriptor: int) -> None:
@@ -529,5 +455,5 @@ def _fetch_pages(address: str, sizes: Sequence[int], *, pager: Pager, source: in
         finally:
             pages.release()
 
-    take(address, len(sizes), map_next, source=source, timeout_s=timeout_s)
+    fetch_fds(address, len(sizes), map_next, source=source, timeout_s=timeout_s)
     return spans

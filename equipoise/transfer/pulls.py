@@ -1,12 +1,14 @@
-"""`Puller`: a thread that fills replica buffers ahead of the visits that use them.
+"""`Puller`: a thread that copies the replicas of coming visits into buffers ahead of the layers that use them.
 
-Knows the walk, the buffers and the paths. Does not know windows' edges or gradients.
+    Copies          how several tensors are copied at once: `PlainCopies`, `KernelCopies`, `ParallelCopies`
+    Paths           where weights come from: `MappedPath` (homes of the node's ranks), `HostPath` (the host store)
+    PullSchedule    what each buffer holds, and what to fill next along the plan's itinerary
+    Puller          the thread: one fill at a time, one lock around the schedule
 
-One thread per rank, one fill at a time, one lock around the walk's state. Replicas of a visit that are there go in one
-submission. Weights are one-sided within a version: a pull waits until its path says that the weights of that version
-are there, and nobody overwrites weights before all have paused. On a device the copies run in a lane beside the layers:
-they begin once the layer that used the buffer last is finished there, and the layer that uses it next waits for them on
-the device, not in the thread that feeds it.
+A pull takes the path that the plan chose for it, unless `TransferOptions.path` forces one. It waits until its path has
+the weights of the current version; nobody overwrites weights before all pullers have paused. On a device the copies run
+in a lane beside the layers: they begin once the layer that used the buffer last is finished there, and the layer that
+uses it next waits for them on the device, not in the thread that feeds it.
 
 Invariants (asserted by the tests):
 1. Replicas are bit-equal to their home's weights of the current version, whatever the delays on either side.
@@ -15,35 +17,125 @@ Invariants (asserted by the tests):
 3. A pull that fails or hangs raises in the rank that waits for it, by name, within the bound.
 """
 
+import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
 
-from equipoise.core.cluster import Cluster
 from equipoise.core.errors import TransferError
+from equipoise.core.options import CopyMethod
 from equipoise.core.plan import PATHS, PHASES, Itinerary, Phase, Plan, Visit
 from equipoise.core.plan import Path as PathName
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.copies import Copier, make_copier
-from equipoise.transfer.edges import copies_of, copy_all, copy_expert
+from equipoise.transfer.cuda_pages import call_driver, load_driver
 from equipoise.transfer.host_store import HostStore
-from equipoise.transfer.node import NodeMemory
-from equipoise.transfer.waits import REACHED, VERSION, Lane, Mark, Standstill, Transfer
+from equipoise.transfer.node import Arena, ExpertWeights, NodeMemory, copy_expert
+from equipoise.transfer.waits import REACHED, VERSION, Lane, Mark, StreamTimer, Transfer
 
-# Paths that bring experts' weights from their homes to replica slots of this rank.
-#
-# A path is chosen by the plan for each pull (`core.itinerary.Path`), or forced (`TransferOptions.path`).
-#
-#     MappedPath   home weights of the node's ranks, mapped: `peer` on CUDA devices, `shm` on the CPU
-#     HostPath     the node's host store (`host_store`), pinned where there is a device: `host`
-#
-# To add one: implement `Path`, and give it to the engine under the plan's name for it. A path copies and nothing else:
-# it says when the weights of a version are there, and who waits for them is the puller's business.
+TRACKS = 4
+"""Two experts of two matrices: what a rank with two slots pulls for a visit."""
+_JOIN_S = 1.0
+"""How long closing waits for a pull that hangs before it leaves the (daemon) thread behind."""
+_LOG = logging.getLogger(__name__)
+
+
+class Copy(NamedTuple):
+    """One tensor to another of the same shape and dtype, both contiguous."""
+
+    into: torch.Tensor
+    out_of: torch.Tensor
+
+
+class PlainCopies:
+    """One copy after the other, on the current stream."""
+
+    name = "plain"
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy in order."""
+        for into, out_of in copies:
+            into.copy_(out_of, non_blocking=True)
+
+
+class KernelCopies:
+    """One kernel for all copies inside a CUDA device.
+
+    A copy inside a device takes about as long to reach full speed as to move a small matrix, so several copies in a row
+    take longer than one copy of as many bytes (`benchmarks.transfer` measures all three methods).
+    """
+
+    name = "kernel"
+
+    def __init__(self, device: torch.device) -> None:
+        """Compile the kernel: the first pull should not have to."""
+        from equipoise.transfer import triton_copies
+
+        self._kernel = triton_copies
+        with torch.cuda.device(device):
+            self.copy([Copy(*torch.zeros(2, triton_copies.SIZE, dtype=torch.int64, device=device))])
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy on the current stream."""
+        self._kernel.copy_pieces(copies)
+
+
+class ParallelCopies:
+    """Up to `TRACKS` copies at once by copy engines, on the current stream and on streams beside it."""
+
+    name = "parallel"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._driver = device, load_driver()
+        self._streams = [torch.cuda.Stream(device) for _ in range(TRACKS - 1)]
+        self._begin, self._ends = torch.cuda.Event(), [torch.cuda.Event() for _ in self._streams]
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy once the current stream gets here; what it is given next waits for all copies."""
+        main, beside = torch.cuda.current_stream(self._device), self._streams[: max(len(copies) - 1, 0)]
+        self._begin.record(main)
+        for stream in beside:
+            stream.wait_event(self._begin)
+        tracks = [main.cuda_stream, *(stream.cuda_stream for stream in beside)]
+        for number, (into, out_of) in enumerate(copies):
+            assert into.is_contiguous() and out_of.is_contiguous(), "a copy of bytes needs contiguous tensors"
+            # The driver's call: torch's takes several times as long in the calling thread, and keeps the interpreter.
+            given = (into.data_ptr(), out_of.data_ptr(), into.nbytes, tracks[number % len(tracks)])
+            call_driver(self._driver, "cuMemcpyAsync", *given)
+        for stream, end in zip(beside, self._ends, strict=False):
+            end.record(stream)
+            main.wait_event(end)
+
+
+Copier = PlainCopies | KernelCopies | ParallelCopies
+
+
+def make_copier(device: torch.device, method: CopyMethod = "auto", *, sources: Iterable[torch.Tensor] = ()) -> Copier:
+    """Choose how copies inside a node are made, and log it.
+
+    Args:
+        method: `auto` is plain on the CPU; on a CUDA device a kernel, or parallel where sources are on others
+        sources: a tensor of every process whose memory is copied from
+    """
+    if device.type != "cuda" and method in ("kernel", "parallel"):
+        raise TransferError(f"copies is {method!r}, but experts are on {device}; give 'plain' or 'auto' there")
+    if method == "auto" and device.type == "cuda":
+        has_kernel = find_spec("triton") is not None and all(_device_of(t) == device.index for t in sources)
+        method = "kernel" if has_kernel else "parallel"
+    copier: Copier = PlainCopies()
+    if method in ("kernel", "parallel"):
+        copier = KernelCopies(device) if method == "kernel" else ParallelCopies(device)
+    _LOG.info("pulls inside a node are %s copies on %s", copier.name, device)
+    return copier
+
+
+def _device_of(tensor: torch.Tensor) -> int:
+    """The device that holds a tensor's memory, also where this process sees it as its own device's."""
+    driver = load_driver()
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call_driver(driver, "cuPointerGetAttribute", kind, tensor.data_ptr()))
 
 
 class Need(NamedTuple):
@@ -57,8 +149,25 @@ class Need(NamedTuple):
     path: PathName
 
 
-class Path(Protocol):
-    """One way for weights to come to this rank."""
+def needs_of(plan: Plan, micro_step: int, layer: int, *, rank: int, phase: Phase = "forward") -> tuple[Need, ...]:
+    """Replicas of `rank` in one micro-step of one layer, in slot order, whether or not they are still resident."""
+    table, at = plan.replica_table, micro_step * plan.home_LE.shape[0] + layer
+    entries = range(int(table.start_ML[at]), int(table.start_ML[at + 1]))
+    return tuple(
+        Need(
+            layer,
+            int(table.expert_P[p]),
+            int(plan.home_LE[layer, table.expert_P[p]]),
+            int(plan.home_slot_LE[layer, table.expert_P[p]]),
+            PATHS[int(table.path_P2[p, PHASES.index(phase)])],
+        )
+        for p in entries
+        if table.rank_P[p] == rank
+    )
+
+
+class PullPath(Protocol):
+    """Where weights come from: a path copies and nothing else, the puller waits."""
 
     @property
     def name(self) -> str:
@@ -79,7 +188,7 @@ class Path(Protocol):
 
 
 class MappedPath:
-    """Copies from the mapped home weights of a rank of the same node."""
+    """Copies from the mapped home weights of a rank of the same node: `peer` on CUDA devices, `shm` on the CPU."""
 
     name = "shm"
 
@@ -94,17 +203,21 @@ class MappedPath:
 
     def is_ready(self, need: Need, version: int) -> bool:
         """Whether the home has announced the version."""
-        return bool(self._node.words[need.source][VERSION] >= version)
+        return bool(self._node.cells[need.source][VERSION] >= version)
 
     def pull(self, needs: Mapping[int, Need], buffer: ExpertWeights) -> int:
-        """Copy all experts in one go."""
-        pairs = ((slot, need, self._node.home(need.source, need.layer)) for slot, need in needs.items())
-        copies = [copy for slot, need, home in pairs for copy in copies_of(buffer, slot, home, need.source_slot)]
-        return copy_all(copies, self._copier)
+        """Copy all experts at once."""
+        copies = [
+            Copy(into[slot], out_of[need.source_slot])
+            for slot, need in needs.items()
+            for into, out_of in zip(buffer.tensors(), self._node.home(need.source, need.layer).tensors(), strict=True)
+        ]
+        self._copier.copy(copies)
+        return sum(int(copy.into.nbytes) for copy in copies)
 
 
 class HostPath:
-    """Copies from the node's host store."""
+    """Copies from the node's host store, pinned where there is a device."""
 
     name = "host"
 
@@ -124,37 +237,6 @@ class HostPath:
         return copied
 
 
-def needs_of(plan: Plan, micro_step: int, layer: int, *, rank: int, phase: Phase = "forward") -> tuple[Need, ...]:
-    """Replicas of `rank` in one micro-step of one layer, in slot order, whether or not they are still resident."""
-    table, at = plan.replica_table, micro_step * plan.home_LE.shape[0] + layer
-    entries = range(int(table.start_ML[at]), int(table.start_ML[at + 1]))
-    return tuple(
-        Need(
-            layer,
-            int(table.expert_P[p]),
-            int(plan.home_LE[layer, table.expert_P[p]]),
-            int(plan.home_slot_LE[layer, table.expert_P[p]]),
-            PATHS[int(table.path_P2[p, PHASES.index(phase)])],
-        )
-        for p in entries
-        if table.rank_P[p] == rank
-    )
-
-
-# `Walk`: where a rank stands in its plan's itinerary, what each replica buffer holds, and what to fill next.
-#
-# A visit that the layer announces becomes the position, whether it is the next one or not. Ahead of it, at most
-# `depth`
-# visits, `next_fill` follows the itinerary's buffers. A visit whose replicas are nowhere is filled first of all.
-#
-# Invariants (asserted by the tests):
-# 1. `holds` is true only for a buffer that was filled completely for that very micro-step and layer.
-# 2. The buffer of the latest announced visit is never filled for another one.
-# 3. Nothing is filled earlier than its `ready_from`, nor more than `depth` visits ahead, nor while its layer is
-# closed.
-# 4. Visits in the itinerary's order, backward and repeated ones included, are never on demand.
-
-
 class Fill(NamedTuple):
     """A buffer to fill with the replicas of one micro-step of one layer."""
 
@@ -169,8 +251,19 @@ class Fill(NamedTuple):
         return self.micro_step, self.layer
 
 
-class Walk:
-    """One rank's way through one window."""
+class PullSchedule:
+    """One rank's position in a window's itinerary, what each replica buffer holds, and what to fill next.
+
+    A visit that the layer announces becomes the position, whether it is the next one or not. At most `depth` visits
+    ahead of it, `next_fill` follows the itinerary's buffers. A visit whose replicas are nowhere is filled first.
+
+    Invariants (asserted by the tests):
+    1. `holds` is true only for a buffer that was filled completely for that very micro-step and layer.
+    2. The buffer of the latest announced visit is never filled for another one.
+    3. Nothing is filled earlier than its `ready_from`, nor more than `depth` visits ahead, nor while its layer is
+       closed.
+    4. Visits in the itinerary's order, backward and repeated ones included, are never on demand.
+    """
 
     def __init__(self, plan: Plan, *, rank: int) -> None:
         if plan.itinerary is None:
@@ -186,21 +279,18 @@ class Walk:
         self._open: set[int] = set()
         self.filling: Fill | None = None
 
-    @property
-    def cluster(self) -> Cluster:
-        """What the plan was made for."""
-        return self._plan.cluster
-
     def announce(self, visit: Visit) -> tuple[Fill, bool]:
         """Make `visit` the position.
 
-        Returns: the buffer with its replicas, once `holds` is true for it; and whether it was not to be expected
+        Returns: the buffer with its replicas, once `holds` is true for it; and whether the visit was unexpected
         """
         at, before = self._index.get(visit), self._position
-        needs = self._needs_at(visit)
+        key, needs = (visit.micro_step, visit.layer), self._needs_at(visit)
         if at is not None:
             self._position = at
-        fill = Fill(visit.micro_step, visit.layer, self._buffer_of(visit, at), needs)
+        # The buffer that holds the visit's replicas already, else the itinerary's, else the first.
+        planned = 0 if at is None else int(self._itinerary.buffer_V[at])
+        fill = Fill(*key, self._holds.index(key) if key in self._holds else planned, needs)
         self._leased = fill.buffer if needs else None
         self._urgent = None
         if not needs or self.holds(fill):
@@ -222,9 +312,10 @@ class Walk:
         for at in range(self._position + 1, min(self._position + 1 + plan.depth, len(plan))):
             if not plan.pulls_V[at] or plan.ready_from_V[at] > max(self._position, 0):
                 continue
-            if not self.is_open(int(plan.layer_V[at])):
+            visit = plan.visit(at)
+            if not self.is_open(visit.layer):
                 continue
-            fill = self._fill_at(at)
+            fill = Fill(visit.micro_step, visit.layer, int(plan.buffer_V[at]), self._needs_at(visit))
             if fill.needs and fill.buffer != self._leased and not self.holds(fill):
                 return fill
         return None
@@ -243,16 +334,16 @@ class Walk:
         self.filling = None
 
     def open(self, layer: int) -> None:
-        """Say that the home weights of a layer are there; closed at first."""
+        """Allow pulls of a layer, whose home weights have arrived; layers are closed at first."""
         self._open.add(layer)
 
     def close(self, layer: int) -> None:
-        """Say that the home weights of a layer are about to go: no buffer holds any of them from now on."""
+        """Allow no pulls of a layer any more, and forget what buffers hold of it."""
         self._open.discard(layer)
         self._holds = [None if held is not None and held[1] == layer else held for held in self._holds]
 
     def is_open(self, layer: int) -> bool:
-        """Whether the home weights of a layer are there."""
+        """Whether the home weights of a layer have arrived."""
         return layer in self._open
 
     def forget(self) -> None:
@@ -260,107 +351,17 @@ class Walk:
         self._holds = [None] * len(self._holds)
         self._leased = self._urgent = None
 
-    def _fill_at(self, at: int) -> Fill:
-        visit = self._itinerary.visit(at)
-        return Fill(visit.micro_step, visit.layer, int(self._itinerary.buffer_V[at]), self._needs_at(visit))
-
     def _needs_at(self, visit: Visit) -> tuple[Need, ...]:
         if visit not in self._needs:
             micro_step, phase, layer = visit
             self._needs[visit] = needs_of(self._plan, micro_step, layer, rank=self._rank, phase=phase)
         return self._needs[visit]
 
-    def _buffer_of(self, visit: Visit, at: int | None) -> int:
-        """The buffer that holds the visit's replicas already, else the itinerary's, else the first."""
-        key = (visit.micro_step, visit.layer)
-        if key in self._holds:
-            return self._holds.index(key)
-        return 0 if at is None else int(self._itinerary.buffer_V[at])
-
-
-# `PathShift`: later pulls of a window leave a path that falls behind, if the other one does not.
-#
-# The plan chose each pull's path by the rates of its cluster (`nvlink_bytes_per_s`, `host_bytes_per_s`). What pulls
-# really reach, waits for their weights included, is measured visit by visit. A path is *behind* where the last
-# `RECENT`
-# visits together reached less than half of the plan's rate; one that was not measured is not. A pull planned by a path
-# that is behind goes by the other one, if that is not behind and has the weights now: the store has those of experts
-# that
-# some pull of the plan takes from there.
-#
-# Both paths bring the same bits, so this changes seconds alone. Off under a forced path. Every window begins anew.
-#
-# Invariants (asserted by the tests):
-# 1. Replicas have the same bits wherever they come from.
-# 2. No pull is shifted to a path that is behind, that does not have its weights, or that does not reach its home.
-# 3. Nothing is shifted before its path was measured, nor under a forced path.
-
-
-RECENT = 4
-"""Visits by which a path is judged."""
-BEHIND = 0.5
-"""Share of the plan's rate below which a path is behind."""
-
-_OTHER: dict[PathName, PathName] = {"peer": "host", "host": "peer"}
-
-
-class _Visit(NamedTuple):
-    """What one path brought for one visit."""
-
-    num_bytes: int
-    waited_s: float
-    """By the caller's clock: for the weights, and for the copy where there is no device."""
-    copying: Standstill
-    """The copy in the lane of a device."""
-
-
-class PathShift:
-    """Where the pulls of one rank go."""
-
-    def __init__(self, paths: Mapping[str, Path], *, near: Collection[int], is_on: bool) -> None:
-        """
-        Args:
-            paths: by the plan's name for them; more may come
-            near: ranks whose homes this rank has mapped
-        """
-        self._paths, self._near, self._is_on = paths, frozenset(near), is_on
-        self._planned: dict[PathName, int] = {}
-        self._recent: dict[PathName, deque[_Visit]] = {}
-
-    def open_window(self, cluster: Cluster) -> None:
-        """Forget what was measured, and take the rates that the plan counted on."""
-        self._planned = {"peer": cluster.nvlink_bytes_per_s, "host": cluster.host_bytes_per_s}
-        self._recent = {name: deque(maxlen=RECENT) for name in self._planned}
-
-    def note(self, name: PathName, num_bytes: int, *, waited_s: float, copying: Standstill) -> None:
-        """Take note of what a path brought for a visit."""
-        if self._is_on:
-            self._recent[name].append(_Visit(num_bytes, waited_s, copying))
-
-    def choose(self, need: Need, *, version: int) -> Need:
-        """Return the need as planned, or by the other path."""
-        name = _OTHER[need.path]
-        if not self._is_on or need.source not in self._near or name not in self._paths:
-            return need
-        other = need._replace(path=name)
-        is_better = self.is_behind(need.path) and not self.is_behind(name)
-        return other if is_better and self._paths[name].is_ready(other, version) else need
-
-    def is_behind(self, name: PathName) -> bool:
-        """Whether what the path brought lately took more than twice as long as planned; False where not measured."""
-        over = [visit for visit in self._recent.get(name, ()) if visit.copying.is_over()]
-        seconds = sum(visit.waited_s + visit.copying.seconds() for visit in over)
-        return sum(visit.num_bytes for visit in over) < BEHIND * self._planned.get(name, 0) * seconds
-
-
-_JOIN_S = 1.0
-"""How long closing waits for a pull that hangs before it leaves the (daemon) thread behind."""
-
 
 class Puller:
     """The thread that fills the replica buffers, and what each holds."""
 
-    def __init__(self, node: NodeMemory, paths: Mapping[str, Path]) -> None:
+    def __init__(self, node: NodeMemory, paths: Mapping[str, PullPath]) -> None:
         """Start the thread, paused.
 
         Args:
@@ -369,61 +370,59 @@ class Puller:
         self._node, self._paths = node, paths
         self._buffers, count = node.buffers, node.layout.depth + 1
         self._lane = Lane(node.device)
-        self._shift = PathShift(paths, near=node.peers, is_on=node.options.path == "plan")
         self._filled, self._free = [REACHED] * count, [REACHED] * count
         self._lent: int | None = None
         self._changed = threading.Condition()
-        self._walk: Walk | None = None
+        self._schedule: PullSchedule | None = None
         self._version = 0
         self._is_paused, self._is_closed = True, False
         self._failure: TransferError | None = None
         self._thread = threading.Thread(target=self._run, name="equipoise-puller", daemon=True)
         self._thread.start()
 
-    def resume(self, walk: Walk, *, version: int) -> None:
-        """Fill along `walk` from now on, with weights of `version`."""
+    def resume(self, schedule: PullSchedule, *, version: int) -> None:
+        """Fill as `schedule` says from now on, with weights of `version`."""
         with self._changed:
-            self._shift.open_window(walk.cluster)
-            self._walk, self._version, self._is_paused = walk, version, False
+            self._schedule, self._version, self._is_paused = schedule, version, False
             self._changed.notify_all()
 
     def pause(self) -> None:
         """Stop filling, and wait until a fill that has begun is over, on the device too."""
         with self._changed:
             self._is_paused = True
-            filling = None if self._walk is None else self._walk.filling
+            filling = None if self._schedule is None else self._schedule.filling
             transfer = Transfer("pull") if filling is None else self._transfer(filling.needs[0])
-            self._wait(lambda: self._walk is None or self._walk.filling is None, transfer)
+            self._wait(lambda: self._schedule is None or self._schedule.filling is None, transfer)
             self._wait(lambda: all(mark.is_reached() for mark in self._filled), transfer)
 
     def open_layer(self, layer: int) -> None:
-        """Pull from the homes of a layer from now on: their weights are there, on all ranks of the node."""
+        """Pull from the homes of a layer from now on: all ranks of the node hold its weights."""
         with self._changed:
-            if self._walk is not None:
-                self._walk.open(layer)
+            if self._schedule is not None:
+                self._schedule.open(layer)
             self._changed.notify_all()
 
     def close_layer(self, layer: int) -> None:
         """Pull from the homes of a layer no more, and wait until a fill that has begun is over, on the device too."""
         with self._changed:
-            walk = self._walk
-            if walk is None:
+            schedule = self._schedule
+            if schedule is None:
                 return
-            walk.close(layer)
+            schedule.close(layer)
             transfer = Transfer("pull", layer=layer, path=self._node.direct_path)
-            self._wait(lambda: walk.filling is None or walk.filling.layer != layer, transfer)
+            self._wait(lambda: schedule.filling is None or schedule.filling.layer != layer, transfer)
             # A fill that has ended meanwhile may have been marked as held.
-            walk.close(layer)
+            schedule.close(layer)
             self._wait(lambda: all(mark.is_reached() for mark in self._filled), transfer)
 
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return this rank's replica weights at `visit`; what the current stream is given next waits for them."""
         fill = self._lend(visit)
-        return ExpertWeights(*(None if t is None else t[: len(fill.needs)] for t in self._buffers.slots(fill.buffer)))
+        return self._buffers.slots(fill.buffer).map(lambda tensor: tensor[: len(fill.needs)])
 
     def joined(self, visit: Visit) -> ExpertWeights | None:
         """Return home slots and then this rank's replicas at `visit`, in one tensor each; None where they are apart."""
-        if not self._buffers.is_joined:
+        if not isinstance(self._buffers, Arena):
             return None
         fill = self._lend(visit)
         held, home = len(fill.needs), self._node.home(self._node.rank, visit.layer)
@@ -441,42 +440,38 @@ class Puller:
         # Whoever frees the buffers next must not do so under a copy.
         self._lane.mark().block()
         # An error refers to the calls it went through, and they to this object and to shared memory.
-        self._walk, self._paths, self._failure = None, {}, None
+        self._schedule, self._paths, self._failure = None, {}, None
 
     def _lend(self, visit: Visit) -> Fill:
         """Let the current stream have the buffer with the replicas of `visit`, and take back the one it had."""
-        standstill = Standstill(self._node.device)
+        counters, timer = self._node.counters, StreamTimer(self._node.device)
         with self._changed:
-            if self._walk is None or self._is_paused:
+            if self._schedule is None or self._is_paused:
                 raise TransferError(f"{visit} asks for replicas, but no window is open or the engine is suspended")
-            walk = self._walk
+            schedule = self._schedule
             if self._lent is not None:
-                # All that used it has been given to the stream by now.
+                # The stream has been given everything that uses the buffer by now.
                 self._free[self._lent] = Mark.now(self._node.device)
-            fill, is_on_demand = walk.announce(visit)
+            fill, is_on_demand = schedule.announce(visit)
             self._lent = fill.buffer if fill.needs else None
             self._changed.notify_all()
-            if fill.needs:
-                waited = self._wait(lambda: walk.holds(fill), self._transfer(fill.needs[0]))
-                self._filled[fill.buffer].hold_up(self._node.device)
-                standstill.end()
-                self._count(fill, waited, standstill)
-                self._node.counters.on_demand += is_on_demand
+            if not fill.needs:
+                return fill
+            transfer = self._transfer(fill.needs[0])
+            waited = self._wait(lambda: schedule.holds(fill), transfer)
+            self._filled[fill.buffer].hold_up(self._node.device)
+            timer.end()
+            if self._node.device.type == "cpu":
+                counters.wait(transfer.path, waited)
+            else:
+                counters.time(transfer.path, timer)
+            counters.on_demand += is_on_demand
         return fill
 
-    def _count(self, fill: Fill, waited: float, standstill: Standstill) -> None:
-        path = self._paths[fill.needs[0].path].name
-        if self._node.device.type == "cpu":
-            self._node.counters.wait(path, waited)
-        else:
-            self._node.counters.stop(path, standstill)
-
     def _wait(self, is_ready: Callable[[], bool], transfer: Transfer) -> float:
-        """Wait with the lock given up in between, until ready or failed."""
+        """Wait until ready or failed, releasing the lock in between."""
         waited = self._node.watchdog.wait(
-            lambda: self._failure is not None or is_ready(),
-            transfer,
-            pause=self._changed.wait,
+            lambda: self._failure is not None or is_ready(), transfer, pause=self._changed.wait
         )
         if self._failure is not None:
             raise self._failure
@@ -489,82 +484,66 @@ class Puller:
                     is_filled = self._pull(fill)
                 with self._changed:
                     self._filled[fill.buffer] = self._lane.mark()
-                    if self._walk is not None:
-                        self._walk.end(is_filled=is_filled)
+                    if self._schedule is not None:
+                        self._schedule.end(is_filled=is_filled)
                     self._changed.notify_all()
         except RuntimeError as error:
-            self._fail(error)
+            failure = error if isinstance(error, TransferError) else self._node.watchdog.abort(f"pull failed: {error}")
+            with self._changed:
+                self._failure = failure
+                self._changed.notify_all()
 
     def _take(self) -> Fill | None:
         """Wait for the next fill and begin it; None once closed."""
         with self._changed:
             while not self._is_closed:
-                fill = None if self._walk is None or self._is_paused else self._walk.next_fill()
-                if fill is not None and self._walk is not None:
-                    self._walk.begin(fill)
+                fill = None if self._schedule is None or self._is_paused else self._schedule.next_fill()
+                if fill is not None and self._schedule is not None:
+                    self._schedule.begin(fill)
                     return fill
                 self._changed.wait()
         return None
 
     def _pull(self, fill: Fill) -> bool:
-        """Bring a visit's replicas; False where a pause, or the layer's end, came before their weights."""
-        needs, slot = self._chosen(fill), 0
+        """Copy a visit's replicas; False where a pause, or the layer's end, came before their weights were ready."""
+        slot, needs = 0, fill.needs
         while slot < len(needs):
-            waited_s = self._node.watchdog.wait(partial(self._is_over, needs[slot]), self._transfer(needs[slot]))
-            together = self._ready_from(needs, slot)
+            need = needs[slot]
+            self._node.watchdog.wait(partial(self._is_over, need), self._transfer(need))
+            # Replicas from this slot on that are ready and take the same path are copied together.
+            together: dict[int, Need] = {}
+            for at, other in enumerate(needs[slot:], slot):
+                if self._paths[other.path] is not self._paths[need.path] or not self._is_ready(other):
+                    break
+                together[at] = other
             if not together:
                 return False
-            self._copy(fill.buffer, together, waited_s=waited_s)
+            self._copy(fill.buffer, together)
             slot += len(together)
         return True
-
-    def _chosen(self, fill: Fill) -> list[Need]:
-        """The needs by the paths they really take."""
-        chosen = [self._shift.choose(need, version=self._version) for need in fill.needs]
-        self._node.counters.shifted += sum(a is not b for a, b in zip(chosen, fill.needs, strict=True))
-        return chosen
 
     def _is_over(self, need: Need) -> bool:
         return self._is_closed or self._is_paused or not self._is_open(need) or self._is_ready(need)
 
     def _is_open(self, need: Need) -> bool:
-        return self._walk is not None and self._walk.is_open(need.layer)
+        return self._schedule is not None and self._schedule.is_open(need.layer)
 
     def _is_ready(self, need: Need) -> bool:
         return self._is_open(need) and self._paths[need.path].is_ready(need, self._version)
 
-    def _ready_from(self, needs: Sequence[Need], first: int) -> dict[int, Need]:
-        """Replicas by slot, from one on, that can be copied together now: by one path, without a gap."""
-        together: dict[int, Need] = {}
-        for slot, need in enumerate(needs[first:], first):
-            if self._paths[need.path] is not self._paths[needs[first].path] or not self._is_ready(need):
-                break
-            together[slot] = need
-        return together
-
-    def _copy(self, buffer: int, needs: Mapping[int, Need], *, waited_s: float) -> None:
+    def _copy(self, buffer: int, needs: Mapping[int, Need]) -> None:
         first = next(iter(needs.values()))
-        path, begin, copying = self._paths[first.path], time.monotonic(), Standstill(self._node.device)
+        path = self._paths[first.path]
         with torch.profiler.record_function("equipoise.pull"):
             try:
                 copied = path.pull(needs, self._buffers.slots(buffer))
             except TransferError as error:
-                # Of several, the path's own words say which.
+                # Of several, the path's own message says which.
                 one = self._transfer(first)
                 whole = one if len(needs) == 1 else one._replace(expert=None, peer=None)
                 raise self._node.watchdog.abort(f"{whole} failed: {error}") from error
-        copying.end()
-        if self._node.device.type == "cpu":
-            waited_s += time.monotonic() - begin
-        self._shift.note(first.path, copied, waited_s=waited_s, copying=copying)
         self._node.counters.arrive(path.name, copied)
         self._node.counters.pulls += len(needs)
 
     def _transfer(self, need: Need) -> Transfer:
         return Transfer("pull", need.layer, need.expert, self._paths[need.path].name, need.source)
-
-    def _fail(self, error: RuntimeError) -> None:
-        failure = error if isinstance(error, TransferError) else self._node.watchdog.abort(f"pull failed: {error}")
-        with self._changed:
-            self._failure = failure
-            self._changed.notify_all()

@@ -1,17 +1,15 @@
 """`Mailboxes`: replica gradients on their way home, handed over in both directions by a tag in shared memory.
 
 Each rank has slots x (depth + 1) mailboxes of one expert each, which only it fills and only the expert's home empties.
-A mailbox's tag is 0 while it is free; otherwise it names what lies in it, complete:
+A mailbox's tag is 0 while it is free; otherwise it names the gradient that lies in it, complete:
     bits 40..62  window, counted from 1
     bits 28..39  micro-step
     bits 16..27  layer index
     bits  0..15  expert
-A negative tag names what is being put into it. So a home finds what it waits for by name, whatever the order in which
-others filled their boxes, and a box is filled again only once its home has set the tag back to 0. On a device a tag is
-set once the copy or addition it announces is finished there (`streams.Announcer`), so that handing in does not wait for
-the device. The home's thread does wait, for the tag: until the other device has come that far it feeds no more layers.
-
-Knows gradients and tags. Does not know pulls or autograd.
+A negative tag names the gradient that is being written. So a home finds what it waits for by name, whatever the order
+in which others fill their boxes, and a box is filled again only once its home has set the tag back to 0. On a device a
+tag is set once the copy or addition that it announces is finished there (`waits.Announcer`), so that handing in does
+not wait for the device. The home's thread does wait for the tag: until then it feeds no more layers.
 
 Invariants (asserted by the tests):
 1. The replicas' gradients of an expert are added to its home's in ascending rank order.
@@ -28,11 +26,9 @@ import numpy as np
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
 from equipoise.core.value import require_int
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.edges import copy_expert
-from equipoise.transfer.node import NodeMemory
+from equipoise.transfer.node import ExpertWeights, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
-from equipoise.transfer.waits import TAGS, Announcer, Mark, Standstill, Transfer
+from equipoise.transfer.waits import TAGS, Announcer, Mark, StreamTimer, Transfer
 
 
 class Mailboxes:
@@ -49,7 +45,7 @@ class Mailboxes:
         self._window, self._handed_in = window, set()
 
     def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> float:
-        """Put the gradients of this rank's replicas into free boxes; return the seconds waited for one.
+        """Copy the gradients of this rank's replicas into free boxes; return the seconds waited for one.
 
         A box is free once its home has read it. Homes read in the order of the backward pass, as boxes are filled, so
         the wait is for layers behind this one and never for this one.
@@ -65,7 +61,7 @@ class Mailboxes:
                 f"micro-step {micro_step}, layer index {layer}: gradients handed in twice in one window"
             )
         self._handed_in.add((micro_step, layer))
-        self._check_near([need.source for need in needs], micro_step, layer)
+        self._check_same_node([need.source for need in needs], micro_step, layer)
         waited = 0.0
         boxes, tags = self._node.mailboxes(self._node.rank), self._tags(self._node.rank)
         for slot, need in enumerate(needs):
@@ -81,24 +77,24 @@ class Mailboxes:
         """Add what replicas of this rank's home experts returned, in place; return the seconds waited."""
         homes = plan.home_LE[layer]
         mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == self._node.rank)
-        self._check_near([replica.rank for replica in mine], micro_step, layer)
+        self._check_same_node([replica.rank for replica in mine], micro_step, layer)
         waited = 0.0
         for expert, rank in mine:
             tags, name = self._tags(rank), self._name(micro_step, layer, expert)
             transfer = Transfer("return", layer, expert, self._node.direct_path, rank)
-            standstill = Standstill(self._node.device)
+            timer = StreamTimer(self._node.device)
             waited += self._node.watchdog.wait(partial(_holds, tags, name), transfer)
-            standstill.end()
+            timer.end()
             box = int(np.flatnonzero(tags == name)[0])
             added = _add_expert(gradients, int(plan.home_slot_LE[layer, expert]), self._node.mailboxes(rank), box)
             self._announce(tags, box, 0)
-            self._node.counters.stop(self._node.direct_path, standstill)
+            self._node.counters.time(self._node.direct_path, timer)
             self._node.counters.arrive(self._node.direct_path, added)
             self._node.counters.returns += 1
         return waited
 
     def finish(self) -> None:
-        """Wait until every tag that is due has been set."""
+        """Wait until all tags announced so far have been set."""
         transfer = Transfer("return", path=self._node.direct_path)
         self._node.watchdog.wait(self._announcer.is_done, transfer)
         if self._announcer.failure is not None:
@@ -119,24 +115,24 @@ class Mailboxes:
                 "collected by its home; every backward pass of the window must run on all ranks"
             )
 
-    def _check_near(self, ranks: Iterable[int], micro_step: int, layer: int) -> None:
+    def _check_same_node(self, ranks: Iterable[int], micro_step: int, layer: int) -> None:
         """Refuse returns across nodes: a recompute window may have replicas there, and must not run backward."""
-        far = sorted(set(ranks) - set(self._node.peers))
-        if far:
+        others = sorted(set(ranks) - set(self._node.peers))
+        if others:
             raise self._node.watchdog.abort(
                 f"micro-step {micro_step}, layer index {layer}: gradients of replicas cannot return between this rank "
-                f"and rank {far[0]}, in another node; run backward in update windows only"
+                f"and rank {others[0]}, in another node; run backward in update windows only"
             )
 
     def _announce(self, tags: np.ndarray, box: int, name: int) -> None:
-        """Hand a box over once the device has done with it."""
+        """Set a box's tag once the device has finished its work on the box."""
         self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
 
     def _tags(self, rank: int) -> np.ndarray:
-        return self._node.words[rank][TAGS:]
+        return self._node.cells[rank][TAGS:]
 
     def _mark(self, tags: np.ndarray, box: int, name: int) -> None:
-        """Hand a box over: the last thing done to it on either side."""
+        """Set a tag: the last thing done to a box on either side."""
         tags[box] = name
 
     def _name(self, micro_step: int, layer: int, expert: int) -> int:

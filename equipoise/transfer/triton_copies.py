@@ -1,9 +1,7 @@
 """One Triton kernel that copies up to four pieces of a device's memory: one launch, one ramp.
 
-Knows addresses and words. Does not know experts; `copies` chooses when to use it. Its programs share the device's
-processors with whatever else runs, so it is for memory of the same device, where a plain copy does so too.
-
-Invariants (asserted by the tests on a GPU): those of `copies`.
+`pulls.make_copier` chooses when to use it. Its programs share the device's processors with whatever else runs, so it is
+for memory of the same device, where a plain copy does so too.
 """
 
 from collections.abc import Sequence

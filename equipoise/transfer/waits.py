@@ -1,26 +1,22 @@
-"""`Watchdog`: every wait of a rank for another is bounded, and one that fails ends the step on all ranks of the node.
+"""Everything that transfers wait with: the watchdog of a node, points in a device's work, agreement between ranks.
 
-Knows a few words of shared memory per rank, processes and clocks. Does not know what is transferred: the caller gives a
-`Transfer` to name it.
+    Watchdog      bounds every wait for another rank; one that fails ends the step on all ranks of the node
+    Mark, Lane    points and streams in a device's work, with `StreamTimer`, `Announcer` and `JobQueue` on top of them
+    OwnGroup      the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
+    Counters      what the transfers of one rank moved
 
-Each rank has a row of 64-bit words in the node's memory that only it writes, and room for one message:
-    PID, START   who it is: process id, and start time in clock ticks after boot, so that a reused id is not mistaken
+Each rank has a row of 64-bit cells in the node's memory that only it writes, and room for one message:
+    PID, START   its identity: process id, and start time in clock ticks after boot, so that a reused id is noticed
     VERSION      the window whose home weights it holds ready to be pulled
-    RETIRED      the last window of which it pulls nothing any more
-    WRITTEN      the last exchange it has finished writing
+    RETIRED      the last window from which it pulls nothing any more
+    WRITTEN      the last relocation that it has written completely
     ABORTED      1 once its message says why it gave up
     TAGS...      one per mailbox of returned gradients (see `returns`)
-
-A word is stored after the data it announces, and x86-64 keeps the order of stores. Other machines may not: they are
-refused, because a rank could see a word before its data.
-
-Invariants (asserted by the tests):
-1. A wait that does not end within `timeout_s` raises an error that names the rank, what it waited for, and the bound.
-2. Once one rank has given up, every wait of the node's other ranks ends at once with that rank's words.
-3. A peer whose process is gone ends the wait at once, by name.
-4. A machine that may reorder stores is refused before anything is shared.
+A cell is stored after the data that it announces. That is safe because x86-64 keeps the order of stores; other
+machines are refused, because a rank could see a cell before its data.
 """
 
+import pickle
 import platform
 import queue
 import threading
@@ -28,308 +24,21 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from equipoise.core.errors import TransferError
+from equipoise.core.errors import EquipoiseError, TransferError
 
-# Points and lanes in the work of a device: what must be finished before something else may begin or be announced.
-#
-# On a CUDA device these are events and streams. On the CPU work is finished when a call returns, so every point is
-# reached at once and there is only one lane: callers are written once for both.
-#
-# Invariants (asserted by the tests):
-# 1. A mark is reached only when all work that its stream held when it was made is finished.
-# 2. Work of a lane begins only after the mark that was given, and never holds up the calling thread.
-# 3. What an `Announcer` is given is said in order, each after its mark.
-
-
-class Mark:
-    """A point in a stream's work."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        """Without an event there is nothing to wait for."""
-        self._event = event
-
-    @classmethod
-    def now(cls, device: torch.device) -> "Mark":
-        """Where the current stream of the calling thread stands."""
-        if device.type == "cpu":
-            return REACHED
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return cls(event)
-
-    def is_reached(self) -> bool:
-        """Whether the work before it is finished."""
-        return self._event is None or self._event.query()
-
-    def hold_up(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Have a stream, the current one if none is given, wait here; the calling thread goes on."""
-        if self._event is not None:
-            (stream or torch.cuda.current_stream(device)).wait_event(self._event)
-
-    def block(self) -> None:
-        """Hold up the calling thread until it is reached."""
-        if self._event is not None:
-            self._event.synchronize()
-
-
-REACHED = Mark()
-"""The mark of work that is finished."""
-
-
-class Lane:
-    """Work beside the layers': a stream of its own on a CUDA device, the calling thread on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def work(self, *, after: Mark = REACHED) -> Iterator[None]:
-        """Let what is called inside run in this lane, once `after` is reached."""
-        if self._stream is None:
-            yield
-            return
-        after.hold_up(self._device, self._stream)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> Mark:
-        """Where this lane stands."""
-        if self._stream is None:
-            return REACHED
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return Mark(event)
-
-
-class Standstill:
-    """How long the current stream takes from one point to another; on the CPU the caller's clock says that."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._begin = device, self._point(device)
-        self._end: torch.cuda.Event | None = None
-
-    def end(self) -> None:
-        """Say that this is the second point."""
-        self._end = self._point(self._device)
-
-    def is_over(self) -> bool:
-        """Whether the second point is reached; at once on the CPU."""
-        return self._begin is None or (self._end is not None and self._end.query())
-
-    def seconds(self) -> float:
-        """Seconds between the two points; waits for the second."""
-        if self._begin is None or self._end is None:
-            return 0.0
-        self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1e3
-
-    @staticmethod
-    def _point(device: torch.device) -> torch.cuda.Event | None:
-        if device.type == "cpu":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-
-class Announcer:
-    """Says things to other processes once the device has done what they announce; at once on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Start the thread that waits for marks, where there is a device."""
-        self._queue: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] | None = None
-        self._asked = self._said = 0
-        self.failure: Exception | None = None
-        if device.type == "cuda":
-            self._queue = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._queue,), name="equipoise-announcer", daemon=True).start()
-
-    def after(self, mark: Mark, say: Callable[[], None]) -> None:
-        """Call `say` once `mark` is reached, in the order of these calls."""
-        if self._queue is None:
-            say()
-        else:
-            self._asked += 1
-            self._queue.put((mark, say))
-
-    def is_done(self) -> bool:
-        """Whether everything has been said, or something failed."""
-        return self._said == self._asked or self.failure is not None
-
-    def close(self) -> None:
-        """End the thread once it has said what it was given. Closing twice is allowed."""
-        if self._queue is not None:
-            self._queue.put(None)
-
-    def _run(self, waiting: "queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None]") -> None:
-        while (item := waiting.get()) is not None:
-            mark, say = item
-            try:
-                mark.block()
-                say()
-            except Exception as error:  # noqa: BLE001  # kept for whoever waits; a thread has nobody to raise to
-                self.failure = error
-                return
-            self._said += 1
-
-
-# `Counters`: what the transfers of one rank moved, how often, and how long training stood still for them.
-
-
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    """Totals of one rank since the engine was opened."""
-
-    bytes: Counter[str] = field(default_factory=Counter)
-    """By path: `peer`, `host`, `shm`, `p2p`. Example: {"shm": 4096, "p2p": 512}."""
-    exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By path: what layers waited for, and the window's end."""
-    pulls: int = 0
-    """Replicas brought to this rank."""
-    returns: int = 0
-    """Replica gradients this rank added to its homes."""
-    publishes: int = 0
-    """Experts whose weights reached this rank as their home."""
-    collects: int = 0
-    """Experts whose gradients reached this rank as their owner."""
-    refreshes: int = 0
-    """Experts this rank wrote to the host store."""
-    shifted: int = 0
-    """Replicas brought by another path than planned, because that one fell behind."""
-    on_demand: int = 0
-    """Visits that found no replica waiting for them and had it brought at once."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    """Pulls are counted by a thread of their own."""
-
-    _stops: list[tuple[str, Standstill]] = field(default_factory=list, repr=False, compare=False)
-
-    def arrive(self, path: str, num_bytes: int) -> None:
-        """Count bytes that reached this rank."""
-        with self._lock:
-            self.bytes[path] += num_bytes
-
-    def wait(self, path: str, seconds: float) -> None:
-        """Count seconds in which training stood still."""
-        with self._lock:
-            self.exposed_s[path] += seconds
-
-    def refresh(self, num_bytes: int) -> None:
-        """Count an expert written to the host store; its bytes left this rank and are counted as `store`."""
-        with self._lock:
-            self.refreshes += 1
-            self.bytes["store"] += num_bytes
-
-    def stop(self, path: str, standstill: Standstill) -> None:
-        """Note that a device's stream may stand still; counted by `settle`."""
-        with self._lock:
-            self._stops.append((path, standstill))
-
-    def settle(self) -> None:
-        """Count what streams stood still, once they have passed the points noted."""
-        with self._lock:
-            stops, self._stops = self._stops, []
-        for path, standstill in stops:
-            self.wait(path, standstill.seconds())
-
-
-# `Connection`: the ranks of a group, connected once more over gloo, for transfers alone.
-#
-# A rank that gives up leaves collectives that others have entered, and a group whose ranks have made different
-# numbers of
-# calls never finishes another one. So what transfers agree on, and what crosses nodes, does not use the group of the
-# training: after a failure that group is as usable as before, and an engine that starts anew has a connection of its
-# own.
-#
-# Invariants (asserted by the tests):
-# 1. A rank that leaves an exchange alone holds up neither its own end nor the training's group.
-# 2. A connection may be closed as soon as it is made, whatever the other ranks still do.
-
-
-class Message(NamedTuple):
-    """A tensor on its way between this rank and another; both sides list theirs in the same order."""
-
-    tensor: torch.Tensor
-    """Contiguous, on the CPU."""
-    peer: int
-    is_leaving: bool
-
-
-class Connection:
-    """One rank's end."""
-
-    def __init__(self, group: Any, *, timeout_s: float) -> None:
-        """Connect. Every rank of `group` must call this.
-
-        Args:
-            group: the ranks to connect; able to move CPU tensors
-            timeout_s: after which what was left alone is given up for good
-        """
-        self._gloo = connect(group, timeout_s=timeout_s)
-
-    def start_largest(self, values: torch.Tensor) -> Any:
-        """Replace values by the largest of all ranks; returns the work. Every rank must call this."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        return self._gloo.allreduce([values], options)
-
-    def start(self, messages: Sequence[Message]) -> list[Any]:
-        """Send and receive; returns the works, one per message."""
-        return [
-            (self._gloo.send if message.is_leaving else self._gloo.recv)([message.tensor], message.peer, 0)
-            for message in messages
-        ]
-
-    def abandon(self, works: Sequence[Any]) -> None:
-        """Leave works that may never end; they are held until they have, so that nothing waits for them."""
-        leave(self._gloo, works)
-
-    def close(self) -> None:
-        """Take part in nothing any more. Closing twice is allowed."""
-        self._gloo = None
-
-
-def connect(group: Any, *, timeout_s: float) -> Any:
-    """Return a gloo group of the same ranks that nothing else uses. Every rank of `group` must call this."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-    try:
-        dist.broadcast(name, group=group, group_src=0)
-        store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
-        gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-        # A rank that closed before the others have connected would break off their connecting.
-        gloo.barrier().wait()
-    except RuntimeError as error:
-        raise TransferError(f"rank {rank}: the group's {size} ranks could not be connected: {error}") from error
-    return gloo
-
-
-def leave(gloo: Any, works: Sequence[Any]) -> None:
-    """Hold a connection in the background until works have ended or timed out.
-
-    Gloo cannot be interrupted, and its destructor waits.
-    """
-    threading.Thread(target=_hold, args=(gloo, list(works)), name="equipoise-left", daemon=True).start()
-
-
-def _hold(gloo: Any, works: Sequence[Any]) -> None:
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait()
-    del gloo
-
+T = TypeVar("T")
 
 PID, START, VERSION, RETIRED, WRITTEN, ABORTED, TAGS = range(7)
 MESSAGE_BYTES = 1024
@@ -338,8 +47,10 @@ _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 _EXIT_S = 0.3
 """A connection breaks a moment before its process is seen to have ended."""
 _LIFE_EVERY_S = 0.05
-"""Looking whether a process lives reads a file, so it is done less often."""
-
+"""Checking whether a process lives reads a file, so it is done less often."""
+_POLL_S = 0.002
+_JOIN_S = 1.0
+"""How long closing waits for a running job before it aborts the job, and for the job's end after that."""
 _ORDERED = ("x86_64", "amd64")
 """Machines that keep the order of stores, as Linux and others call them."""
 
@@ -364,42 +75,39 @@ class Transfer(NamedTuple):
 
 
 class Watchdog:
-    """Bounded waits of one rank on the words of its node."""
+    """Bounded waits of one rank on the cells of its node."""
 
     def __init__(
-        self,
-        words: Mapping[int, np.ndarray],
-        messages: Mapping[int, np.ndarray],
-        *,
-        rank: int,
-        timeout_s: float,
+        self, cells: Mapping[int, np.ndarray], messages: Mapping[int, np.ndarray], *, rank: int, timeout_s: float
     ) -> None:
-        """Sign in with this process's identity.
+        """Write this process's identity to its cells.
 
         Args:
-            words: int64 words of each rank of the node
+            cells: int64 cells of each rank of the node
             messages: bytes of each rank's message
             rank: this rank
             timeout_s: bound on every wait
         """
         check_store_order()
         self.rank, self.timeout_s = rank, timeout_s
-        self._words, self._messages = dict(words), dict(messages)
+        self._cells, self._messages = dict(cells), dict(messages)
         self._watched: dict[int, tuple[int, int]] = {}
-        words[rank][PID], words[rank][START] = identity()
+        cells[rank][PID], cells[rank][START] = identity()
 
     def watch_peers(self) -> None:
-        """Note which processes the peers are; called once all have signed in. Invisible ones are not watched."""
-        identities = {r: (int(w[PID]), int(w[START])) for r, w in self._words.items() if r != self.rank}
-        self._watched = {r: who for r, who in identities.items() if not is_gone(*who)}
+        """Note the peers' processes, once all have written their identity. Invisible processes are not watched."""
+        identities = {r: (int(c[PID]), int(c[START])) for r, c in self._cells.items() if r != self.rank}
+        self._watched = {r: process for r, process in identities.items() if not is_gone(*process)}
 
     def wait(
         self, is_ready: Callable[[], bool], transfer: Transfer, *, pause: Callable[[float], object] = time.sleep
     ) -> float:
         """Wait until `is_ready`, and return the seconds it took.
 
+        Raises within `timeout_s`, or at once where a rank of the node has given up or its process is gone.
+
         Args:
-            is_ready: looked at again and again, so it must be cheap
+            is_ready: called again and again, so it must be cheap
             transfer: what this is, for the error
             pause: sleeps for the given seconds or less
         """
@@ -419,20 +127,20 @@ class Watchdog:
 
     def check(self, transfer: Transfer) -> None:
         """Raise if a rank of this node has given up."""
-        for rank, words in self._words.items():
-            if words[ABORTED]:
+        for rank, cells in self._cells.items():
+            if cells[ABORTED]:
                 # A message that was cut may end inside a character.
                 text = self._messages[rank].tobytes().rstrip(b"\0").decode(errors="replace")
                 own = "" if rank == self.rank else f"rank {self.rank}: {transfer} ended because "
                 raise TransferError(f"{own}{text}")
 
     def abort(self, reason: str) -> TransferError:
-        """Tell all ranks of the node to give up, and return the error to raise. The first reason of a rank stands."""
+        """Make all ranks of the node give up, and return the error to raise. A rank keeps its first reason."""
         text = f"rank {self.rank}: {reason}"
-        if self._words and not self._words[self.rank][ABORTED]:
+        if self._cells and not self._cells[self.rank][ABORTED]:
             data = text.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
             self._messages[self.rank][:] = np.frombuffer(data, dtype=np.uint8)
-            self._words[self.rank][ABORTED] = 1
+            self._cells[self.rank][ABORTED] = 1
         return TransferError(text)
 
     def lost(self, transfer: Transfer, error: RuntimeError) -> TransferError:
@@ -449,16 +157,16 @@ class Watchdog:
             f"{transfer} did not finish within {self.timeout_s:g} s, or a rank of another node is gone: {error}"
         )
 
-    def _check_peers(self, transfer: Transfer) -> None:
-        for rank, who in self._watched.items():
-            if is_gone(*who):
-                # It may have given up, and said why, since that was last looked at.
-                self.check(transfer)
-                raise self.abort(f"{transfer} cannot finish: rank {rank} (process {who[0]}) is gone")
-
     def close(self) -> None:
-        """Let go of the shared words."""
-        self._words, self._messages = {}, {}
+        """Let go of the shared cells."""
+        self._cells, self._messages = {}, {}
+
+    def _check_peers(self, transfer: Transfer) -> None:
+        for rank, process in self._watched.items():
+            if is_gone(*process):
+                # It may have given up, and said why, since the last check.
+                self.check(transfer)
+                raise self.abort(f"{transfer} cannot finish: rank {rank} (process {process[0]}) is gone")
 
 
 def check_store_order() -> None:
@@ -489,3 +197,385 @@ def _state_and_start(pid: int) -> tuple[str, int]:
     # The name may hold spaces and brackets, so count from its last bracket: state is field 3, start time field 22.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
+
+
+class Mark:
+    """A point in a stream's work. On the CPU work is finished when a call returns, so every mark is reached."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        """Without an event there is nothing to wait for."""
+        self._event = event
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Mark":
+        """Mark the end of what the current stream of the calling thread holds."""
+        if device.type == "cpu":
+            return REACHED
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return cls(event)
+
+    def is_reached(self) -> bool:
+        """Whether the work before the mark is finished."""
+        return self._event is None or self._event.query()
+
+    def hold_up(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Make a stream (the current one by default) wait for the mark; the calling thread goes on."""
+        if self._event is not None:
+            (stream or torch.cuda.current_stream(device)).wait_event(self._event)
+
+    def block(self) -> None:
+        """Block the calling thread until the mark is reached."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+REACHED = Mark()
+"""The mark of work that is finished."""
+
+
+class Lane:
+    """Work beside the layers': a stream of its own on a CUDA device, the calling thread on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def work(self, *, after: Mark = REACHED) -> Iterator[None]:
+        """Run what is called inside in this lane, once `after` is reached."""
+        if self._stream is None:
+            yield
+            return
+        after.hold_up(self._device, self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Mark:
+        """Mark the end of what this lane holds."""
+        if self._stream is None:
+            return REACHED
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return Mark(event)
+
+
+class StreamTimer:
+    """Seconds that the current stream takes between two points; 0 on the CPU, where the caller's clock counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._begin = device, self._point(device)
+        self._end: torch.cuda.Event | None = None
+
+    def end(self) -> None:
+        """Record the second point."""
+        self._end = self._point(self._device)
+
+    def seconds(self) -> float:
+        """Seconds between the two points; waits for the second."""
+        if self._begin is None or self._end is None:
+            return 0.0
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3
+
+    @staticmethod
+    def _point(device: torch.device) -> torch.cuda.Event | None:
+        if device.type == "cpu":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+
+class Announcer:
+    """Runs short calls, in order, once the device has reached their marks; at once on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start the thread that waits for marks, where there is a device."""
+        self._queue: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] | None = None
+        self._asked = self._said = 0
+        self.failure: Exception | None = None
+        if device.type == "cuda":
+            self._queue = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._queue,), name="equipoise-announcer", daemon=True).start()
+
+    def after(self, mark: Mark, say: Callable[[], None]) -> None:
+        """Call `say` once `mark` is reached, in the order of these calls."""
+        if self._queue is None:
+            say()
+        else:
+            self._asked += 1
+            self._queue.put((mark, say))
+
+    def is_done(self) -> bool:
+        """Whether all calls have been made, or one failed."""
+        return self._said == self._asked or self.failure is not None
+
+    def close(self) -> None:
+        """End the thread once it has made the calls it was given. Closing twice is allowed."""
+        if self._queue is not None:
+            self._queue.put(None)
+
+    def _run(self, waiting: "queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None]") -> None:
+        while (item := waiting.get()) is not None:
+            mark, say = item
+            try:
+                mark.block()
+                say()
+            except Exception as error:  # noqa: BLE001  # kept for whoever waits; a thread has nobody to raise to
+                self.failure = error
+                return
+            self._said += 1
+
+
+class JobQueue:
+    """Runs jobs one at a time, in order, in a background thread, on a device in a lane beside the layers.
+
+    Every wait inside a job is bounded by the watchdog, so a job ends or fails. After a job has failed no other begins,
+    and everyone who waits for one gets its error.
+    """
+
+    def __init__(self, watchdog: Watchdog, device: torch.device) -> None:
+        self._watchdog, self._lane = watchdog, Lane(device)
+        self._fence = Transfer("fence", path="shm" if device.type == "cpu" else "peer")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="equipoise-jobs")
+        self._jobs: list[Future[None]] = []
+        self._failure: TransferError | None = None
+
+    def submit(self, work: Callable[[], None], *, after: Mark = REACHED) -> Future[None]:
+        """Run `work` once all jobs before it have ended and `after` is reached."""
+        self._jobs = [job for job in self._jobs if not job.done()]
+        self._jobs.append(self._executor.submit(self._run, work, after))
+        return self._jobs[-1]
+
+    def drain(self) -> None:
+        """Wait until all jobs have ended, or raise the error of the one that failed."""
+        wait_for_futures(self._jobs)
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Drop the jobs that have not begun, and end the thread. Closing twice is allowed."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        # A cancelled job has not been taken by the thread, and `wait` would wait for that.
+        running = [job for job in self._jobs if not job.cancelled()]
+        if wait_for_futures(running, timeout=_JOIN_S).not_done:
+            self._watchdog.abort("closed while experts were on their way between owners and homes")
+            wait_for_futures(running, timeout=_JOIN_S)
+        # An error refers to the calls it went through, and they to shared memory.
+        self._failure, self._jobs = None, []
+
+    def _run(self, work: Callable[[], None], after: Mark) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._watchdog.wait(after.is_reached, self._fence)
+            with torch.no_grad(), self._lane.work():
+                work()
+        except TransferError as error:
+            self._failure = error
+            raise
+        except Exception as error:
+            self._failure = self._watchdog.abort(f"publish or collect failed: {error!r}")
+            raise self._failure from error
+
+
+class Message(NamedTuple):
+    """A tensor sent between this rank and another; both sides list theirs in the same order."""
+
+    tensor: torch.Tensor
+    """Contiguous, on the CPU."""
+    peer: int
+    is_leaving: bool
+
+
+Finish = Callable[[Any], None]
+"""Waits for one gloo work, or raises."""
+
+
+class OwnGroup:
+    """The ranks of a group connected once more over gloo, for one thread of each rank.
+
+    A rank that gives up leaves collectives that others have entered, and a group whose ranks made different numbers of
+    calls never finishes another one. So agreements do not use the group of the training: after a failure that group is
+    as usable as before, and a thread can communicate while training computes. Two threads need two of these.
+    """
+
+    def __init__(self, group: Any, *, timeout_s: float) -> None:
+        """Connect. Every rank of `group` must call this.
+
+        Args:
+            group: the ranks to connect; able to move CPU tensors
+            timeout_s: bound on connecting and on every exchange
+        """
+        self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        self._is_closing = threading.Event()
+        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        try:
+            dist.broadcast(name, group=group, group_src=0)
+            store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+            # A rank that closed before the others have connected would break off their connecting.
+            self._gloo.barrier().wait()
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.rank}: the group's {self.size} ranks could not be connected: {error}"
+            ) from error
+
+    def gather(self, value: Any, finish: Finish | None = None) -> list[Any]:
+        """Return every rank's value, in rank order. Every rank of the group must call this."""
+        gloo, finish = self._open(), finish or self._finish
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        finish(gloo.allgather(lengths, torch.tensor([mine.numel()])))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        finish(gloo.allgather(parts, padded))
+        return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def largest(self, values: Sequence[int], finish: Finish | None = None) -> list[int]:
+        """Return the largest of each value over all ranks. Every rank of the group must call this."""
+        largest, options = torch.tensor(values, dtype=torch.int64), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        (finish or self._finish)(self._open().allreduce([largest], options))
+        return [int(value) for value in largest]
+
+    def swap(self, rows_NX: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
+        """Send rows to every rank and return theirs, source by source. Every rank of the group must call this."""
+        received_NX = rows_NX.new_empty((sum(receive_R), *rows_NX.shape[1:]))
+        self._finish(self._open().alltoall_base(received_NX, rows_NX.contiguous(), receive_R, send_R))
+        return received_NX
+
+    def start(self, messages: Sequence[Message]) -> list[Any]:
+        """Start sending and receiving, and return the works, one per message."""
+        gloo = self._open()
+        return [(gloo.send if m.is_leaving else gloo.recv)([m.tensor], m.peer, 0) for m in messages]
+
+    def abandon(self, works: Sequence[Any]) -> None:
+        """Leave works that other ranks may never join."""
+        _hold_until_done(self._gloo, works)
+
+    def close(self) -> None:
+        """End an exchange that waits for other ranks, and take part in none any more. Closing twice is allowed."""
+        self._is_closing.set()
+        self._gloo = None
+
+    def _open(self) -> Any:
+        if (gloo := self._gloo) is None:
+            raise TransferError(f"rank {self.rank}: closed, so it takes part in no exchange any more")
+        return gloo
+
+    def _finish(self, work: Any) -> None:
+        gloo = self._gloo
+        try:
+            while not work.is_completed():
+                if self._is_closing.wait(_POLL_S):
+                    _hold_until_done(gloo, [work])
+                    raise TransferError(f"rank {self.rank}: closed while it waited for other ranks to join an exchange")
+            work.wait()
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.rank}: could not exchange with the other {self.size - 1} ranks within {self.timeout_s:g} "
+                f"s; look for a rank that ended or did not announce this window: {error}"
+            ) from error
+
+
+def _hold_until_done(gloo: Any, works: Sequence[Any]) -> None:
+    """Hold a connection in the background until works end: gloo cannot be interrupted, and its destructor waits."""
+
+    def hold(gloo: Any, works: Sequence[Any]) -> None:
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait()
+        del gloo
+
+    threading.Thread(target=hold, args=(gloo, list(works)), name="equipoise-left", daemon=True).start()
+
+
+def gather_objects(value: T, group: Any) -> list[T]:
+    """Return every rank's value over the training's own group. Every rank of `group` must call this."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise TransferError(f"shared memory: a rank of the group is gone or unreachable: {error}") from error
+    return values
+
+
+def all_or_none(work: Callable[[], T], gather: Callable[[Any], list[Any]]) -> list[T]:
+    """Do something on every rank and return all results, or raise on every rank if it failed on one.
+
+    All ranks raise the error of the lowest rank that failed, with its rank in front. Every rank must call this.
+
+    Args:
+        work: what this rank does alone; it must not communicate
+        gather: returns every rank's value: `OwnGroup.gather`, or `partial(gather_objects, group=group)`
+    """
+    try:
+        mine: tuple[Any, Any] = (None, work())
+    except EquipoiseError as error:
+        mine = (type(error), str(error))
+    results = gather(mine)
+    for rank, (failed, value) in enumerate(results):
+        if failed is not None:
+            raise failed(f"rank {rank}: {value}")
+    return [value for _, value in results]
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What the transfers of one rank moved since the engine was opened, and how long training waited for them."""
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    """By path: `peer`, `host`, `shm`, `p2p`. Example: {"shm": 4096, "p2p": 512}."""
+    exposed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By path: what layers waited for, and the window's end."""
+    pulls: int = 0
+    """Replicas copied to this rank."""
+    returns: int = 0
+    """Replica gradients this rank added to its homes."""
+    publishes: int = 0
+    """Experts whose weights reached this rank as their home."""
+    collects: int = 0
+    """Experts whose gradients reached this rank as their owner."""
+    refreshes: int = 0
+    """Experts this rank wrote to the host store."""
+    on_demand: int = 0
+    """Visits that found no replica ready and had it pulled at once."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Pulls are counted by a thread of their own."""
+    _timers: list[tuple[str, StreamTimer]] = field(default_factory=list, repr=False, compare=False)
+
+    def arrive(self, path: str, num_bytes: int) -> None:
+        """Count bytes that reached this rank."""
+        with self._lock:
+            self.bytes[path] += num_bytes
+
+    def wait(self, path: str, seconds: float) -> None:
+        """Count seconds in which training waited."""
+        with self._lock:
+            self.exposed_s[path] += seconds
+
+    def refresh(self, num_bytes: int) -> None:
+        """Count an expert written to the host store; its bytes left this rank and are counted as `store`."""
+        with self._lock:
+            self.refreshes += 1
+            self.bytes["store"] += num_bytes
+
+    def time(self, path: str, timer: StreamTimer) -> None:
+        """Keep a timer of a device's stream; `flush` counts its seconds."""
+        with self._lock:
+            self._timers.append((path, timer))
+
+    def flush(self) -> None:
+        """Count the seconds of the timers kept, once their streams have passed the second point."""
+        with self._lock:
+            timers, self._timers = self._timers, []
+        for path, timer in timers:
+            self.wait(path, timer.seconds())

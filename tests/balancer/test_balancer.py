@@ -109,7 +109,7 @@ def test_owners_hold_their_experts_outside_windows_and_inside_canonical(pool, no
     ("trouble", "words"),
     [
         ("another plan", "ranks [1] made another plan than rank 0"),
-        ("a killed worker", "rank 1 could not plan: the planning process"),
+        ("a killed worker", "rank 1: could not plan: the planning process"),
         ("another window", "rank 1 has micro-steps, layers, experts and stage (1, 2, 4, 'update')"),
     ],
     ids=["another plan", "a killed worker", "another window"],

@@ -16,10 +16,10 @@ from equipoise.core.errors import EquipoiseError
 from equipoise.layer.experts import Window
 from equipoise.planning.background import owners_plan
 from equipoise.planning.worker import PlanWorker
-from equipoise.transfer.bank import NoReplicas
 from tests.parity.run import routes_of, run_window, train
 from tests.parity.stack import SmallStack, window_inputs
 from tests.transfer.test_memory import held, is_back
+from tests.transfer.windows import no_transfers
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def plain_window(net, case, group, window):
     plan = owners_plan(case.micro_steps, cluster=case.cluster, model=case.model)
     outputs = []
     for experts in find_layers(net).values():
-        experts.begin(Window(plan, rank=group.rank(), bank=NoReplicas(plan, experts.home)))
+        experts.begin(Window(plan, rank=group.rank(), transfers=no_transfers(plan, experts.home)))
     for micro_step, inputs in enumerate(window):
         out_TD = net(inputs, micro_step)
         ((out_TD - inputs.target_TD).square().sum() / out_TD.shape[1]).backward()
@@ -112,7 +112,7 @@ def weights_in_a_window(group, case):
 
 def all_at_home(balancer):
     """Wait until every layer is published, which goes on beside the layers."""
-    balancer._engine._passage.drain()
+    balancer._engine._drain()
 
 
 def run_micro_steps(net, window):

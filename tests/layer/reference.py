@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equipoise.layer.dispatch import SourceSplit
 from equipoise.layer.expert_block import Activation
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 
 def dense_experts(

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts, LayerOptions, Window
-from equipoise.transfer.bank import ExpertWeights, NoReplicas
+from equipoise.transfer.engine import NoTransfers
+from equipoise.transfer.node import ExpertWeights
 from tests.layer.cases import HIDDEN, WIDTH
 from tests.layer.reference import dense_experts
 from tests.transfer.collective_bank import CollectiveBank
@@ -92,7 +93,7 @@ def run_stack(group, plan, routing, run):
     """Forward and backward over all micro-steps on this rank, gradients accumulated."""
     layers = build_layers(group, plan, run)
     bank = CollectiveBank(plan, layers, group) if len(plan.replica_table) else _LoggedNone(plan, layers[0].home)
-    window = Window(plan, rank=group.rank(), bank=bank)
+    window = Window(plan, rank=group.rank(), transfers=bank)
     attention = [attention_weights(layer, run=run).requires_grad_() for layer in range(len(layers))]
     for layer, weight in enumerate(attention):
         weight.register_hook(lambda grad, layer=layer: bank.log.append(("attention", layer)))
@@ -154,9 +155,10 @@ def _call(block, *args, mode):
         return checkpoint(block, *args, use_reentrant=mode == "reentrant")
 
 
-class _LoggedNone(NoReplicas):
+class _LoggedNone(NoTransfers):
     def __init__(self, plan, like):
-        super().__init__(plan, like)
+        super().__init__([like])
+        self.open_window(plan)
         self.log = []
 
     def collect_returns(self, micro_step, layer, gradients):
@@ -169,7 +171,7 @@ def run_forward_only(group, plan, routing, run):
     bank = CollectiveBank(plan, layers, group)
     outputs = []
     for experts in layers:
-        experts.begin(Window(plan, rank=group.rank(), bank=bank))
+        experts.begin(Window(plan, rank=group.rank(), transfers=bank))
     with torch.no_grad():
         for micro_step in range(len(routing.ids)):
             x_TD, gates, _ = token_inputs(routing, micro_step, group.rank(), run=run)

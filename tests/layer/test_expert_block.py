@@ -12,7 +12,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.expert_block import BlockOptions, activate, activate_backward, apply_experts, expert_block
 from equipoise.layer.experts import check_row_bits
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 from tests.layer.reference import expert_output
 
 HIDDEN, WIDTH = 16, 8
@@ -24,6 +24,12 @@ class OneBank:
 
     def __init__(self, replicas):
         self.replicas, self.returned = replicas, None
+
+    def wait_for(self, visit):
+        assert visit.layer == 0
+
+    def joined(self, visit):
+        return None
 
     def weights(self, visit):
         return self.replicas
@@ -88,7 +94,7 @@ def run_block(lengths, *, products, activation, has_bias=True, dtype=torch.float
     rows_ND = torch.randn((groups.num_rows, HIDDEN), generator=torch.Generator().manual_seed(3), dtype=dtype)
     rows_ND.requires_grad_()
     options = BlockOptions(activation=activation, products=products)
-    out_ND = expert_block(rows_ND, home, groups=groups, bank=bank, visit=VISIT, options=options)
+    out_ND = expert_block(rows_ND, home, groups=groups, transfers=bank, visit=VISIT, options=options)
     (out_ND * torch.arange(1.0, HIDDEN + 1, dtype=dtype)).sum().backward()
     grads = [rows_ND.grad, *(t.grad for t in home.tensors()), *bank.returned.tensors()]
     return rows_ND, home, bank, [out_ND, *grads]
@@ -135,7 +141,7 @@ def test_one_call_over_joined_weights_equals_two_calls(lengths, has_bias):
         replicas = weights_of(2, seed=2, has_bias=has_bias)
         bank = JoinedBank(home, replicas) if is_joined else OneBank(replicas)
         rows_ND = torch.randn((groups.num_rows, HIDDEN), generator=torch.Generator().manual_seed(3)).requires_grad_()
-        out_ND = expert_block(rows_ND, home, groups=groups, bank=bank, visit=VISIT, options=BlockOptions())
+        out_ND = expert_block(rows_ND, home, groups=groups, transfers=bank, visit=VISIT, options=BlockOptions())
         (out_ND * torch.arange(HIDDEN)).sum().backward()
         seen.append([out_ND, rows_ND.grad, *(t.grad for t in home.tensors()), *bank.returned.tensors()])
         # A gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
@@ -174,14 +180,14 @@ def test_frozen_experts_hand_nothing_in():
     rows_ND = torch.randn((6, HIDDEN)).requires_grad_()
     options = BlockOptions()
     expert_block(
-        rows_ND, weights_of(2, seed=1), groups=groups, bank=bank, visit=VISIT, options=options
+        rows_ND, weights_of(2, seed=1), groups=groups, transfers=bank, visit=VISIT, options=options
     ).sum().backward()
     assert bank.returned is None and rows_ND.grad.abs().sum() > 0
 
 
 TRY_SHAPES = """
 import torch
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 from equipoise.layer.expert_block import BlockOptions
 from equipoise.layer.experts import DETERMINISTIC_PAD
 from equipoise.layer.experts import check_row_bits
@@ -214,12 +220,12 @@ def test_a_backend_whose_bits_depend_on_the_group_is_refused(monkeypatch):
 
 def test_rows_for_replicas_that_do_not_exist_are_our_own_bug():
     bank = OneBank(weights_of(0, seed=2))
-    with pytest.raises(AssertionError, match="rows for replicas that the bank does not have"):
+    with pytest.raises(AssertionError, match="rows for replicas that were not pulled"):
         expert_block(
             torch.zeros((2, HIDDEN)),
             weights_of(1, seed=1),
             groups=groups_of([1], [1]),
-            bank=bank,
+            transfers=bank,
             visit=VISIT,
             options=BlockOptions(),
         )

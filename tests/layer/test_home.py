@@ -4,7 +4,7 @@ import torch
 
 from equipoise.core.plan import Visit
 from equipoise.layer.ops import enter_home
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 VISIT = Visit(0, "forward", 0)
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TopologyError
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts, LayerOptions, Window
-from equipoise.transfer.bank import ExpertWeights, NoReplicas
+from equipoise.transfer.node import ExpertWeights
 from tests.layer.cases import random_routing, static_plan
 from tests.layer.stack import Run, build_layers, token_inputs
+from tests.transfer.windows import no_transfers
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def case(group):
     routing = random_routing(14, ranks=1)
     plan = static_plan(routing)
     layer = build_layers(group, plan, Run())[0]
-    layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home)))
+    layer.begin(Window(plan, rank=0, transfers=no_transfers(plan, layer.home)))
     hidden_TD, gates, _ = token_inputs(routing, 0, 0, run=Run())
     return layer, (hidden_TD, torch.from_numpy(routing.ids[0][0][0]), gates[0])
 
@@ -61,15 +62,15 @@ def test_ids_that_were_not_counted_cannot_be_prepared(case):
 def test_the_checked_mode_refuses_a_prepared_dispatch_of_another_order(group):
     routing = random_routing(14, ranks=1)
     layer = build_layers(group, static_plan(routing), Run(options=LayerOptions(is_checked=True)))[0]
-    layer.begin(Window(static_plan(routing), rank=0, bank=NoReplicas(static_plan(routing), layer.home)))
+    layer.begin(Window(static_plan(routing), rank=0, transfers=no_transfers(static_plan(routing), layer.home)))
     hidden_TD, gates, _ = token_inputs(routing, 0, 0, run=Run())
     ids_TK = torch.from_numpy(routing.ids[0][0][0])
     prepared = layer.prepare(ids_TK, 0)
     inputs = (hidden_TD, ids_TK, gates[0], Visit(0, "forward", 0))
     layer(*inputs, prepared=prepared)
-    flipped = dataclasses.replace(prepared.dispatch, index_TK=prepared.dispatch.index_TK.flip(0))
+    flipped = dataclasses.replace(prepared, index_TK=prepared.index_TK.flip(0))
     with pytest.raises(RoutesError, match="not the one that exchanged counts give"):
-        layer(*inputs, prepared=dataclasses.replace(prepared, dispatch=flipped))
+        layer(*inputs, prepared=flipped)
 
 
 def test_the_visit_of_another_layer_is_refused(case):
@@ -96,7 +97,7 @@ def test_a_plan_for_another_number_of_experts_is_refused(case):
     routing = random_routing(1, ranks=1, experts=16)
     plan = static_plan(routing)
     with pytest.raises(InfeasiblePlanError, match="8 home experts, but the plan has 16 home slots"):
-        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home)))
+        layer.begin(Window(plan, rank=0, transfers=no_transfers(plan, layer.home)))
 
 
 def test_widths_that_grouped_products_cannot_take_are_refused_and_the_loop_takes_them(group):

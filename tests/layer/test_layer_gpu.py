@@ -8,9 +8,10 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups, SourceSplit, assign_slots
 from equipoise.layer.expert_block import BlockOptions, expert_block
 from equipoise.layer.experts import BalancedExperts, LayerOptions, Window, check_row_bits
-from equipoise.transfer.bank import ExpertWeights, NoReplicas
+from equipoise.transfer.node import ExpertWeights
 from tests.layer.cases import random_plan, random_routing, static_plan
 from tests.layer.reference import assign_slots_by_hand, dense_experts
+from tests.transfer.windows import no_transfers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,11 +20,20 @@ pytestmark = [
 HIDDEN, WIDTH = 64, 32
 
 
+VISIT = Visit(0, "forward", 0)
+
+
 class OneBank:
     """Always the same replicas; keeps what is handed in."""
 
     def __init__(self, replicas):
         self.replicas, self.returned = replicas, None
+
+    def wait_for(self, visit):
+        assert visit.layer == 0
+
+    def joined(self, visit):
+        return None
 
     def weights(self, visit):
         return self.replicas
@@ -64,7 +74,9 @@ def test_grouped_products_equal_the_loop(home, replica, activation):
         rows_ND = torch.randn((groups.num_rows, HIDDEN), generator=torch.Generator().manual_seed(3))
         rows_ND = rows_ND.to("cuda", torch.bfloat16).requires_grad_()
         options = BlockOptions(activation=activation, products=products)
-        out_ND = expert_block(rows_ND, weights, groups=groups, bank=bank, visit=Visit(0, "forward", 0), options=options)
+        out_ND = expert_block(
+            rows_ND, weights, groups=groups, transfers=bank, visit=Visit(0, "forward", 0), options=options
+        )
         out_ND.sum().backward()
         seen.append([out_ND, rows_ND.grad, *(t.grad for t in weights.tensors()), *bank.returned.tensors()])
     for a, b in zip(*seen, strict=True):
@@ -92,7 +104,7 @@ def test_one_rank_against_the_dense_reference(is_prepared):
         routing = random_routing(6, ranks=1, tokens=40)
         plan, home = static_plan(routing), weights_of(8, seed=7, has_bias=False)
         layer = BalancedExperts(home, layer=0, group=dist.group.WORLD, options=LayerOptions()).cuda()
-        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home)))
+        layer.begin(Window(plan, rank=0, transfers=no_transfers(plan, layer.home)))
         ids_TK = torch.from_numpy(routing.ids[0][0][0]).cuda()
         hidden_TD = torch.randn((len(ids_TK), HIDDEN), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gates_TK = torch.rand(ids_TK.shape, device="cuda")
@@ -121,7 +133,7 @@ def test_a_prepared_layer_never_waits_for_the_device(has_bias):
         routing = random_routing(6, ranks=1, tokens=40)
         plan, home = static_plan(routing), weights_of(8, seed=7, has_bias=has_bias)
         layer = BalancedExperts(home, layer=0, group=dist.group.WORLD, options=LayerOptions()).cuda()
-        layer.begin(Window(plan, rank=0, bank=NoReplicas(plan, layer.home)))
+        layer.begin(Window(plan, rank=0, transfers=no_transfers(plan, layer.home)))
         ids_TK = torch.from_numpy(routing.ids[0][0][0]).cuda()
         hidden_TD = torch.randn((len(ids_TK), HIDDEN), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gates_TK = torch.rand(ids_TK.shape, device="cuda", requires_grad=True)

@@ -6,7 +6,7 @@ import torch
 
 from equipoise.core import TransferError
 from equipoise.layer.checkpoint import expert_squared_norms, gradient_norm
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 from tests.transfer.windows import all_experts, experts_at, random_plan, take
 
 

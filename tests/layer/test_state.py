@@ -8,7 +8,7 @@ import torch
 from equipoise.core.errors import TrainingError
 from equipoise.layer.checkpoint import expert_state_dict, load_expert_state_dict, load_experts, save_experts
 from equipoise.layer.experts import BalancedExperts
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 from tests.transfer.windows import all_experts, take
 
 EXPERTS, LAYERS = 8, 2

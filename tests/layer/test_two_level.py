@@ -9,7 +9,7 @@ import torch
 
 from equipoise.layer.experts import LayerOptions
 from equipoise.layer.ops import add_columns, all_to_all
-from equipoise.layer.relay import DirectWay, Nodes, make_relay, send_by_relay
+from equipoise.layer.relay import DirectDispatch, NodeRanks, make_relay, send_by_relay
 from tests.layer.cases import random_plan, random_routing
 from tests.layer.stack import MODES, Run, run_stack
 from tests.layer.test_experts import EVERYTHING, same_bits
@@ -24,9 +24,9 @@ NODES = {
 }
 
 
-def both_ways(group, node_R, seed, silent):
-    """Random rows by both ways: whether all bits agree, and what crossed nodes."""
-    rank, nodes = group.rank(), Nodes(node_R, group.rank())
+def both_dispatches(group, node_R, seed, silent):
+    """Random rows by both dispatches: whether all bits agree, and what crossed nodes."""
+    rank, nodes = group.rank(), NodeRanks(node_R, group.rank())
     rng = np.random.default_rng([seed, rank])
     tokens = 0 if rank in silent else int(rng.integers(1, 9))
     target_TK = np.array([rng.choice(len(node_R), 3, replace=True) for _ in range(tokens)], dtype=np.int64)
@@ -39,7 +39,7 @@ def both_ways(group, node_R, seed, silent):
         token_N, send_R=send_R, receive_R=receive_R, nodes=nodes, swap=functools.partial(all_to_all, group=group)
     )
     hidden_TD = torch.from_numpy(rng.standard_normal((tokens, 4), dtype=np.float32)).requires_grad_()
-    got_ND = send_by_relay(hidden_TD, relay, direct=DirectWay(index_TK, send_R, receive_R), group=group)
+    got_ND = send_by_relay(hidden_TD, relay, direct=DirectDispatch(index_TK, send_R, receive_R), group=group)
     wanted_ND = all_to_all(hidden_TD.detach()[token_N], send_R, receive_R, group)
     assert torch.equal(got_ND, wanted_ND)
     grad_ND = torch.rand(wanted_ND.shape, generator=torch.Generator().manual_seed(rank))
@@ -56,11 +56,11 @@ def both_ways(group, node_R, seed, silent):
 @pytest.mark.dist(8)
 @pytest.mark.parametrize("silent", [(), (1, 2), tuple(range(8))], ids=["tokens", "silent sources", "no token at all"])
 @pytest.mark.parametrize("node_R", NODES.values(), ids=NODES)
-def test_rows_and_gradients_have_the_bits_of_the_direct_way(pool, node_R, silent):
-    results = [pool.run(both_ways, len(node_R), node_R, seed, silent) for seed in range(2)]
+def test_rows_and_gradients_have_the_bits_of_the_direct_dispatch(pool, node_R, silent):
+    results = [pool.run(both_dispatches, len(node_R), node_R, seed, silent) for seed in range(2)]
     direct, two_level = (sum(column) for column in zip(*(pair for run in results for pair in run), strict=True))
     if len(silent) < 3 and len(set(node_R)) == 2:
-        assert two_level < direct, "a case in which no token shares a way shows nothing"
+        assert two_level < direct, "a case in which no token shares a dispatch shows nothing"
 
 
 @pytest.mark.dist(8)

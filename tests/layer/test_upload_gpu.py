@@ -1,9 +1,11 @@
 """Dispatches brought to a CUDA device: in order, out of order, and while earlier ones are in use."""
 
+import itertools
+
 import pytest
 import torch
 
-from equipoise.layer.dispatch import Uploader, prepare_entry
+from equipoise.layer.dispatch import WindowDispatches, prepare_entry
 from tests.layer.cases import random_routing, static_plan
 
 pytestmark = [
@@ -12,12 +14,13 @@ pytestmark = [
 ]
 
 
-class Made:
+class Made(WindowDispatches):
     """All dispatches of a window, pinned; those in `late` are made only when asked for."""
 
     def __init__(self, prepared, late=()):
+        super().__init__([], timeout_s=60.0)
         self._packed = {entry: one.packed(is_pinned=True) for entry, one in prepared.items()}
-        self._late = set(late)
+        self._after, self._late = dict(itertools.pairwise(prepared)), set(late)
 
     def take(self, micro_step, layer):
         return self._packed[micro_step, layer]
@@ -36,15 +39,16 @@ def test_what_is_brought_is_what_was_made(order, late):
         (m, layer): prepare_entry(torch.from_numpy(routing.ids[m][layer][0]), plan, (m, layer), rank=0)
         for m, layer in entries
     }
-    uploader, sums = Uploader(Made(prepared, late), plan), []
+    dispatches, sums = Made(prepared, late), []
     for at in order:
-        way = uploader.bring(entries[at], device="cuda").dispatch
+        dispatch = dispatches.upload(*entries[at], device="cuda")
         # Read late, so that memory given away too early would be overwritten by the uploads to come.
         torch.cuda._sleep(10_000_000)
-        sums.append((entries[at], way.index_TK.clone(), way.source_P.clone(), way.groups.home_end_S.clone()))
-        del way
+        tables = (dispatch.index_TK, dispatch.source_P, dispatch.groups.home_end_S)
+        sums.append((entries[at], *(table.clone() for table in tables)))
+        del dispatch, tables
     for entry, index_TK, source_P, end_S in sums:
-        wanted = prepared[entry].dispatch
+        wanted = prepared[entry]
         assert torch.equal(index_TK.cpu(), wanted.index_TK)
         assert torch.equal(source_P.cpu(), wanted.source_P)
         assert torch.equal(end_S.cpu(), wanted.groups.home_end_S)

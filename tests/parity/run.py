@@ -14,7 +14,7 @@ from equipoise.balancer import Balancer, BalancerOptions, find_layers
 from equipoise.layer.checkpoint import gradient_norm
 from equipoise.planning.report import WindowReport
 from equipoise.planning.worker import PlanWorker
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 from tests.parity.case import VARIETY, ParityCase
 from tests.parity.stack import Inputs, SmallStack, loss_of, window_inputs
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts, LayerOptions
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 from tests.layer.reference import dense_experts
 from tests.parity.case import ParityCase
 

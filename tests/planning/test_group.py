@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from equipoise.layer.ops import all_to_all
-from equipoise.planning.background import PlanGroup
+from equipoise.transfer.waits import OwnGroup
 
 
 def gathered_and_swapped(group, send_RR):
-    own = PlanGroup(group, timeout_s=60.0)
+    own = OwnGroup(group, timeout_s=60.0)
     rank = group.rank()
     rows_NX = torch.arange(3 * sum(send_RR[rank])).view(-1, 3) + 100 * rank
     receive_R = [row[rank] for row in send_RR]

@@ -3,8 +3,8 @@
 import torch
 
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.bank import ExpertWeights
 from equipoise.transfer.engine import TransferEngine
+from equipoise.transfer.node import ExpertWeights
 from equipoise.transfer.pulls import needs_of
 from tests.transfer.windows import all_experts, assert_same_bits, experts_at, owned_parameters, take
 
@@ -32,6 +32,7 @@ class Rank:
     def check_weights(self, plan, visit):
         """Ask for replicas and compare them with what all experts are now."""
         needs = needs_of(plan, visit.micro_step, visit.layer, rank=self.rank)
+        self.engine.wait_for(visit)
         got = self.engine.weights(visit)
         wanted = take(self.everything[visit.layer], [need.expert for need in needs])
         assert_same_bits(got, wanted, f"rank {self.rank}, {visit}")
@@ -130,7 +131,7 @@ def play_windows(group, plans, options, is_patient=False):
                 rank.check_owned_gradients(plan)
             rank.update()
     counters = rank.engine.counters
-    moved = {name: getattr(counters, name) for name in ("pulls", "returns", "refreshes", "on_demand", "shifted")}
+    moved = {name: getattr(counters, name) for name in ("pulls", "returns", "refreshes", "on_demand")}
     seconds = dict(counters.exposed_s)
     return {**moved, "bytes": dict(counters.bytes), "exposed_s": seconds, "is_clean": is_back(before)}
 

@@ -8,7 +8,7 @@ import torch
 
 from equipoise.core import TransferError
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.node import Arena, Layout
+from equipoise.transfer.node import Arena, ExpertLayout
 from equipoise.transfer.pages import HostPager
 from tests.transfer.play import play_windows
 from tests.transfer.test_layout import weights
@@ -18,7 +18,7 @@ ARENA = {"buffers": "arena"}
 
 
 def make_arena(*, layers=3, slots=2, depth=1):
-    layout = Layout.of([weights(width=24, hidden=40)] * layers, TransferOptions(slots=slots, depth=depth))
+    layout = ExpertLayout.of([weights(width=24, hidden=40)] * layers, TransferOptions(slots=slots, depth=depth))
     pager = HostPager()
     homes = [pager.make(size) for size in layout.pieces(pager.granule)[:-1]]
     return layout, homes, Arena(layout, pager=pager, homes=homes)
@@ -60,7 +60,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_nothing():
     from tests.transfer.test_memory import held
 
     before, pager = held(), ShortPager(spans=5)
-    layout = Layout.of([weights(width=24, hidden=40)] * 3, TransferOptions(slots=2))
+    layout = ExpertLayout.of([weights(width=24, hidden=40)] * 3, TransferOptions(slots=2))
     homes = [pager.make(size) for size in layout.pieces(pager.granule)[:-1]]
     with pytest.raises(TransferError, match="could not be mapped"):
         Arena(layout, pager=pager, homes=homes)

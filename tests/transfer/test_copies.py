@@ -7,8 +7,7 @@ import torch
 
 from equipoise.core import TransferError
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.copies import Copy, make_copier
-from equipoise.transfer.pulls import MappedPath
+from equipoise.transfer.pulls import Copy, MappedPath, make_copier
 from tests.transfer.play import Rank, run_window
 from tests.transfer.windows import random_plan
 
@@ -23,12 +22,12 @@ def test_plain_copies_bring_every_bit_and_touch_nothing_else():
 
 
 def test_the_way_is_chosen_once_and_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="equipoise.transfer.copies"):
+    with caplog.at_level(logging.INFO, logger="equipoise.transfer.pulls"):
         assert make_copier(CPU).name == make_copier(CPU, "plain").name == "plain"
     assert caplog.messages == ["pulls inside a node are plain copies on cpu"] * 2
-    for way in ("kernel", "parallel"):
-        with pytest.raises(TransferError, match=f"'{way}', but experts are on cpu; give 'plain' or 'auto'"):
-            make_copier(CPU, way)
+    for method in ("kernel", "parallel"):
+        with pytest.raises(TransferError, match=f"'{method}', but experts are on cpu; give 'plain' or 'auto'"):
+            make_copier(CPU, method)
     with pytest.raises(TransferError, match="copies is 'fast'; it must be one of auto, plain, kernel, parallel"):
         TransferOptions(slots=1, copies="fast")
 

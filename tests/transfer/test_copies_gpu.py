@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.transfer.copies import Copy, make_copier
+from equipoise.transfer.pulls import Copy, make_copier
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,8 @@ import torch
 
 from equipoise.core import TransferError
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.bank import ExpertWeights
 from equipoise.transfer.edges import WindowEdges
-from equipoise.transfer.node import NodeMemory
+from equipoise.transfer.node import ExpertWeights, NodeMemory
 from tests.transfer.windows import (
     LAYOUTS,
     all_experts,

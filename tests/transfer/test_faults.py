@@ -75,7 +75,7 @@ def stuck(group, plan, what):
         if what != "pull" or is_bad or 1 not in node.peers:
             shorten(rank)
         if is_bad and what != "pull":
-            wait_for(lambda: any(words[ABORTED] for words in node.words.values()))
+            wait_for(lambda: any(cells[ABORTED] for cells in node.cells.values()))
         begin, is_due = time.monotonic(), False
 
     try:
@@ -146,7 +146,7 @@ def late_for_an_exchange(group, plan):
     relocator.__class__, relocator.come = LateRelocator, come
     try:
         rank.engine.open_window(plan)
-        rank.engine.await_home(Visit(0, "forward", 1))
+        rank.engine.wait_for(Visit(0, "forward", 1))
     except TransferError as error:
         store.set(f"rank {group.rank()} has given up", "1")
         return str(error)

@@ -207,7 +207,7 @@ def not_pinned(group):
     from dataclasses import replace
 
     from equipoise.transfer import host_store
-    from equipoise.transfer.node import Layout
+    from equipoise.transfer.node import ExpertLayout
     from tests.transfer.test_layout import weights
 
     pinned = []
@@ -221,7 +221,7 @@ def not_pinned(group):
         def close(self):
             pinned.remove(self)
 
-    layout = replace(Layout.of([weights()], TransferOptions(slots=1)), device=torch.device("cuda"))
+    layout = replace(ExpertLayout.of([weights()], TransferOptions(slots=1)), device=torch.device("cuda"))
     original, host_store._Pin = host_store._Pin, Pin
     try:
         host_store.HostStore(layout, experts=4, group=group, node_R=(0, 0), timeout_s=60.0)

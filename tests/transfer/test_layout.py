@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from equipoise.core import ModelShape, TransferError
-from equipoise.core.options import TransferOptions
-from equipoise.transfer.bank import ExpertWeights
-from equipoise.transfer.node import Layout, allocate_experts, check_budget
+from equipoise.transfer.node import ExpertLayout, ExpertWeights, TransferOptions, allocate_experts, check_budget
 
 
 def weights(*, slots=2, width=4, hidden=8, dtype=torch.float32, has_bias=False, device="cpu"):
@@ -17,7 +15,7 @@ def weights(*, slots=2, width=4, hidden=8, dtype=torch.float32, has_bias=False, 
 
 def test_replica_memory_of_a_real_model_is_under_two_percent():
     model = ModelShape.preset("qwen3-30b-a3b")
-    layout = Layout(
+    layout = ExpertLayout(
         shapes=((2 * model.expert_width, model.hidden), (model.hidden, model.expert_width), None, None),
         dtype=torch.bfloat16,
         grad_dtype=torch.float32,
@@ -26,7 +24,7 @@ def test_replica_memory_of_a_real_model_is_under_two_percent():
         slots=2,
         depth=1,
     )
-    owned = model.layers * layout.home_bytes
+    owned = model.layers * layout.bytes_of(layout.home_slots, layout.dtype)
     assert owned == model.layers * model.experts // 8 * model.expert_bytes
     assert layout.replica_bytes == 4 * model.expert_bytes and layout.mailbox_bytes == layout.replica_bytes
     assert layout.replica_bytes + layout.mailbox_bytes <= 0.02 * owned
@@ -34,9 +32,9 @@ def test_replica_memory_of_a_real_model_is_under_two_percent():
 
 
 def test_bytes_are_those_of_the_tensors_rounded_up_to_lines():
-    layout = Layout.of([weights(has_bias=True)] * 3, TransferOptions(slots=3, depth=2, grad_dtype="float64"))
-    assert layout.home_bytes == 2 * 64 * 4 + 2 * 32 * 4 + 2 * 8 * 4 + 2 * 8 * 4
-    assert layout.outbox_bytes == 2 * layout.home_bytes
+    layout = ExpertLayout.of([weights(has_bias=True)] * 3, TransferOptions(slots=3, depth=2, grad_dtype="float64"))
+    assert layout.bytes_of(layout.home_slots, layout.dtype) == 2 * 64 * 4 + 2 * 32 * 4 + 2 * 8 * 4 + 2 * 8 * 4
+    assert layout.outbox_bytes == 2 * layout.bytes_of(layout.home_slots, layout.dtype)
     buffer = allocate_experts(layout, 3, torch.float32)
     held = sum(-(-tensor.nbytes // 64) * 64 for tensor in buffer.tensors())
     assert layout.replica_bytes == 3 * held
@@ -57,19 +55,19 @@ REFUSED = {
 def test_layers_that_are_not_alike_are_refused(case):
     homes, words = REFUSED[case]
     with pytest.raises(TransferError) as raised:
-        Layout.of(homes, TransferOptions(slots=1))
+        ExpertLayout.of(homes, TransferOptions(slots=1))
     assert words in str(raised.value)
 
 
 def test_the_budget_is_inclusive_and_its_error_shows_the_sum():
     homes = [weights()]
-    need = Layout.of(homes, TransferOptions(slots=1)).extra_bytes
+    need = ExpertLayout.of(homes, TransferOptions(slots=1)).extra_bytes
     for budget in (None, need):
         options = TransferOptions(slots=1, budget_bytes=budget)
-        check_budget(Layout.of(homes, options), options)
+        check_budget(ExpertLayout.of(homes, options), options)
     options = TransferOptions(slots=1, budget_bytes=need - 1)
     with pytest.raises(TransferError, match=rf"1 slots at depth 1 need {need:,} bytes .* budget is {need - 1:,}"):
-        check_budget(Layout.of(homes, options), options)
+        check_budget(ExpertLayout.of(homes, options), options)
 
 
 @pytest.mark.parametrize("bad", [{"slots": -1}, {"slots": 1, "depth": 0}, {"slots": 1, "timeout_s": 0.0}], ids=str)

@@ -14,20 +14,20 @@ PULL = Transfer("pull", layer=3, expert=17, path="shm", peer=1)
 
 
 def watchdogs(ranks=2, timeout_s=0.2):
-    words = {rank: np.zeros(TAGS, dtype=np.int64) for rank in range(ranks)}
+    cells = {rank: np.zeros(TAGS, dtype=np.int64) for rank in range(ranks)}
     messages = {rank: np.zeros(MESSAGE_BYTES, dtype=np.uint8) for rank in range(ranks)}
-    dogs = [Watchdog(words, messages, rank=rank, timeout_s=timeout_s) for rank in range(ranks)]
-    return words, dogs
+    dogs = [Watchdog(cells, messages, rank=rank, timeout_s=timeout_s) for rank in range(ranks)]
+    return cells, dogs
 
 
 def test_a_wait_that_never_ends_names_everything():
-    words, (one, _) = watchdogs()
+    cells, (one, _) = watchdogs()
     begin = time.monotonic()
     wanted = r"rank 0: pull of expert 17 in layer index 3 with rank 1 over shm did not finish within 0.2 s"
     with pytest.raises(TransferError, match=wanted):
         one.wait(lambda: False, PULL)
     assert 0.2 <= time.monotonic() - begin < 20
-    assert words[0][ABORTED] == 1
+    assert cells[0][ABORTED] == 1
 
 
 def test_a_machine_that_may_reorder_stores_is_refused(monkeypatch):
@@ -65,21 +65,21 @@ def test_a_message_longer_than_its_room_is_cut():
 
 
 def test_a_message_cut_inside_a_character_is_still_told():
-    words, (one, two) = watchdogs()
+    cells, (one, two) = watchdogs()
     for odd in ("", "x"):
         one.abort(odd + "\N{LATIN SMALL LETTER E WITH ACUTE}" * 5000)
         with pytest.raises(TransferError, match="ended because rank 0: "):
             two.check(PULL)
-        words[0][ABORTED] = 0
+        cells[0][ABORTED] = 0
 
 
 def test_a_peer_that_is_gone_ends_the_wait_long_before_the_bound():
-    words, (one, _) = watchdogs(timeout_s=60)
+    cells, (one, _) = watchdogs(timeout_s=60)
     # Left uncollected on purpose: a killed rank is a zombie until its launcher looks.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         start = int(open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()[19])  # noqa: SIM115, PTH123
-        words[1][PID], words[1][START] = child.pid, start
+        cells[1][PID], cells[1][START] = child.pid, start
         one.watch_peers()
         assert not is_gone(child.pid, start) and is_gone(child.pid, start + 1)
         child.kill()
@@ -107,15 +107,15 @@ def test_a_peer_that_gave_up_and_ended_is_quoted_not_called_gone(monkeypatch):
 
 
 def test_a_peer_that_cannot_be_seen_is_not_watched():
-    words, (one, _) = watchdogs(timeout_s=0.2)
-    words[1][PID], words[1][START] = 2**22 + 1, 1
+    cells, (one, _) = watchdogs(timeout_s=0.2)
+    cells[1][PID], cells[1][START] = 2**22 + 1, 1
     one.watch_peers()
     with pytest.raises(TransferError, match="did not finish within"):
         one.wait(lambda: False, PULL)
 
 
 def test_a_closed_watchdog_still_gives_an_error_to_raise():
-    words, (one, _) = watchdogs()
+    cells, (one, _) = watchdogs()
     one.close()
     assert "rank 0: too late" in str(one.abort("too late"))
-    assert words[0][ABORTED] == 0 and words[0][PID] == identity()[0]
+    assert cells[0][ABORTED] == 0 and cells[0][PID] == identity()[0]

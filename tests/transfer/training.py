@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from equipoise.core.options import TransferOptions
 from equipoise.layer.experts import BalancedExperts, Window
-from equipoise.transfer.bank import ExpertWeights, NoReplicas
 from equipoise.transfer.engine import TransferEngine
+from equipoise.transfer.node import ExpertWeights
 from tests.layer import stack
+from tests.transfer.windows import no_transfers
 
 
 class Trainer:
@@ -38,9 +39,9 @@ class Trainer:
         """Accumulate one window's gradients at their owners; return what the stack saw."""
         if self.engine is not None:
             self.engine.open_window(plan)
-        bank = self.engine or NoReplicas(plan, self.layers[0].home)
+        bank = self.engine or no_transfers(plan, self.layers[0].home)
         for experts in self.layers:
-            experts.begin(Window(plan, rank=self.group.rank(), bank=bank))
+            experts.begin(Window(plan, rank=self.group.rank(), transfers=bank))
         outcome = stack.Outcome([], [], [], [], [], [])
         stack.run_micro_steps(self.layers, self.attention, routing, self.run, outcome)
         if self.engine is not None:

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import PATHS, Bytes, Plan, ReplicaTable, Seconds
-from equipoise.transfer.bank import ExpertWeights
+from equipoise.transfer.node import ExpertWeights
 
 HIDDEN, WIDTH = 8, 4
 LAYOUTS = {
@@ -148,3 +148,12 @@ def assert_same_bits(got, wanted, words):
 def take(everything, experts):
     """The given experts, in this order, out of [E, ...] tensors."""
     return ExpertWeights(*(None if t is None else t[list(experts)] for t in everything))
+
+
+def no_transfers(plan, home):
+    """The engine of a disabled balancer, in a window of `plan`."""
+    from equipoise.transfer.engine import NoTransfers
+
+    transfers = NoTransfers([home])
+    transfers.open_window(plan)
+    return transfers

@@ -10,16 +10,16 @@ import pytest
 
 from equipoise.core import TransferError
 from equipoise.transfer import pages
-from equipoise.transfer.pages import Counter, take
+from equipoise.transfer.pages import FdServer, fetch_fds
 
 
 @pytest.fixture
-def counter():
-    """A counter, and the promise that no descriptor is left when it has closed."""
+def server():
+    """A server, and the promise that no descriptor is left when it has closed."""
     before = open_files()
-    counter = Counter()
-    yield counter
-    counter.close()
+    server = FdServer()
+    yield server
+    server.close()
     assert open_files() == before
 
 
@@ -40,47 +40,47 @@ def file_with(content):
     return export
 
 
-@pytest.mark.parametrize("count", [1, pages.MOST, 2 * pages.MOST + 3])
-def test_descriptors_come_in_order_whatever_their_number(counter, count):
+@pytest.mark.parametrize("count", [1, pages.MOST_FDS, 2 * pages.MOST_FDS + 3])
+def test_descriptors_come_in_order_whatever_their_number(server, count):
     exports = [file_with(b"%d" % number) for number in range(count)]
-    clerk = threading.Thread(target=counter.hand_out, args=(exports,), kwargs={"times": 2, "timeout_s": 20})
+    clerk = threading.Thread(target=server.serve, args=(exports,), kwargs={"times": 2, "timeout_s": 20})
     clerk.start()
     for _ in range(2):
         seen = []
-        take(counter.address, count, lambda fd, seen=seen: seen.append(os.pread(fd, 9, 0)), source=0, timeout_s=20)
+        fetch_fds(server.address, count, lambda fd, seen=seen: seen.append(os.pread(fd, 9, 0)), source=0, timeout_s=20)
         assert seen == [b"%d" % number for number in range(count)]
     clerk.join()
 
 
-def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(counter):
+def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(server):
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(counter.address)
+        silent.connect(server.address)
         begin = time.monotonic()
         with pytest.raises(TransferError, match=r"fetched it within 0\.2 s each, not all did"):
-            counter.hand_out([file_with(b"")], times=1, timeout_s=0.2)
+            server.serve([file_with(b"")], times=1, timeout_s=0.2)
         assert time.monotonic() - begin < 30.0
 
 
-def test_a_process_that_ends_before_it_takes_anything_is_told(counter):
+def test_a_process_that_ends_before_it_takes_anything_is_told(server):
     with socket.socket(socket.AF_UNIX) as gone:
-        gone.connect(counter.address)
+        gone.connect(server.address)
     with pytest.raises(TransferError, match="not all did"):
-        counter.hand_out([file_with(b"")], times=1, timeout_s=5.0)
+        server.serve([file_with(b"")], times=1, timeout_s=5.0)
 
 
-def test_nobody_at_the_counter_is_told_within_the_bound(counter):
+def test_nobody_at_the_counter_is_told_within_the_bound(server):
     with pytest.raises(TransferError, match="rank 3 of this node could not be reached"):
-        take(counter.address, 1, lambda fd: None, source=3, timeout_s=0.2)
+        fetch_fds(server.address, 1, lambda fd: None, source=3, timeout_s=0.2)
 
 
-def test_too_few_descriptors_name_the_limit(counter):
-    clerk = threading.Thread(target=serve_one, args=(counter,))
+def test_too_few_descriptors_name_the_limit(server):
+    clerk = threading.Thread(target=serve_one, args=(server,))
     clerk.start()
     with pytest.raises(TransferError, match=r"1 descriptors came instead of 2.*ulimit -n"):
-        take(counter.address, 2, lambda fd: None, source=0, timeout_s=20)
+        fetch_fds(server.address, 2, lambda fd: None, source=0, timeout_s=20)
     clerk.join()
 
 
-def serve_one(counter):
+def serve_one(server):
     with pytest.raises(TransferError, match="not all did"):
-        counter.hand_out([file_with(b"")], times=1, timeout_s=20)
+        server.serve([file_with(b"")], times=1, timeout_s=20)

@@ -7,24 +7,23 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core import TransferError
-from equipoise.transfer.waits import Connection, Message, Transfer
+from equipoise.transfer.waits import Message, OwnGroup, Transfer
 from tests.transfer.play import Rank, run_window
 from tests.transfer.test_memory import open_files
 from tests.transfer.windows import random_plan
 
 
 def messages_both_ways(group):
-    rank, connection = group.rank(), Connection(group, timeout_s=60.0)
+    rank, connection = group.rank(), OwnGroup(group, timeout_s=60.0)
     others = [peer for peer in range(group.size()) if peer != rank]
     leaving = [Message(torch.tensor([10 * rank + peer, n]), peer, True) for peer in others for n in range(2)]
     coming = [Message(torch.zeros(2, dtype=torch.int64), peer, False) for peer in others for _ in range(2)]
     for work in connection.start([*leaving, *coming]):
         work.wait()
-    largest = torch.tensor([rank, -rank])
-    connection.start_largest(largest).wait()
+    largest = connection.largest([rank, -rank])
     connection.close()
     connection.close()
-    return [message.tensor.tolist() for message in coming], largest.tolist()
+    return [message.tensor.tolist() for message in coming], largest
 
 
 @pytest.mark.dist(4)
@@ -40,11 +39,11 @@ def sockets():
 
 def connect_again_and_again(group):
     """Sockets before and after ten connections were made and closed."""
-    Connection(group, timeout_s=60.0).close()
+    OwnGroup(group, timeout_s=60.0).close()
     dist.barrier(group)
     before = sockets()
     for _ in range(10):
-        Connection(group, timeout_s=60.0).close()
+        OwnGroup(group, timeout_s=60.0).close()
     # Gloo closes in a thread of its own, once the other side has too: on a busy machine that takes its time.
     dist.barrier(group)
     end = time.monotonic() + 20

@@ -1,20 +1,20 @@
-"""The walk alone, without threads: any order of visits and fills, and what buffers may hold then."""
+"""The schedule alone, without threads: any order of visits and fills, and what buffers may hold then."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core.plan import Visit
-from equipoise.transfer.pulls import Walk
+from equipoise.transfer.pulls import PullSchedule
 from tests.transfer.windows import random_plan
 
 
-def open_walk(plan, rank):
-    """A walk whose layers all have their home weights."""
-    walk = Walk(plan, rank=rank)
+def open_schedule(plan, rank):
+    """A schedule whose layers all have their home weights."""
+    schedule = PullSchedule(plan, rank=rank)
     for layer in range(plan.loads.num_layers):
-        walk.open(layer)
-    return walk
+        schedule.open(layer)
+    return schedule
 
 
 class Machine:
@@ -22,23 +22,23 @@ class Machine:
 
     def __init__(self, plan, rank, seed):
         self.plan, self.rank, self.rng = plan, rank, np.random.default_rng(seed)
-        self.walk = open_walk(plan, rank=rank)
+        self.schedule = open_schedule(plan, rank=rank)
         self.content = [None] * (plan.itinerary.depth + 1)
         self.leased = None
 
     def turn(self):
         """Begin or end a fill, as the thread would at any moment."""
-        filling = self.walk.filling
+        filling = self.schedule.filling
         if filling is not None:
             self.content[filling.buffer] = filling.key
-            self.walk.end()
+            self.schedule.end()
             return True
-        fill = self.walk.next_fill()
+        fill = self.schedule.next_fill()
         if fill is None:
             return False
         assert fill.buffer != self.leased or self.is_urgent(fill), "the buffer in use would be overwritten"
         self.content[fill.buffer] = "half"
-        self.walk.begin(fill)
+        self.schedule.begin(fill)
         return True
 
     def is_urgent(self, fill):
@@ -47,11 +47,11 @@ class Machine:
     def visit(self, visit):
         """Announce a visit, let the thread run until it is served, and return whether it was on demand."""
         self.wanted = (visit.micro_step, visit.layer)
-        fill, is_on_demand = self.walk.announce(visit)
+        fill, is_on_demand = self.schedule.announce(visit)
         self.leased = fill.buffer if fill.needs else None
         replicas = self.plan.replicas(visit.micro_step, visit.layer)
         assert [need.expert for need in fill.needs] == [r.expert for r in replicas if r.rank == self.rank]
-        while fill.needs and not self.walk.holds(fill):
+        while fill.needs and not self.schedule.holds(fill):
             assert self.turn(), "a visit is never served"
         assert not fill.needs or self.content[fill.buffer] == self.wanted, "served from a wrong buffer"
         for _ in range(self.rng.integers(0, 4)):
@@ -101,12 +101,12 @@ def test_any_order_is_served_from_the_right_buffer(plan, seed, data):
 @settings(max_examples=60, deadline=None)
 @given(plan=plans, seed=st.integers(0, 999))
 def test_nothing_is_filled_before_its_time(plan, seed):
-    itinerary, walk = plan.itinerary, open_walk(plan, 0)
+    itinerary, schedule = plan.itinerary, open_schedule(plan, 0)
     for at in range(len(itinerary)):
         filled = set()
-        while (fill := walk.next_fill()) is not None:
-            walk.begin(fill)
-            walk.end()
+        while (fill := schedule.next_fill()) is not None:
+            schedule.begin(fill)
+            schedule.end()
             filled.add(fill.key)
         first = max(at - 1, 0)
         due = [
@@ -115,50 +115,50 @@ def test_nothing_is_filled_before_its_time(plan, seed):
             if itinerary.ready_from_V[v] <= first
         ]
         assert filled <= {(visit.micro_step, visit.layer) for visit in due}
-        fill, _ = walk.announce(itinerary.visit(at))
-        if fill.needs and not walk.holds(fill):
-            walk.begin(fill)
-            walk.end()
+        fill, _ = schedule.announce(itinerary.visit(at))
+        if fill.needs and not schedule.holds(fill):
+            schedule.begin(fill)
+            schedule.end()
 
 
 def test_weights_that_may_have_changed_are_pulled_again():
     plan = random_plan((0, 0), seed=2, slots=1, fewest=1, layers=1, micro_steps=1)
-    walk = open_walk(plan, 0)
+    schedule = open_schedule(plan, 0)
     assert plan.itinerary.resident_V[1], "the backward visit should find its forward visit's replicas"
-    fill = walk.next_fill()
-    walk.begin(fill)
-    walk.end()
-    assert walk.holds(walk.announce(plan.itinerary.visit(0))[0])
-    walk.forget()
-    again, _ = walk.announce(plan.itinerary.visit(1))
-    assert again.needs and not walk.holds(again) and walk.next_fill() == again
+    fill = schedule.next_fill()
+    schedule.begin(fill)
+    schedule.end()
+    assert schedule.holds(schedule.announce(plan.itinerary.visit(0))[0])
+    schedule.forget()
+    again, _ = schedule.announce(plan.itinerary.visit(1))
+    assert again.needs and not schedule.holds(again) and schedule.next_fill() == again
 
 
 def test_a_fill_that_was_given_up_holds_nothing_and_is_filled_again():
     plan = random_plan((0, 0), seed=5, slots=1, fewest=1)
-    walk = open_walk(plan, 0)
-    walk.announce(plan.itinerary.visit(0))
-    fill = walk.next_fill()
-    walk.begin(fill)
-    walk.end(is_filled=False)
-    assert not walk.holds(fill) and walk.filling is None
-    walk.announce(plan.itinerary.visit(0))
-    assert walk.next_fill() == fill
+    schedule = open_schedule(plan, 0)
+    schedule.announce(plan.itinerary.visit(0))
+    fill = schedule.next_fill()
+    schedule.begin(fill)
+    schedule.end(is_filled=False)
+    assert not schedule.holds(fill) and schedule.filling is None
+    schedule.announce(plan.itinerary.visit(0))
+    assert schedule.next_fill() == fill
 
 
 @settings(max_examples=60, deadline=None)
 @given(plan=plans, seed=st.integers(0, 999))
 def test_a_closed_layer_is_not_filled_and_what_was_filled_of_it_is_forgotten(plan, seed):
-    walk, rng, layers = Walk(plan, rank=0), np.random.default_rng(seed), plan.loads.num_layers
-    assert walk.next_fill() is None, "at first all layers are closed"
+    schedule, rng, layers = PullSchedule(plan, rank=0), np.random.default_rng(seed), plan.loads.num_layers
+    assert schedule.next_fill() is None, "at first all layers are closed"
     for at in range(len(plan.itinerary)):
         changed = int(rng.integers(layers))
-        (walk.open if rng.random() < 0.6 else walk.close)(changed)
-        while (fill := walk.next_fill()) is not None:
-            assert walk.is_open(fill.layer)
-            walk.begin(fill)
-            walk.end()
-        assert all(held is None or walk.is_open(held[1]) for held in walk._holds)
+        (schedule.open if rng.random() < 0.6 else schedule.close)(changed)
+        while (fill := schedule.next_fill()) is not None:
+            assert schedule.is_open(fill.layer)
+            schedule.begin(fill)
+            schedule.end()
+        assert all(held is None or schedule.is_open(held[1]) for held in schedule._holds)
         visit = plan.itinerary.visit(at)
-        if walk.is_open(visit.layer):
-            walk.announce(visit)
+        if schedule.is_open(visit.layer):
+            schedule.announce(visit)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
-from equipoise.planning.dispatches import WindowDispatches
+from equipoise.layer.dispatch import WindowDispatches
 from tests.layer.cases import random_routing, static_plan
 from tests.layer.stack import Run, build_layers
 
@@ -36,12 +36,12 @@ def test_every_entry_is_what_its_layer_would_prepare(group):
     routes, plan, layers = window(group)
     routes = [[ids.astype(np.uint8) for ids in by_layer] for by_layer in routes]
     dispatches = WindowDispatches(routes, timeout_s=60.0)
-    threading.Thread(target=dispatches.make, args=(plan, layers), kwargs={"rank": 0, "swap": never}).start()
+    threading.Thread(target=dispatches.make, args=(plan, layers), kwargs={"swap": never}).start()
     for m, layer in np.ndindex(2, 2):
         layers[layer].window = FakeWindow(plan)
         wanted = layers[layer].prepare(torch.from_numpy(routes[m][layer].astype(np.int64)), m)
         for _ in range(2):
-            assert dispatches.take(m, layer).unpack("cpu").dispatch.is_same_way(wanted.dispatch)
+            assert dispatches.take(m, layer).unpack("cpu").is_same(wanted)
 
 
 class FakeWindow:
@@ -57,7 +57,7 @@ def test_an_error_is_raised_where_its_entry_is_asked_for_and_later_ones_say_why_
     routes, plan, layers = window(group)
     routes[0][1] = routes[0][1][1:]
     dispatches = WindowDispatches(routes, timeout_s=60.0)
-    dispatches.make(plan, layers, rank=0, swap=never)
+    dispatches.make(plan, layers, swap=never)
     assert dispatches.take(0, 0) is not None
     assert dispatches.is_made(0, 0) and not dispatches.is_made(1, 0)
     with pytest.raises(RoutesError, match="rows from these ids, but the plan says"):

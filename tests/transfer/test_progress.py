@@ -1,4 +1,4 @@
-"""Turns: a layer is over exactly once, after all of its micro-steps, and not before the next visit comes."""
+"""LayerProgress: a layer is over exactly once, after all of its micro-steps, and not before the next visit comes."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core.plan import Visit
-from equipoise.transfer.engine import Turns
+from equipoise.transfer.engine import LayerProgress
 from tests.transfer.windows import random_plan
 
 plans = st.builds(
@@ -21,15 +21,15 @@ plans = st.builds(
 )
 
 
-def walk_through(turns, visits):
+def walk_through(progress, visits):
     """(visit at which it was said, layer) of every layer that was over."""
     over = []
     for visit in visits:
         # As a layer does it: for its home, its replicas, and in backward for both ways of its gradients.
         for _ in range(3 if visit.phase == "backward" else 2):
-            over += [(visit, layer) for layer in [turns.come_to(visit)] if layer is not None]
+            over += [(visit, layer) for layer in [progress.begin(visit)] if layer is not None]
         if visit.phase == "backward":
-            turns.returned(visit.micro_step, visit.layer)
+            progress.returned(visit.micro_step, visit.layer)
     return over
 
 
@@ -46,7 +46,7 @@ def test_a_layer_is_over_once_when_the_next_visit_comes(plan, seed, is_shuffled)
     if is_shuffled:
         np.random.default_rng(seed).shuffle(visits)
         visits = [Visit(int(m), str(phase), int(layer)) for m, phase, layer in visits]
-    over = walk_through(Turns(plan), visits)
+    over = walk_through(LayerProgress(plan), visits)
     last = last_visits(plan, visits)
     wanted = [(after, visit.layer) for visit, after in itertools.pairwise(visits) if last[visit.layer] == visit]
     assert over == wanted, "in the order in which they ended"
@@ -57,13 +57,13 @@ def test_a_layer_is_over_once_when_the_next_visit_comes(plan, seed, is_shuffled)
 def test_a_layer_that_lacks_a_micro_step_is_not_over(plan):
     visits = [plan.itinerary.visit(at) for at in range(len(plan.itinerary))]
     missing = last_visits(plan, visits)[0]
-    over = walk_through(Turns(plan), [visit for visit in visits if visit != missing])
+    over = walk_through(LayerProgress(plan), [visit for visit in visits if visit != missing])
     assert 0 not in [layer for _, layer in over]
 
 
 @settings(max_examples=30, deadline=None)
 @given(plan=plans)
 def test_visits_beyond_the_plan_end_nothing_a_second_time(plan):
-    visits, turns = [plan.itinerary.visit(at) for at in range(len(plan.itinerary))], Turns(plan)
-    over = [layer for _ in range(3) for _, layer in walk_through(turns, visits)]
+    visits, progress = [plan.itinerary.visit(at) for at in range(len(plan.itinerary))], LayerProgress(plan)
+    over = [layer for _ in range(3) for _, layer in walk_through(progress, visits)]
     assert len(set(over)) == len(over) >= plan.loads.num_layers - 1
