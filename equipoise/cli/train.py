@@ -38,7 +38,20 @@ ROWS = 12
 """Steps that the live table shows."""
 EVERY = 50
 """Warm-up steps between two plain lines."""
-COLUMNS = ("step", "reward", "right", "loss", "grad", "kl", "skew", "after", "tok/s", "plan ms", "wait ms")
+COLUMNS = {
+    "step": ("step", 1, "d"),
+    "reward": ("reward", 1, ".3f"),
+    "right": ("right_share", 1, ".1%"),
+    "loss": ("loss", 1, ".4f"),
+    "grad": ("grad_norm", 1, ".3f"),
+    "kl": ("kl", 1, ".4f"),
+    "skew": ("skew_before", 1, ".3f"),
+    "after": ("skew_after", 1, ".3f"),
+    "tok/s": ("tokens_per_s", 1, ".0f"),
+    "plan ms": ("planning_s", 1e3, ".0f"),
+    "wait ms": ("waited_s", 1e3, ".0f"),
+}
+"""Columns of the table: metric, factor and format of each."""
 
 
 def train(
@@ -209,7 +222,7 @@ class RunView:
     def _metrics(self, values: Mapping[str, Any]) -> None:
         self._steps.append(values)
         if self._live is None:
-            rows = [COLUMNS, _cells(values)] if len(self._steps) == 1 else [_cells(values)]
+            rows = [[*COLUMNS], _cells(values)] if len(self._steps) == 1 else [_cells(values)]
             self.print(*("".join(f"{cell:>9}" for cell in row) for row in rows))
 
     def _end(self, values: Mapping[str, Any]) -> None:
@@ -236,20 +249,9 @@ def open_view(*, as_json: bool) -> Iterator[RunView]:
 
 
 def _cells(values: Mapping[str, Any]) -> list[str]:
-    after = values["skew_after"]
-    return [
-        str(values["step"]),
-        f"{values['reward']:.3f}",
-        f"{values['right_share']:.1%}",
-        f"{values['loss']:.4f}",
-        f"{values['grad_norm']:.3f}",
-        f"{values['kl']:.4f}",
-        f"{values['skew_before']:.3f}",
-        "-" if after is None else f"{after:.3f}",
-        f"{values['tokens_per_s']:.0f}",
-        f"{values['planning_s'] * 1e3:.0f}",
-        f"{values['waited_s'] * 1e3:.0f}",
-    ]
+    metrics = [(values[name], factor, form) for name, factor, form in COLUMNS.values()]
+    # A run without expert parallelism has no skew after planning.
+    return ["-" if value is None else format(value * factor, form) for value, factor, form in metrics]
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
