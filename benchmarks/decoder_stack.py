@@ -17,7 +17,7 @@ from equipoise.calibrate.bench import Bench
 from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Dispatch
 from equipoise.layer.experts import BalancedExperts
-from equipoise.transfer.engine import Transfers
+from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.node import ExpertWeights
 
 LAYERS = 4
@@ -26,7 +26,7 @@ HEADS = {"qwen3-30b-a3b": (32, 4, 128), "qwen3-235b-a22b": (64, 4, 128), "smoke"
 """Query heads, key-value heads, head width."""
 
 
-class StackBank(Transfers, Protocol):
+class StackBank(LayerTransfers, Protocol):
     """A bank that counts the forwards through a stack."""
 
     def begin(self) -> None:

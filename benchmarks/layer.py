@@ -51,7 +51,7 @@ from equipoise.layer.dispatch import Dispatch, SourceSplit, prepare_dispatch
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planner import plan
 from equipoise.transfer.cuda_pages import CudaPager
-from equipoise.transfer.engine import Transfers
+from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.node import Arena, ExpertLayout, ExpertWeights
 from equipoise.transfer.pages import HostPager
 from tests.layer.reference import dense_experts
@@ -66,7 +66,13 @@ Forward = Callable[[], Tensor]
 
 
 def build_layer(
-    shape: Shape, given: Inputs, home: ExpertWeights, *, group: dist.ProcessGroup, transfers: Transfers, layer: int = 0
+    shape: Shape,
+    given: Inputs,
+    home: ExpertWeights,
+    *,
+    group: dist.ProcessGroup,
+    transfers: LayerTransfers,
+    layer: int = 0,
 ) -> BalancedExperts:
     """A balanced layer that follows a plan without replicas for these routes; `transfers` may hold some anyway."""
     count_E = np.bincount(given.ids_TK.cpu().numpy().reshape(-1), minlength=shape.homes)

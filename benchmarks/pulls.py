@@ -121,7 +121,6 @@ class Case:
         """Build the stack and move its experts in."""
         self.replicas, self.bench, self.path = replicas, bench, path
         self.stack: Stack = build_stack(shape, tokens, replicas=replicas, group=dist.group.WORLD, bench=bench)
-        # Forced, so that nothing is shifted to the other path.
         options = TransferOptions(slots=replicas, depth=1, buffers="separate", path=path)
         homes = [experts.home for experts in self.stack.experts]
         # What the engine agrees on travels on the CPU.

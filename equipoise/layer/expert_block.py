@@ -24,7 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.ops import fused_for
-from equipoise.transfer.engine import Transfers
+from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.node import ExpertWeights
 
 Activation = Literal["swiglu", "gpt_oss"]
@@ -101,7 +101,13 @@ class BlockOptions:
 
 
 def expert_block(
-    rows_ND: Tensor, home: ExpertWeights, *, groups: Groups, transfers: Transfers, visit: Visit, options: BlockOptions
+    rows_ND: Tensor,
+    home: ExpertWeights,
+    *,
+    groups: Groups,
+    transfers: LayerTransfers,
+    visit: Visit,
+    options: BlockOptions,
 ) -> Tensor:
     """Apply each slot's expert to the slot's rows.
 
@@ -122,7 +128,7 @@ class _ExpertBlock(torch.autograd.Function):
         ctx: Any,
         rows_ND: Tensor,
         groups: Groups,
-        transfers: Transfers,
+        transfers: LayerTransfers,
         visit: Visit,
         options: BlockOptions,
         *tensors: Tensor | None,

@@ -50,7 +50,7 @@ from equipoise.layer.ops import (
     spread_rows,
 )
 from equipoise.layer.relay import DirectDispatch, NodeRanks, Swap, send_by_relay
-from equipoise.transfer.engine import Transfers
+from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.node import ExpertWeights
 
 DETERMINISTIC_PAD = 96
@@ -92,7 +92,7 @@ class Window:
     """One plan as one rank executes it. Shared by all layers of the rank."""
 
     def __init__(
-        self, plan: Plan, *, rank: int, transfers: Transfers, dispatches: WindowDispatches | None = None
+        self, plan: Plan, *, rank: int, transfers: LayerTransfers, dispatches: WindowDispatches | None = None
     ) -> None:
         """Take a plan into execution.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Visit
-from equipoise.transfer.engine import Transfers
+from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.node import ExpertWeights
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -208,7 +208,7 @@ def _gather(rows_ND: Tensor, index_P: Tensor) -> Tensor:
     return rows_ND.index_select(0, index_P)
 
 
-def enter_home(home: ExpertWeights, transfers: Transfers, visit: Visit) -> ExpertWeights:
+def enter_home(home: ExpertWeights, transfers: LayerTransfers, visit: Visit) -> ExpertWeights:
     """Let the home weights into the graph, unchanged; the gradients of their replicas are added in its backward.
 
     Call it *before* the layer's attention: autograd runs nodes created later first, so its backward runs after the
@@ -226,7 +226,7 @@ def enter_home(home: ExpertWeights, transfers: Transfers, visit: Visit) -> Exper
 
 class _EnterHome(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfers: Transfers, visit: Visit, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, transfers: LayerTransfers, visit: Visit, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.transfers, ctx.visit = transfers, visit
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

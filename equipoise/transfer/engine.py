@@ -48,7 +48,7 @@ from equipoise.transfer.returns import Mailboxes
 from equipoise.transfer.waits import RETIRED, VERSION, Counters, JobQueue, Mark, Transfer
 
 
-class Transfers(Protocol):
+class LayerTransfers(Protocol):
     """What a balanced layer asks of whoever moves experts: `TransferEngine`, or `NoTransfers` where nothing moves.
 
     The layer keeps this order on every rank of the EP group, whatever its rows and replicas:
