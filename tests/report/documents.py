@@ -11,7 +11,6 @@ from equipoise.sim import analyze_loads
 from equipoise.sim.result import (
     Balance,
     BreakEvenCurve,
-    Event,
     Memory,
     Parts,
     PathUse,
@@ -20,6 +19,7 @@ from equipoise.sim.result import (
     Simulation,
     Sweep,
     SweepPoint,
+    TimelineEvent,
     WindowLoads,
     WindowResult,
 )
@@ -49,12 +49,12 @@ def timeline(*, ranks, layers, waits):
     for rank in range(ranks):
         for layer in range(layers):
             start, busy = layer * 1e-3, 4e-4 * (1 + waits * rank / ranks)
-            events.append(Event(rank, "compute", f"attention {layer}", start, start + 1e-4))
-            events.append(Event(rank, "all-to-all", f"dispatch {layer}", start + 1e-4, start + 2e-4))
-            events.append(Event(rank, "compute", f"experts {layer}", start + 2e-4, start + 2e-4 + busy))
-            events.append(Event(rank, "pull", f"pull from peer {layer}", start, start + 3e-4))
+            events.append(TimelineEvent(rank, "compute", f"attention {layer}", start, start + 1e-4))
+            events.append(TimelineEvent(rank, "all-to-all", f"dispatch {layer}", start + 1e-4, start + 2e-4))
+            events.append(TimelineEvent(rank, "compute", f"experts {layer}", start + 2e-4, start + 2e-4 + busy))
+            events.append(TimelineEvent(rank, "pull", f"pull from peer {layer}", start, start + 3e-4))
             if rank % 2:
-                events.append(Event(rank, "return", f"return {layer}", start + 7e-4, start + 8e-4))
+                events.append(TimelineEvent(rank, "return", f"return {layer}", start + 7e-4, start + 8e-4))
     return tuple(events)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equipoise.report import render
+from equipoise.report.render import GROUND, INK, QUIET, SERIES, themes
 
 
 def luminance(colour):
@@ -19,14 +19,14 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_ink_and_series_stand_out_from_the_ground(scheme):
-    ground = render.GROUND[scheme]
-    assert contrast(render.INK[scheme], ground) >= 7
-    assert contrast(render.QUIET[scheme], ground) >= 7
-    assert min(contrast(colour, ground) for colour in render.SERIES) >= 1.7
+    ground = GROUND[scheme]
+    assert contrast(INK[scheme], ground) >= 7
+    assert contrast(QUIET[scheme], ground) >= 7
+    assert min(contrast(colour, ground) for colour in SERIES) >= 1.7
 
 
 def test_schemes_differ_in_ground_and_never_in_series():
-    light, dark = (render.themes()[scheme]["template"]["layout"] for scheme in ("light", "dark"))
+    light, dark = (themes()[scheme]["template"]["layout"] for scheme in ("light", "dark"))
     assert light["colorway"] == dark["colorway"]
     assert light["font"]["color"] != dark["font"]["color"]
     assert light["xaxis"]["gridcolor"] != dark["xaxis"]["gridcolor"]
@@ -34,9 +34,9 @@ def test_schemes_differ_in_ground_and_never_in_series():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_level_cell_has_almost_the_colour_of_the_ground(scheme):
-    scales = render.themes()[scheme]["scales"]
+    scales = themes()[scheme]["scales"]
     (middle,) = [colour for stop, colour in scales["diverging"] if stop == 0.5]
-    assert contrast(middle, render.GROUND[scheme]) < 1.3
+    assert contrast(middle, GROUND[scheme]) < 1.3
     for stops in scales.values():
         assert [stop for stop, _ in stops] == sorted(stop for stop, _ in stops)
         assert (stops[0][0], stops[-1][0]) == (0, 1)
@@ -46,10 +46,10 @@ def test_a_level_cell_has_almost_the_colour_of_the_ground(scheme):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_bars_are_outlined_in_the_colour_of_the_ground(scheme):
-    (bar,) = render.themes()[scheme]["template"]["data"]["bar"]
-    assert bar["marker"]["line"] == {"color": render.GROUND[scheme]}
+    (bar,) = themes()[scheme]["template"]["data"]["bar"]
+    assert bar["marker"]["line"] == {"color": GROUND[scheme]}
 
 
 @pytest.mark.parametrize("axis", ["xaxis", "yaxis"])
 def test_thousands_are_written_alike_on_every_axis(axis):
-    assert all(found["template"]["layout"][axis]["separatethousands"] for found in render.themes().values())
+    assert all(found["template"]["layout"][axis]["separatethousands"] for found in themes().values())
