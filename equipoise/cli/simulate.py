@@ -191,9 +191,10 @@ def simulate(
     """Compare policies on a step, with every cost charged."""
     from equipoise.cli.step_loads import open_step, read_history
     from equipoise.core.options import PlanOptions
+    from equipoise.sim import simulate as simulate_step
     from equipoise.sim.summary import summary
 
-    # Check the options before the dump is read, which may take minutes.
+    # Step 1: check the options, before the dump is read, which may take minutes.
     dump, axes = split_arguments(arguments or [], sweep.sweep or [])
     results.refuse_existing(dump, policy.history)
     given: dict[str, Any] = {
@@ -204,14 +205,18 @@ def simulate(
     }
     history = read_history(policy.history, policy.names)
 
-    # Check the rest before the step is simulated, which may also take minutes.
+    # Step 2: read the dump, and check what depends on it, before the step is simulated, which may take minutes too.
     source = open_step(dump, reading, packing, demo_samples=256 if demo else None)
     windows = source.windows(packing.ep, None)
-    _check_step(source, windows, axes, **given)
-
     # Pairs say how often one sending of a token serves several experts.
     given |= {"model": source.model, "pair_LEE": source.pair_LEE if step.sends == "tokens" else None}
-    found, is_whole = _simulate(source, windows, policy.names, given, history, axes, break_even=sweep.break_even)
+    _check_step(source, windows, axes, given)
+
+    # Step 3: simulate the step, then its sweep and its break-even.
+    with progress("simulating (the first run compiles for a while)") as show:
+        found = simulate_step(windows, policy.names, history=history, progress=show, **given)
+    found, is_whole = _add_sweep(found, source, windows, axes, given, break_even=sweep.break_even)
+
     name = GENERATED if dump is None else dump.name
     text = summary(found, title=name)
     publish(found, lambda console: console.print(text, soft_wrap=True, end=""), title=name, results=results)
@@ -245,27 +250,18 @@ def split_arguments(arguments: list[str], sweep: list[str]) -> tuple[Path | None
     return (Path(dumps[0]) if dumps else None), axes
 
 
-def _check_step(
-    source: "StepSource",
-    windows: "Sequence[LoadMatrix]",
-    axes: Axes,
-    *,
-    cluster: Any,
-    setting: Any,
-    slots: int,
-    **_: Any,
-) -> None:
+def _check_step(source: "StepSource", windows: "Sequence[LoadMatrix]", axes: Axes, given: Mapping[str, Any]) -> None:
     """Raise if the shown part, the slots or a point of the sweep cannot exist."""
     from equipoise.sim.sweep import check_rows
 
-    shown = setting.shown
+    cluster, shown = given["cluster"], given["setting"].shown
     require_int("--shown-window", shown.window, low=0, high=len(windows) - 1, error=LoadsError)
     window = windows[shown.window]
     require_int("--shown-micro-step", shown.micro_step, low=0, high=window.num_micro_steps - 1, error=LoadsError)
     if shown.group is not None:
         last = max(0, window.num_ranks // cluster.ep - 1)
         require_int("--shown-group", shown.group, low=0, high=last, error=LoadsError)
-    check_slots(slots, cluster=cluster, model=source.model)
+    check_slots(given["slots"], cluster=cluster, model=source.model)
     for ep, micro in product(axes.get("ep", (cluster.ep,)), axes.get("micro", (None,))):
         check_slots(axes.get("slots", ()), cluster=cluster.with_ep(ep), model=source.model)
         source.check(ep, micro)
@@ -273,28 +269,22 @@ def _check_step(
         check_rows(windows)
 
 
-def _simulate(
+def _add_sweep(
+    found: "Simulation",
     source: "StepSource",
     windows: "Sequence[LoadMatrix]",
-    policies: Sequence[str],
-    given: dict[str, Any],
-    history: "LoadMatrix | None",
     axes: Axes,
+    given: Mapping[str, Any],
     *,
     break_even: bool,
 ) -> "tuple[Simulation, bool]":
-    """Simulate the step, then its sweep and its break-even.
+    """Simulate the sweep and the break-even; an interrupt leaves the rest out and keeps the step.
 
-    An interrupt after the step leaves the rest out and keeps the step, which may have taken minutes.
-
-    Returns: the result, and whether it has everything that was asked for
+    Returns: the simulation, and whether it has everything that was asked for
     """
-    from equipoise.sim import simulate as simulate_step
     from equipoise.sim.result import Sweep
     from equipoise.sim.sweep import break_even_curves, sweep_points
 
-    with progress("simulating (the first run compiles for a while)") as show:
-        found = simulate_step(windows, policies, history=history, progress=show, **given)
     points: tuple[SweepPoint, ...] = ()
     curves: tuple[BreakEvenCurve, ...] | None = None
     notes, is_whole = found.notes, True
