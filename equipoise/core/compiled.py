@@ -1,13 +1,12 @@
-"""`compiled`: the one way to compile a kernel of integers and arrays.
+"""`compiled`: the one place that compiles kernels of integers and arrays.
 
 Importing this module imports no numba; decorating does. No `fastmath`, no `parallel`: results are the same everywhere.
-
-Invariants (asserted by the tests):
-1. Machine code is kept on disk where a folder for it can be written: beside the package, or in the user's cache.
-2. Where none can be written (a read-only install without a home), kernels still run, compiled in each process.
+Machine code is kept on disk where a folder for it can be written: beside the package, or in the user's cache. With
+`NUMBA_DISABLE_JIT=1` in the environment every kernel runs as the plain Python it is written in, to step through it.
 """
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 
@@ -18,5 +17,16 @@ def compiled(function: Callable[..., Any]) -> Any:
     try:
         return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
-        # numba refuses to cache where it finds no writable folder.
+        # numba refuses to cache where it finds no writable folder (a read-only install without a home).
         return numba.njit(nogil=True)(function)
+
+
+def compiled_copies(*functions: Any) -> list[Any]:
+    """Compile copies of functions of one module that call each other, and leave the plain ones as they are.
+
+    For a rule that also runs in processes that must not import numba. All functions that are called must be given.
+    """
+    names = dict(functions[0].__globals__)
+    for function in functions:
+        names[function.__name__] = compiled(FunctionType(function.__code__, names, function.__name__))
+    return [names[function.__name__] for function in functions]

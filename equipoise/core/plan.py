@@ -29,7 +29,7 @@ from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.explain import Explanation, explain
 from equipoise.core.loads import LoadMatrix
 from equipoise.core.model import ModelShape
-from equipoise.core.split import split_in_proportion, split_rows
+from equipoise.core.split import split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, require_int
 
 # `Itinerary`: the order in which a window's replicas are needed, and the buffer each visit uses.
@@ -460,9 +460,7 @@ class Plan(Value):
         Persistent plans split every source's rows in proportion to the quotas, as the balancers they stand for do.
         """
         quota, load_RE = self.quota_ER(micro_step, layer), self.loads.load_MLRE[micro_step, layer]
-        if self.persistent:
-            return split_in_proportion(load_RE, quota)
-        return split_rows(load_RE, quota, node_R=self.cluster.node_array_R)
+        return split_rows(load_RE, quota, node_R=self.cluster.node_array_R, in_proportion=self.persistent)
 
     def pulls(self, visit: int, rank: int) -> tuple[Pull, ...]:
         """What `rank` brings ahead of the visit at position `visit` of the itinerary."""

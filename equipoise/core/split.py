@@ -1,155 +1,257 @@
-"""How an expert's rows split over its holders, by source: local first, or in proportion.
+"""How an expert's rows split over its holders, by source rank: the one rule that plans, prices and replays share.
 
-Local first is how our plans are dispatched. In proportion is what balancers do that draw a copy for each token without
-asking where the token is (EPLB, LPLB): every source splits its rows over the holders as their quotas are.
+Plans are dispatched local first. Balancers that draw a copy for each token without asking where the token is (EPLB,
+LPLB) split in proportion: every source splits its rows over the holders as their quotas are.
 
-A pure function of loads and quotas, so that every rank derives the same split on demand. Integers only.
-
-Steps of `split_rows`, for each expert:
+Steps of splitting local first, for each expert:
 1. A holder takes its own rank's rows, up to its quota.
-2. Rows left over go to holders of the same node, in proportion to what they have left: so no holder takes all rows
-   from near and another all from afar.
+2. Rows left over go to holders of the same node, in proportion to what they have left, so that no holder takes all
+   rows from its own node and another all from other nodes.
 3. What is left goes to whatever quota is left, node by node in proportion: libraries send what a node has for the n-th
    rank of other nodes over one link (NCCL's PXN, by default), so no node may have all of its rows for one holder.
-Then, if some rank receives more rows from other nodes than any rank sends there, expert by expert where several holders
-share one node:
-4. The rows that come from other nodes are dealt anew, each to the holder whose rank receives least from afar so far:
-   what crosses is the slowest link, and a rank that had more of it than others would make all wait. Again every node
-   deals in proportion. The holders' own ranks' rows come next, then the rest of the node's.
+Then, if some rank receives more rows from other nodes than any rank sends there:
+4. Where several holders of an expert share one node, rows from other nodes go to the holder that receives least of them
+   so far, again node by node in proportion. The holders' own ranks' rows come next, then the rest of the node's.
 
-Invariants (asserted by the tests):
-1. Sums over holders give the load of each source; sums over sources give the quota of each holder.
-2. No row leaves its node while the node has quota left for it, and dealing anew sends no more rows across.
-3. Dealing anew never raises the most rows that a rank of a node receives from afar.
-4. In proportion: quotas that are multiples of each other split every source's rows the same way, up to rounding; rows
-   from other nodes likewise, node by node.
+Integers only. Written in loops that numba compiles as they are (`cost.links` does); training ranks, which never import
+numba, run the same source.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 
-def split_rows(load_RE: np.ndarray, quota_ER: np.ndarray, *, node_R: np.ndarray) -> np.ndarray:
+class Nodes(NamedTuple):
+    """Which rank is where."""
+
+    node_R: np.ndarray
+    by_node_R: np.ndarray
+    """[R] ranks sorted by node."""
+    start_N: np.ndarray
+    """[N + 1] where each node's ranks begin there."""
+
+
+def split_rows(
+    load_RE: np.ndarray, quota_ER: np.ndarray, *, node_R: np.ndarray, in_proportion: bool = False
+) -> np.ndarray:
     """Split rows over holders.
 
     Args:
         load_RE: [R, E] rows at each source for each expert
         quota_ER: [E, R] rows each holder takes; sums over ranks to the expert's load
         node_R: [R] node of each rank
+        in_proportion: split every source's rows as the quotas are, not local first
 
     Returns: [R source, E, R holder] int64 rows
     """
+    wrong = np.flatnonzero(load_RE.sum(axis=0) != quota_ER.sum(axis=1))
+    assert not len(wrong), f"expert {wrong[0]}: quota does not sum to its load"
     ranks, experts = load_RE.shape
-    split = np.zeros((ranks, experts, ranks), dtype=np.int64)
-    for expert in range(experts):
-        load_R, quota_R = load_RE[:, expert], quota_ER[expert]
-        assert load_R.sum() == quota_R.sum(), f"expert {expert}: quota does not sum to its load"
-        split[:, expert] = split_local_first(load_R, quota_R, node_R=node_R)
-    _even_out(split, quota_ER, node_R)
-    return split
+    split_RER = np.zeros((ranks, experts, ranks), dtype=np.int64)
+    add_split(split_RER, load_RE, quota_ER, nodes_of(node_R), in_proportion)
+    return split_RER
 
 
-def split_local_first(load_R: np.ndarray, quota_R: np.ndarray, *, node_R: np.ndarray) -> np.ndarray:
-    """[R source, R holder] steps 1 to 3 for one expert."""
-    left_R, room_R = load_R.copy(), quota_R.copy()
-    own_R = np.minimum(left_R, room_R)
-    split_RR = np.diag(own_R)
-    left_R -= own_R
-    room_R -= own_R
-    for node in np.unique(node_R):
-        inside_R = node_R == node
-        rows = min(int(left_R[inside_R].sum()), int(room_R[inside_R].sum()))
-        sent_R, taken_R = shares(rows, left_R * inside_R), shares(rows, room_R * inside_R)
-        split_RR += _pair(sent_R, taken_R)
-        left_R -= sent_R
-        room_R -= taken_R
-    return split_RR + _pair_by_node(left_R, room_R, node_R)
+def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, in_proportion: bool) -> np.ndarray:
+    """[R source, R holder] rows of all experts together; arguments as in `split_rows`."""
+    ranks = len(node_R)
+    sum_R1R = np.zeros((ranks, 1, ranks), dtype=np.int64)
+    add_split(sum_R1R, load_RE, quota_ER, nodes_of(node_R), in_proportion)
+    return sum_R1R[:, 0].copy()
 
 
-def _even_out(split_RER: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray) -> None:
-    """Step 4, in place, in the order of experts."""
-    is_far_RR = node_R[:, None] != node_R[None, :]
-    far_RR = split_RER.sum(axis=1) * is_far_RR
+def nodes_of(node_R: np.ndarray) -> Nodes:
+    """List the ranks of every node, ascending."""
+    by_node_R = np.argsort(node_R, kind="mergesort")
+    return Nodes(node_R, by_node_R, np.searchsorted(node_R[by_node_R], np.arange(node_R.max() + 2)))
+
+
+def add_split(
+    out_RXR: np.ndarray, load_RE: np.ndarray, quota_ER: np.ndarray, nodes: Nodes, in_proportion: bool
+) -> None:
+    """Add the split of all experts to `out_RXR`: X is E to keep experts apart, or 1 to add them up."""
+    node_R, width = nodes.node_R, out_RXR.shape[1]
+    for e in range(len(quota_ER)):
+        if in_proportion:
+            _add_in_proportion(out_RXR[:, e % width], load_RE[:, e], quota_ER[e])
+        else:
+            _add_local_first(out_RXR[:, e % width], load_RE[:, e], quota_ER[e], nodes)
+    if in_proportion:
+        return
+    # Step 4, only where receiving holds up the exchange.
+    far_RR = out_RXR.sum(axis=1) * (node_R.reshape(-1, 1) != node_R)
     received_R = far_RR.sum(axis=0)
     if received_R.max() <= far_RR.sum(axis=1).max():
         return
-    for expert in np.flatnonzero((quota_ER > 0).sum(axis=1) > 1).tolist():
-        quota_R, load_R = quota_ER[expert], split_RER[:, expert].sum(axis=1)
-        holders = np.flatnonzero(quota_R)
-        is_far_R = node_R != node_R[holders[0]]
-        if is_far_R[holders].any():
+    local_RR = np.zeros((len(node_R), len(node_R)), dtype=np.int64)
+    for e in range(len(quota_ER)):
+        holders = np.flatnonzero(quota_ER[e])
+        if len(holders) < 2 or (node_R[holders] != node_R[holders[0]]).any():
             continue
-        received_R -= split_RER[is_far_R, expert].sum(axis=0)
-        far_R = np.zeros_like(quota_R)
-        far_R[holders] = level_shares(int(load_R[is_far_R].sum()), quota_R[holders], received_R[holders])
-        received_R += far_R
-        near_R, room_R = load_R * ~is_far_R, quota_R - far_R
-        own_R = np.minimum(near_R, room_R)
-        split_RER[:, expert] = _pair_by_node(load_R * is_far_R, far_R, node_R)
-        split_RER[:, expert] += np.diag(own_R) + _pair(near_R - own_R, room_R - own_R)
+        local_RR[:] = 0
+        _add_local_first(local_RR, load_RE[:, e], quota_ER[e], nodes)
+        for s in range(len(node_R)):
+            for r in holders:
+                out_RXR[s, e % width, r] -= local_RR[s, r]
+                if node_R[s] != node_R[r]:
+                    received_R[r] -= local_RR[s, r]
+        _add_evenly(out_RXR[:, e % width], load_RE[:, e], quota_ER[e], received_R, nodes)
 
 
-def level_shares(rows: int, room_X: np.ndarray, level_X: np.ndarray) -> np.ndarray:
-    """[X] `rows` rows dealt one by one to the lowest level that has room, the first of equals; levels rise with it."""
-    share_X = np.zeros_like(room_X)
-    left = rows
-    while left > 0:
-        open_X = share_X < room_X
-        now_X = level_X + share_X
-        lowest_X = open_X & (now_X == now_X[open_X].min())
-        higher = now_X[open_X & ~lowest_X] - now_X[lowest_X][0]
-        step = min(int((room_X - share_X)[lowest_X].min()), int(higher.min()) if len(higher) else left)
-        step = min(step, left // int(lowest_X.sum()))
-        if step == 0:
-            share_X[np.flatnonzero(lowest_X)[:left]] += 1
-            break
-        share_X[lowest_X] += step
-        left -= step * int(lowest_X.sum())
+def _add_in_proportion(out_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray) -> None:
+    """Split every source's rows over the holders as their room is."""
+    holders = np.flatnonzero(quota_R)
+    room_X = quota_R[holders]
+    for s in range(len(load_R)):
+        share_X = shares(load_R[s], room_X)
+        for i in range(len(holders)):
+            out_RR[s, holders[i]] += share_X[i]
+        room_X -= share_X
+
+
+def _add_local_first(out_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray, nodes: Nodes) -> None:
+    """Steps 1 to 3 for one expert."""
+    holders = np.flatnonzero(quota_R)
+    if len(holders) == 1:
+        out_RR[:, holders[0]] += load_R
+        return
+    left_R, room_R = load_R.copy(), quota_R.copy()
+    for r in holders:
+        own = min(left_R[r], room_R[r])
+        out_RR[r, r] += own
+        left_R[r] -= own
+        room_R[r] -= own
+    for node in range(len(nodes.start_N) - 1):
+        here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
+        near = here[room_R[here] > 0]
+        rows = min(left_R[here].sum(), room_R[near].sum())
+        if rows > 0:
+            sent_X, taken_Y = shares(rows, left_R[here]), shares(rows, room_R[near])
+            _pair(out_RR, here, sent_X, near, taken_Y)
+            left_R[here] -= sent_X
+            room_R[near] -= taken_Y
+    _pair_by_node(out_RR, left_R, holders, room_R[holders], nodes)
+
+
+def _add_evenly(
+    out_RR: np.ndarray, load_R: np.ndarray, quota_R: np.ndarray, received_R: np.ndarray, nodes: Nodes
+) -> None:
+    """Step 4 for one expert whose holders share a node; raises `received_R` by what they get from other nodes."""
+    holders = np.flatnonzero(quota_R)
+    node = nodes.node_R[holders[0]]
+    here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
+    near_R, far_R = np.zeros_like(load_R), load_R.copy()
+    for r in here:
+        near_R[r], far_R[r] = load_R[r], 0
+    far_X = np.zeros(len(holders), dtype=np.int64)
+    fill_levels(far_R.sum(), quota_R[holders], received_R[holders], far_X, len(holders))
+    _pair_by_node(out_RR, far_R, holders, far_X, nodes)
+    room_X = quota_R[holders] - far_X
+    for i in range(len(holders)):
+        r = holders[i]
+        received_R[r] += far_X[i]
+        own = min(near_R[r], room_X[i])
+        out_RR[r, r] += own
+        near_R[r] -= own
+        room_X[i] -= own
+    _pair(out_RR, here, near_R[here], holders, room_X)
+
+
+def _pair_by_node(
+    out_RR: np.ndarray, sent_R: np.ndarray, holders: np.ndarray, room_X: np.ndarray, nodes: Nodes
+) -> None:
+    """Pair the rows of each node in proportion to what holders have left."""
+    left_X = room_X.copy()
+    for node in range(len(nodes.start_N) - 1):
+        here = nodes.by_node_R[nodes.start_N[node] : nodes.start_N[node + 1]]
+        rows = sent_R[here].sum()
+        if rows > 0:
+            share_X = shares(rows, left_X)
+            _pair(out_RR, here, sent_R[here], holders, share_X)
+            left_X -= share_X
+
+
+def _pair(
+    out_RR: np.ndarray, sources: np.ndarray, sent_X: np.ndarray, holders: np.ndarray, taken_Y: np.ndarray
+) -> None:
+    """Lay rows end to end on both sides and pair them where they overlap."""
+    i, j = 0, 0
+    sent, taken = sent_X.copy(), taken_Y.copy()
+    while i < len(sources) and j < len(holders):
+        rows = min(sent[i], taken[j])
+        out_RR[sources[i], holders[j]] += rows
+        sent[i] -= rows
+        taken[j] -= rows
+        if sent[i] == 0:
+            i += 1
+        else:
+            j += 1
+
+
+def shares(rows: int, room_X: np.ndarray) -> np.ndarray:
+    """[X] `rows` rows in proportion to `room_X`; see `fill_shares`."""
+    share_X = np.zeros(len(room_X), dtype=np.int64)
+    fill_shares(rows, room_X, share_X, len(room_X))
     return share_X
 
 
-def _pair_by_node(sent_R: np.ndarray, taken_R: np.ndarray, node_R: np.ndarray) -> np.ndarray:
-    """[R source, R holder] the rows of each node in proportion to what holders have left."""
-    if np.count_nonzero(taken_R) < 2:
-        return _pair(sent_R, taken_R)
-    split_RR, room_R = np.zeros((len(sent_R), len(sent_R)), dtype=np.int64), taken_R.copy()
-    for node in np.unique(node_R[sent_R > 0]):
-        here_R = sent_R * (node_R == node)
-        share_R = shares(int(here_R.sum()), room_R)
-        split_RR += _pair(here_R, share_R)
-        room_R -= share_R
-    return split_RR
+def fill_shares(rows: int, room_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
+    """Fill the first `count` of `share_X` with `rows` rows in proportion to `room_X`, rounded down.
 
-
-def _pair(sent_R: np.ndarray, taken_R: np.ndarray) -> np.ndarray:
-    """[R source, R holder] rows laid end to end on both sides, in rank order, and paired where they overlap."""
-    sent_to, taken_to = np.cumsum(sent_R), np.cumsum(taken_R)
-    low = np.maximum((sent_to - sent_R)[:, None], (taken_to - taken_R)[None, :])
-    high = np.minimum(sent_to[:, None], taken_to[None, :])
-    return np.maximum(0, high - low)
-
-
-def split_in_proportion(load_RE: np.ndarray, quota_ER: np.ndarray) -> np.ndarray:
-    """Split rows over holders in proportion to their quotas, source by source; same shapes as `split_rows`."""
-    ranks, experts = load_RE.shape
-    split = np.zeros((ranks, experts, ranks), dtype=np.int64)
-    for expert in range(experts):
-        room_R = quota_ER[expert].copy()
-        for source in range(ranks):
-            split[source, expert] = shares(int(load_RE[source, expert]), room_R)
-            room_R -= split[source, expert]
-        assert not room_R.any(), f"expert {expert}: quota does not sum to its load"
-    return split
-
-
-def shares(rows: int, room_R: np.ndarray) -> np.ndarray:
-    """[R] `rows` rows in proportion to `room_R`, rounded down; what rounding leaves goes to the first ranks with room.
-
-    Room is weighed in at most 31 bits, so that products stay in 64.
+    What rounding leaves goes to the first that have room. Room is weighed in at most 31 bits, so that products stay in
+    64.
     """
-    shift = max(0, int(room_R.sum()).bit_length() - 31)
-    weight_R = room_R >> shift
-    whole = max(1, int(weight_R.sum()))
-    share_R = np.minimum(room_R, rows // whole * weight_R + rows % whole * weight_R // whole)
-    for r in range(len(room_R)):
-        share_R[r] += min(rows - int(share_R.sum()), int(room_R[r] - share_R[r]))
-    return share_R
+    total = np.int64(0)
+    for i in range(count):
+        share_X[i] = room_X[i]
+        total += room_X[i]
+    if rows == total:
+        return
+    shift = 0
+    while (total >> shift) >= 2**31:
+        shift += 1
+    whole = np.int64(0)
+    for i in range(count):
+        whole += room_X[i] >> shift
+    whole = max(np.int64(1), whole)
+    left = rows
+    for i in range(count):
+        if room_X[i] > 0:
+            weight = room_X[i] >> shift
+            share_X[i] = min(room_X[i], rows // whole * weight + rows % whole * weight // whole)
+            left -= share_X[i]
+    for i in range(count):
+        more = min(left, room_X[i] - share_X[i])
+        share_X[i] += more
+        left -= more
+
+
+def fill_levels(rows: int, room_X: np.ndarray, level_X: np.ndarray, share_X: np.ndarray, count: int) -> None:
+    """Fill the first `count` of `share_X` with `rows` rows, dealt one by one to the lowest level that has room.
+
+    Of equal levels the first takes the row. Levels rise with what they take: `level_X` is changed.
+    """
+    for i in range(count):
+        share_X[i] = 0
+    left = rows
+    while left > 0:
+        lowest, higher = 2**62, 2**62
+        for i in range(count):
+            if share_X[i] < room_X[i]:
+                lowest = min(lowest, level_X[i])
+        step: int = left
+        at_lowest = 0
+        for i in range(count):
+            if share_X[i] < room_X[i]:
+                if level_X[i] == lowest:
+                    at_lowest += 1
+                    step = min(step, room_X[i] - share_X[i])
+                else:
+                    higher = min(higher, level_X[i])
+        each = max(1, min(step, higher - lowest, left // at_lowest))
+        for i in range(count):
+            if left > 0 and share_X[i] < room_X[i] and level_X[i] == lowest:
+                share_X[i] += each
+                level_X[i] += each
+                left -= each

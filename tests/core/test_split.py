@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core.split import level_shares, split_in_proportion, split_local_first, split_rows
+from equipoise.core.split import fill_levels, rows_between, split_rows
+from equipoise.cost import links
+from tests.core import split_reference
 
 ANYWHERE = st.just(False)
 
@@ -34,10 +36,23 @@ def splits(draw, is_inside=ANYWHERE):
 @settings(max_examples=100, deadline=None)
 def test_sums_over_holders_give_the_load_and_over_sources_the_quota(case):
     load_RE, quota_ER, node_R = case
-    for split in (split_rows(load_RE, quota_ER, node_R=node_R), split_in_proportion(load_RE, quota_ER)):
+    for in_proportion in (False, True):
+        split = split_rows(load_RE, quota_ER, node_R=node_R, in_proportion=in_proportion)
         assert split.dtype == np.int64 and split.min() >= 0
         assert np.array_equal(split.sum(axis=2), load_RE)
         assert np.array_equal(split.sum(axis=0), quota_ER)
+
+
+@given(splits(is_inside=st.booleans()))
+@settings(max_examples=200, deadline=None)
+def test_the_split_is_the_plain_one_apart_added_up_and_compiled(case):
+    load_RE, quota_ER, node_R = case
+    local_RER = split_reference.split_rows(load_RE, quota_ER, node_R=node_R)
+    for in_proportion, wanted in ((False, local_RER), (True, split_reference.split_in_proportion(load_RE, quota_ER))):
+        found = split_rows(load_RE, quota_ER, node_R=node_R, in_proportion=in_proportion)
+        assert np.array_equal(found, wanted)
+        for add_up in (rows_between, links.rows_between):
+            assert np.array_equal(add_up(load_RE, quota_ER, node_R, in_proportion), wanted.sum(axis=1))
 
 
 @given(splits())
@@ -47,7 +62,7 @@ def test_no_row_leaves_its_rank_or_node_while_there_is_room(case):
     split, ranks = split_rows(load_RE, quota_ER, node_R=node_R), np.arange(len(node_R))
     for expert in range(quota_ER.shape[0]):
         held_R = quota_ER[expert] - split[node_R != node_R[quota_ER[expert].argmax()], expert].sum(axis=0)
-        # What holders in one node leave of their quota to rows from near; elsewhere it is the whole quota.
+        # What holders in one node leave of their quota to rows of the node; elsewhere it is the whole quota.
         room_R = held_R if is_in_one_node(quota_ER[expert], node_R) else quota_ER[expert]
         assert np.array_equal(split[ranks, expert, ranks], np.minimum(load_RE[:, expert], room_R))
     for node in set(node_R.tolist()):
@@ -61,19 +76,19 @@ def is_in_one_node(quota_R, node_R):
     return (quota_R > 0).sum() > 1 and len(set(node_R[quota_R > 0].tolist())) == 1
 
 
-def from_afar(split, node_R):
+def from_other_nodes(split, node_R):
     """[R] rows that each rank receives from other nodes."""
     return (split.sum(axis=1) * (node_R[:, None] != node_R[None, :])).sum(axis=0)
 
 
 @given(splits(is_inside=st.booleans()))
 @settings(max_examples=200, deadline=None)
-def test_what_comes_from_afar_is_more_even_and_no_more(case):
+def test_what_comes_from_other_nodes_is_more_even_and_no_more(case):
     load_RE, quota_ER, node_R = case
     pairs = zip(load_RE.T, quota_ER, strict=True)
-    local = np.stack([split_local_first(load, quota, node_R=node_R) for load, quota in pairs], axis=1)
+    local = np.stack([split_reference.split_local_first(load, quota, node_R=node_R) for load, quota in pairs], axis=1)
     even = split_rows(load_RE, quota_ER, node_R=node_R)
-    before_R, after_R = from_afar(local, node_R), from_afar(even, node_R)
+    before_R, after_R = from_other_nodes(local, node_R), from_other_nodes(even, node_R)
     for node in set(node_R.tolist()):
         assert after_R[node_R == node].sum() == before_R[node_R == node].sum()
         assert after_R[node_R == node].max() <= before_R[node_R == node].max()
@@ -91,11 +106,18 @@ def test_levels_are_those_of_dealing_rows_one_by_one(holders, data):
     for _ in range(rows):
         lowest = min(np.flatnonzero(share_X < room_X), key=lambda x: (level_X[x] + share_X[x], x))
         share_X[lowest] += 1
-    assert level_shares(rows, room_X, level_X).tolist() == share_X.tolist()
+    assert dealt_shares(rows, room_X, level_X).tolist() == share_X.tolist()
 
 
-def test_rows_from_afar_go_to_the_holder_that_receives_least():
-    # Rank 0 has expert 0 alone: 4 rows from afar. Of expert 1's 6 it has room for 2, and gets 1.
+def dealt_shares(rows, room_X, level_X):
+    """[X] what `fill_levels` deals."""
+    share_X = np.full_like(room_X, 7)
+    fill_levels(rows, room_X, level_X.copy(), share_X, len(room_X))
+    return share_X
+
+
+def test_rows_from_other_nodes_go_to_the_holder_that_receives_least():
+    # Rank 0 has expert 0 alone: 4 rows from other nodes. Of expert 1's 6 it has room for 2, and gets 1.
     load_RE, quota_ER = np.array([[0, 0], [0, 2], [2, 3], [2, 3]]), np.array([[4, 0, 0, 0], [2, 6, 0, 0]])
     split = split_rows(load_RE, quota_ER, node_R=np.array([0, 0, 1, 1]))
     assert split[:, 1].tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 2, 0, 0], [0, 3, 0, 0]]
@@ -109,7 +131,7 @@ def test_every_other_node_deals_its_rows_in_proportion(seed, nodes, high):
     load_RE = rng.integers(0, high, size=(len(node_R), 3))
     quota_ER = np.zeros((3, len(node_R)), dtype=np.int64)
     quota_ER[:, :3] = np.array(
-        [level_shares(int(rows), np.full(3, rows), np.zeros(3, np.int64)) for rows in load_RE.sum(axis=0)]
+        [dealt_shares(int(rows), np.full(3, rows), np.zeros(3, np.int64)) for rows in load_RE.sum(axis=0)]
     )
     split = split_rows(load_RE, quota_ER, node_R=node_R)
     for expert in range(3):
@@ -143,6 +165,7 @@ def test_in_proportion_every_source_splits_alike(rows, factor, shift):
     total = int(load_RE.sum())
     quota_ER = np.zeros((1, len(rows)), dtype=np.int64)
     quota_ER[0, :2] = total // (factor + 1), total * factor // (factor + 1)
-    split = split_in_proportion(load_RE, quota_ER)[:, 0]
+    node_R = np.zeros(len(rows), np.int64)
+    split = split_rows(load_RE, quota_ER, node_R=node_R, in_proportion=True)[:, 0]
     slack = len(rows) + 1 + (total >> 30)
     assert (abs(split[:, 1] - factor * split[:, 0]) <= slack * factor).all()

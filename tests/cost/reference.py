@@ -12,9 +12,9 @@ Knows `Tables` and rows. Does not know how replicas were chosen.
 
 import numpy as np
 
-from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost.kernels import ACROSS, COMPUTE, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
 from equipoise.cost.model import Tables, interpolate
+from tests.core.split_reference import split_in_proportion, split_rows
 
 
 def price(

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
-from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost import CostModel, kernels, links
 from equipoise.cost.kernels import ACROSS, COLUMNS, EXCHANGE, HOST_PULLS, INSIDE, PEER_PULLS, PULL, RETURN
 from equipoise.cost.links import tokens_between
+from tests.core.split_reference import split_in_proportion, split_rows
 from tests.cost import reference
 from tests.planner import problems
 

@@ -3,11 +3,11 @@
 import numpy as np
 from hypothesis import assume, given, settings
 
-from equipoise.core.split import split_in_proportion, split_rows
 from equipoise.cost import kernels
 from equipoise.cost.kernels import COLUMNS, COMPUTE, EXCHANGE
 from equipoise.cost.links import rows_between
 from equipoise.cost.ranks import compute_ns_of, level_rows, rank_rows
+from tests.core.split_reference import split_in_proportion, split_rows
 from tests.cost.test_kernels import priced
 
 few = settings(max_examples=60, deadline=None)

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
-from equipoise.core.split import split_rows
 from equipoise.cost.kernels import settle
 from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
 from equipoise.planner import layer, replicas
 from equipoise.planner.replicas import fill
+from tests.core.split_reference import split_rows
 from tests.cost.reference import quotas
 from tests.planner import problems, reference, trade_reference
 from tests.planner.reference import homes_by_rank

