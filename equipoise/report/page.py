@@ -250,7 +250,7 @@ Scale = Literal["", "diverging", "sequential"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ChartView:
     """One choice of a chart's switch, such as before and after."""
 
     label: str
@@ -287,7 +287,7 @@ class Chart:
     """What is drawn, for download; not binned."""
     terms: tuple[str, ...]
     """Words of the definitions that a reader of this chart needs."""
-    views: tuple[View, ...] = ()
+    views: tuple[ChartView, ...] = ()
     """Choices of the switch, the first one shown; none where there is nothing to switch."""
     scale: Scale = ""
     note: str = ""

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from equipoise.report import build_page
-from equipoise.report.page import DEFINITIONS, Table, View
+from equipoise.report.page import DEFINITIONS, ChartView, Table
 from equipoise.sim.result import PathName
 from tests.report.documents import simulation
 
@@ -44,7 +44,7 @@ def test_a_view_must_show_something_of_its_chart(page):
     timeline = chart(page, "timeline")
     for visible in ((False,) * len(timeline.traces), (True,)):
         with pytest.raises(AssertionError, match="view all"):
-            replace(timeline, views=(View(label="all", visible=visible),))
+            replace(timeline, views=(ChartView(label="all", visible=visible),))
 
 
 def test_two_sections_of_one_name_are_refused(page):
