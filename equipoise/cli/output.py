@@ -278,9 +278,7 @@ def seconds_table(analysis: "Analysis") -> Table:
     for name, stage in analysis.stages.items():
         for i, cells in enumerate(_part_rows(stage.seconds, scale)):
             table.add_row("" if i else f"  {name}", *cells)
-    total = analysis.seconds
-    cells = _seconds_cells(total, "total", scale)
-    table.add_row("  step", "total", *cells, style="bold")
+    table.add_row("  step", "total", *_seconds_cells(analysis.seconds, "total", scale), style="bold")
     return table
 
 
@@ -298,8 +296,9 @@ def _part_rows(seconds: "Prediction", scale: float) -> Iterator[list[str]]:
 
 def _seconds_cells(seconds: "Prediction", part: str, scale: float) -> list[str]:
     now, balanced = getattr(seconds.now, part) * scale, getattr(seconds.balanced, part) * scale
-    cells = [_decimals(now), _decimals(balanced), _decimals(now - balanced)]
-    cells.append(f"{(now - balanced) / now:.1%}" if now else "-")
+    # Single parts of `balanced` may take longer than now; the step as a whole never gains by that.
+    lost = seconds.lost_seconds * scale if part == "total" else now - balanced
+    cells = [_decimals(now), _decimals(balanced), _decimals(lost), f"{lost / now:.1%}" if now else "-"]
     if seconds.planned is not None:
         planned = getattr(seconds.planned, part) * scale
         cells += [_decimals(planned), _decimals(now - planned)]
