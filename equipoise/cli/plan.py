@@ -32,7 +32,7 @@ from equipoise.core import InfeasiblePlanError, LoadMatrix, ModelShape
 
 if TYPE_CHECKING:
     from equipoise.core import Cluster, Plan
-    from equipoise.core.explain import Explanation
+    from equipoise.core.plan import Explanation
 
 STAND_IN = "qwen3-30b-a3b"
 """Model whose expert size is used if none is named."""

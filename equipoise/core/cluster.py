@@ -1,17 +1,11 @@
 """A described cluster: nodes, ranks, the expert-parallel group, and the figures of its device and links.
 
-Knows published hardware figures (data files in `presets/clusters`, each figure with its source). Does not know
-seconds: turning rows and bytes into time is the work of `cost`.
-
-Invariants (asserted by the tests):
-1. `node_R` names a node for every rank of the EP group; nodes are numbered from 0 without gaps.
-2. Without `ep=` the EP group is the whole cluster; with it, it fills nodes in order.
-3. An unknown preset or figure is an error that lists the known ones.
+Published hardware figures are data files in `presets/clusters`, each figure with its source.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -45,10 +39,10 @@ class Cluster(Value):
     """Pinned host memory to device."""
     device: str = ""
     profile: str = ""
-    """Whose measured prices hold: the name of a profile of the package, or the file that `equipoise calibrate` wrote.
-    The one of the cluster's own name if left out."""
+    """Measured prices: the name of a profile of the package, or the file that `equipoise calibrate` wrote. The profile
+    with the name of the cluster if left out."""
     sources: tuple[tuple[str, str], ...] = ()
-    """(figure, where it comes from)."""
+    """(figure, its source)."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "ep", *_FIGURES):
@@ -86,7 +80,7 @@ class Cluster(Value):
         return np.bincount(self.node_array_R, minlength=self.num_ep_nodes).astype(np.int64)
 
     def home_slots(self, model: ModelShape) -> int:
-        """Experts each rank owns under `model`, or an error if they do not divide."""
+        """Return the experts each rank owns, or raise if the experts of `model` do not divide."""
         if model.experts % self.ep:
             lower = [n for n in range(1, self.ep + 1) if model.experts % n == 0]
             raise TopologyError(
@@ -114,10 +108,14 @@ class Cluster(Value):
             nodes: machines; 1 unless `node_R` or `ep` says more
             ranks_per_node: 8 by default
             ep: size of the EP group; all ranks by default
-            node_R: node of each EP rank, where ranks are not laid out node by node
+            node_R: node of each EP rank, if ranks are not laid out node by node
             figures: any device or link figure to override, and `profile`, a file that `equipoise calibrate` wrote
         """
-        data = _read_preset(name)
+        known = preset_names()
+        if name.lower() not in known:
+            raise TopologyError(f"no cluster preset {name!r}; known: {', '.join(known)}")
+        path = resources.files("equipoise.core") / "presets" / "clusters" / f"{name.lower()}.json"
+        data = json.loads(path.read_text())
         unknown = sorted(set(figures) - set(_FIGURES) - {"device", "profile"})
         if unknown:
             raise TopologyError(f"cluster has no figure {unknown[0]!r}; known: {', '.join(_FIGURES)}")
@@ -143,13 +141,11 @@ class Cluster(Value):
         """Return the same hardware with an EP group of `ep` ranks laid out node by node, nodes added as needed."""
         size = require_int("ep", ep, low=1, high=MOST_RANKS, error=TopologyError)
         nodes = max(self.nodes, -(-size // self.ranks_per_node))
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values.update(ep=size, nodes=nodes, node_R=tuple(r // self.ranks_per_node for r in range(size)))
-        return Cluster(**values)
+        return replace(self, ep=size, nodes=nodes, node_R=tuple(r // self.ranks_per_node for r in range(size)))
 
 
 MOST_RANKS = 2**16
-"""Of an EP group; a layout is made of its ranks one by one, and no model has as many experts."""
+"""Most ranks of an EP group; a layout lists them one by one, and no model has as many experts."""
 _FIGURES = (
     "memory_bytes",
     "flops",
@@ -161,28 +157,20 @@ _FIGURES = (
 
 
 def preset_names() -> list[str]:
-    """Names of all cluster presets, sorted."""
+    """Return the names of all cluster presets, sorted."""
     folder = resources.files("equipoise.core") / "presets" / "clusters"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def presets_like(device: str) -> list[str]:
-    """Presets whose name is part of a device's, as "h200" of "NVIDIA H200"."""
+    """Return the presets whose name is part of a device's, as "h200" of "NVIDIA H200"."""
     return [name for name in preset_names() if name.upper() in device.upper()]
-
-
-def _read_preset(name: str) -> Any:
-    known = preset_names()
-    if name.lower() not in known:
-        raise TopologyError(f"no cluster preset {name!r}; known: {', '.join(known)}")
-    path = resources.files("equipoise.core") / "presets" / "clusters" / f"{name.lower()}.json"
-    return json.loads(path.read_text())
 
 
 def _layout(
     nodes: int | None, ranks_per_node: int | None, ep: int | None, node_R: Sequence[int] | None
 ) -> tuple[int, int]:
-    """Ranks per node and number of nodes, from whichever of the four were given."""
+    """Return ranks per node and number of nodes, from those of the four that were given."""
     if node_R is not None:
         if not len(node_R):
             raise TopologyError("node_R is empty; give the node of each EP rank")

@@ -10,7 +10,7 @@
     |-- AdapterError         a framework is not what its adapter was checked with
     `-- TrainingError        a setting, a dataset or a checkpoint of a training run is wrong
 
-Every message names the thing, the value, the limit and the fix. Knows nothing of the rest of the package.
+Every message names the thing, the value, the limit and the fix.
 """
 
 

@@ -1,13 +1,7 @@
 """The shape of a Mixture-of-Experts model: the figures that loads, bytes and seconds need.
 
-Knows published configurations (data files in `presets/models`, one per model, each naming its source) and the
-keys of HF `config.json` files. Does not know weights, torch or transformers.
-
-Invariants (asserted by the tests):
-1. `layers` is the number of MoE layers and equals `len(layer_numbers)`; layer numbers are global and ascending.
-2. A preset equals what `from_config` reads from the model's own published `config.json` figures.
-3. Any figure of a preset can be overridden; an unknown name is an error that lists the known ones.
-4. `from_figures(shape.figures())` is the shape again, also through JSON.
+Published configurations are data files in `presets/models`, one per model, each with its source; `from_config` reads
+the keys of HF `config.json` files.
 """
 
 import json
@@ -53,7 +47,7 @@ class ModelShape(Value):
     weight_bytes: int = 2
     """Bytes of one weight as the training kernels read it (2: bf16)."""
     source: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
         for name, low in _LOWEST.items():
@@ -132,7 +126,9 @@ class ModelShape(Value):
             if "layer_numbers" in figures:
                 raise TopologyError("give layers or layer_numbers, not both")
             count = require_int("layers", layers, low=1, error=TopologyError)
-            figures["layer_numbers"] = _first_numbers(self.layer_numbers, count)
+            # Continued one by one if the model has fewer MoE layers.
+            kept = self.layer_numbers[:count]
+            figures["layer_numbers"] = kept + tuple(range(kept[-1] + 1, kept[-1] + 1 + count - len(kept)))
             figures.setdefault("hash_layers", tuple(n for n in self.hash_layers if n in figures["layer_numbers"]))
         for name in ("layer_numbers", "hash_layers"):
             if name in figures:
@@ -145,13 +141,13 @@ class ModelShape(Value):
         return replace(self, **figures)
 
     def figures(self) -> dict[str, Any]:
-        """Return every field as plain JSON content; `from_figures` is the way back."""
+        """Return every field as plain JSON content, for `from_figures`."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
     @classmethod
     def from_figures(cls, figures: Mapping[str, Any]) -> "ModelShape":
-        """Build the model that `figures` describes, or raise naming what is missing, unknown or of a wrong kind."""
+        """Build the model that `figures` describes, or raise naming what is missing, unknown or of a wrong type."""
         known = {f.name for f in fields(cls)}
         wrong = sorted(set(figures) ^ known)
         if wrong:
@@ -209,7 +205,7 @@ class ModelShape(Value):
 
 
 _MOST_LAYERS = 10_000
-"""Above every real model; a broken file must not make a list of 10^30 layer numbers."""
+"""Above every real model; a broken file must not produce a list of 10^30 layer numbers."""
 
 _LOWEST = {
     "experts": 1,
@@ -232,19 +228,13 @@ def _listed(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def preset_names() -> list[str]:
-    """Names of all model presets, sorted."""
+    """Return the names of all model presets, sorted."""
     folder = resources.files("equipoise.core") / "presets" / "models"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
-def _first_numbers(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The first `count` MoE layer numbers, continued one by one where the model has fewer."""
-    kept = numbers[:count]
-    return kept + tuple(range(kept[-1] + 1, kept[-1] + 1 + count - len(kept)))
-
-
 def _figure(figures: Mapping[str, Any], title: str, *keys: str, low: int = 1, high: int | None = None) -> int:
-    """The figure under the first of `keys` that the config gives, or an error that names them."""
+    """Return the figure under the first of `keys` that the config has, or raise an error that names them."""
     for key in keys:
         if figures.get(key) is not None:
             label = f"model {title!r}: config key {key!r}"
@@ -253,13 +243,13 @@ def _figure(figures: Mapping[str, Any], title: str, *keys: str, low: int = 1, hi
 
 
 def _count(figures: Mapping[str, Any], title: str, *keys: str, high: int | None = None) -> int:
-    """A figure that a config may leave out, which means 0."""
+    """Return a figure that a config may leave out, which means 0."""
     given = [key for key in keys if figures.get(key) is not None]
     return _figure(figures, title, *given, low=0, high=high) if given else 0
 
 
 def _moe_layer_numbers(figures: Mapping[str, Any], title: str, hidden_layers: int) -> tuple[int, ...]:
-    """MoE layers by the conventions in use: a dense prefix, a stride, a list of dense layers, a flag per layer."""
+    """Find the MoE layers: by a dense prefix, a stride, a list of dense layers, or a flag per layer."""
     flags = figures.get("moe_layer_freq")
     if isinstance(flags, list):
         if len(flags) != hidden_layers or any(flag not in (0, 1) for flag in flags):
@@ -284,7 +274,7 @@ def _head_width(figures: Mapping[str, Any], title: str) -> int:
 
 
 def _mla_widths(figures: Mapping[str, Any], title: str) -> tuple[int, int, int]:
-    """Query-key width without and with rotation, and value width, of one head of latent attention."""
+    """Return query-key width without and with rotation, and value width, of one head of latent attention."""
     nope, rope, value = (_figure(figures, title, k) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return nope, rope, value
 

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from equipoise.core.errors import InfeasiblePlanError, TransferError
-from equipoise.core.loads import Stage
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Objective, Sends
 from equipoise.core.value import require_int
+from equipoise.core.window import Stage
 
 Order = Literal["plain", "recompute", "1f1b"]
 """Execution order of the update stage: every forward, then every backward of a micro-step (`plain`); the same with the

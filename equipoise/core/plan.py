@@ -1,20 +1,17 @@
-"""`Plan`: where every expert computes during one window, what it costs, and nothing that is not checked.
+"""`Plan`: where every expert computes during one window and what it costs, checked; `Itinerary`; `Explanation`.
 
 One plan per window and EP group. It keeps one source of truth (homes, and the list of replicas with their rows) and
 derives the rest: quotas, splits, rank loads. Entries are keyed by (micro-step, layer), never by call order.
 
-Knows rows and promises. Does not know how a plan is found (`planner`), nor how seconds come about (`cost`): prices are
-handed to it.
-
-Invariants (a plan that breaks one cannot be constructed):
-1. Every expert has one home slot per layer, and each rank has as many homes as it owns experts. (A *persistent* plan,
-   one whose replicas stay for the whole window as EPLB's do, may mix: homes plus replicas fit in home + replica slots.)
+A plan that breaks one of these cannot be constructed:
+1. Every expert has one home slot per layer, and each rank has as many homes as it owns experts. (In a *persistent*
+   plan, whose replicas stay for the whole window as EPLB's do, homes and replicas must fit in home + replica slots.)
 2. A rank holds at most `slots` replicas in any (micro-step, layer), never of an expert whose home it is, never twice.
 3. Replicas stay in the home's node unless `cross_node`.
 4. Every replica takes at least one row, and the replicas of an expert take no more than its load; the home takes the
    rest, so quotas sum to the load, in whole rows.
 5. The itinerary, where there is one, visits every (micro-step, layer) once forward and, in an update, once backward.
-6. No publish or collect takes less than no time.
+6. No publish or collect takes negative time.
 """
 
 import hashlib
@@ -26,29 +23,10 @@ import numpy as np
 
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
-from equipoise.core.explain import Explanation, explain
-from equipoise.core.loads import LoadMatrix
 from equipoise.core.model import ModelShape
 from equipoise.core.split import split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, require_int
-
-# `Itinerary`: the order in which a window's replicas are needed, and the buffer each visit uses.
-#
-# A *visit* is one (micro-step, phase, layer) in execution order. Replica weights live in `depth + 1` buffers shared by
-# all layers, assigned ahead like registers: a visit that needs replicas names its buffer, the earlier visit after
-# which
-# that buffer is free, and whether the replicas are still there from the same layer's forward visit.
-#
-# All ranks of the EP group share one itinerary: the pulls of a rank at a visit are the replicas its plan gives it
-# there.
-# Knows no seconds and no torch.
-#
-# Invariants (asserted by the tests):
-# 1. Every (micro-step, layer) is visited exactly once per phase, backward never before forward.
-# 2. Between a pull into a buffer and the visit that uses it, no other visit uses that buffer.
-# 3. A pull may start only after the visit that last used its buffer, and at most `depth` visits ahead.
-# 4. A resident visit uses the buffer that its own forward visit filled, untouched in between.
-
+from equipoise.core.window import LoadMatrix
 
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -57,7 +35,7 @@ PATHS: tuple[Path, ...] = get_args(Path)
 
 
 class Visit(NamedTuple):
-    """One layer's turn in one micro-step. Under activation recomputation `backward` includes the second forward."""
+    """One layer in one micro-step and phase. Under activation recomputation `backward` includes the second forward."""
 
     micro_step: int
     phase: Phase
@@ -65,7 +43,7 @@ class Visit(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """One expert brought to a replica slot ahead of a visit."""
+    """One expert to copy to a replica slot ahead of a visit."""
 
     expert: int
     source: int
@@ -75,7 +53,14 @@ class Pull(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Itinerary(Value):
-    """Visits of one window in execution order, with their buffers."""
+    """Visits of one window in execution order, with their buffers; one for all ranks of the EP group.
+
+    Replica weights are in `depth + 1` buffers shared by all layers, assigned ahead like registers:
+    1. Every (micro-step, layer) is visited exactly once per phase, backward never before forward.
+    2. Between a pull into a buffer and the visit that uses it, no other visit uses that buffer.
+    3. A pull may start only after the visit that last used its buffer, and at most `depth` visits ahead.
+    4. A resident visit uses the buffer that its own forward visit filled, untouched in between.
+    """
 
     depth: int
     """How many visits ahead pulls may start; there are depth + 1 buffers."""
@@ -86,7 +71,7 @@ class Itinerary(Value):
     pulls_V: np.ndarray
     """[V] bool, whether any rank needs replicas at this visit."""
     buffer_V: np.ndarray
-    """[V] buffer of the visit; 0 and without meaning where `pulls_V` is False."""
+    """[V] buffer of the visit; 0 and without meaning if `pulls_V` is False."""
     ready_from_V: np.ndarray
     """[V] first visit during which the pulls may run: the buffer is free and the visit at most `depth` ahead."""
     resident_V: np.ndarray
@@ -115,19 +100,19 @@ class Itinerary(Value):
 
     @property
     def num_phases(self) -> int:
-        """1 where every visit is a forward one, else 2."""
+        """1 if every visit is a forward one, else 2."""
         return 1 if not self.phase_V.any() else 2
 
     def visit(self, index: int) -> Visit:
-        """The visit at a position of the execution order."""
+        """Return the visit at a position of the execution order."""
         phase = PHASES[int(self.phase_V[index])]
         return Visit(int(self.micro_step_V[index]), phase, int(self.layer_V[index]))
 
 
 Objective = Literal["seconds", "skew"]
 Sends = Literal["rows", "tokens"]
-"""What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which is
-then handed on inside (DeepEP)."""
+"""What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which then
+forwards it internally (DeepEP)."""
 
 
 class Replica(NamedTuple):
@@ -139,21 +124,21 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Predicted seconds of one window, by part. Transfers count only where nothing hides them."""
+    """Predicted seconds of one window, by part. Transfers count only as far as nothing hides them."""
 
     compute: float = 0.0
     """Busiest rank's expert compute, summed over micro-steps and layers."""
     all_to_all: float = 0.0
     pull: float = 0.0
-    """Exposed part of bringing replica weights."""
+    """Exposed part of pulling replica weights."""
     return_: float = 0.0
     """Exposed part of returning replica gradients, and adding them."""
     publish: float = 0.0
-    """Exposed part of bringing weights from owner to home, layer by layer from the window's start on."""
+    """Exposed part of sending weights from owner to home, layer by layer from the window's start on."""
     collect: float = 0.0
-    """Exposed part of bringing gradients or weights home to owner, each layer after its last turn in the window."""
+    """Exposed part of sending gradients or weights from home to owner, each layer after its last visit."""
     planning: float = 0.0
-    """Planning on the critical path; zero where the load is known ahead."""
+    """Planning on the critical path; zero if the load is known ahead."""
 
     @property
     def total(self) -> float:
@@ -178,7 +163,7 @@ class Bytes:
 
     @property
     def experts(self) -> int:
-        """What the plan moves beyond rows: weights and gradients of experts."""
+        """Weights and gradients of experts: what the plan moves besides rows."""
         return self.peer + self.host + self.edge_inside + self.edge_across
 
     @property
@@ -189,7 +174,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaTable(Value):
-    """All replicas of a window, sorted by (micro-step, layer), then as planned."""
+    """All replicas of a window, sorted by (micro-step, layer), then in the order of planning."""
 
     start_ML: np.ndarray
     """[M * L + 1] where each (micro-step, layer)'s replicas begin; entry m * L + l."""
@@ -215,7 +200,7 @@ class ReplicaTable(Value):
 
     @classmethod
     def empty(cls, entries: int) -> "ReplicaTable":
-        """A table for `entries` (micro-step, layer) pairs without a replica."""
+        """Return a table for `entries` (micro-step, layer) pairs without a replica."""
         none = np.zeros(0, dtype=np.int64)
         return cls(
             start_ML=np.zeros(entries + 1, dtype=np.int64),
@@ -239,7 +224,7 @@ class Plan(Value):
     """A checked plan of one window of one EP group."""
 
     loads: LoadMatrix
-    """What was planned for; where coverage was partial, with unknown rows estimated (see `estimated_share`)."""
+    """The planned loads; with partial coverage, unknown rows are estimated (see `estimated_share`)."""
     cluster: Cluster
     model: ModelShape
     policy: str
@@ -260,9 +245,9 @@ class Plan(Value):
     static_seconds: float
     """Predicted seconds of the same window under contiguous expert parallelism."""
     edge_ns_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """[2, L] nanoseconds of publish and of collect of each layer, hidden or not; all 0 where left out."""
+    """[2, L] nanoseconds of publish and of collect of each layer, hidden or not; all 0 if left out."""
     edge_slow_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """[2, L] nanoseconds by which each of them slows the compute beside it; all 0 where left out."""
+    """[2, L] nanoseconds by which each of them slows concurrent compute; all 0 if left out."""
     itinerary: Itinerary | None = None
     """None for baselines that are not executed."""
     estimated_share: float = 0.0
@@ -312,7 +297,7 @@ class Plan(Value):
 
     @property
     def displaced_LE(self) -> np.ndarray:
-        """[L, E] bool, True where an expert's home is not its owner."""
+        """[L, E] bool, True if an expert's home is not its owner."""
         away_LE: np.ndarray = self.home_LE != self.owner_E[None, :]
         return away_LE
 
@@ -328,7 +313,7 @@ class Plan(Value):
         if edges.shape != wanted:
             raise InfeasiblePlanError(f"{name} has shape {edges.shape}, expected {wanted}")
         if edges.min() < 0:
-            raise InfeasiblePlanError(f"{name} holds {int(edges.min())}; no transfer takes less than nothing")
+            raise InfeasiblePlanError(f"{name} holds {int(edges.min())}; no transfer takes negative time")
         object.__setattr__(self, name, edges)
 
     def _check_homes(self) -> None:
@@ -360,7 +345,7 @@ class Plan(Value):
         node_R = self.cluster.node_array_R
         if not self.cross_node:
             self._refuse(node_R[table.rank_P] != node_R[home_P], "leaves its home's node; allow cross-node replicas")
-        self._refuse(table.rank_P == home_P, "stands on its own home")
+        self._refuse(table.rank_P == home_P, "is on the rank of its own home")
         self._refuse(table.rows_P < 1, "takes no row; leave it out")
         holder = (entry_P * experts + table.expert_P) * ranks + table.rank_P
         if len(np.unique(holder)) != len(holder):
@@ -438,13 +423,13 @@ class Plan(Value):
         return slice(int(self.replica_table.start_ML[start]), int(self.replica_table.start_ML[start + 1]))
 
     def replicas(self, micro_step: int, layer: int) -> tuple[Replica, ...]:
-        """Replicas alive in one micro-step of one layer, as (expert, rank)."""
+        """Return the replicas of one micro-step of one layer, as (expert, rank)."""
         cut = self._entry(micro_step, layer)
         table = self.replica_table
         return tuple(map(Replica, table.expert_P[cut].tolist(), table.rank_P[cut].tolist()))
 
     def quota_ER(self, micro_step: int, layer: int) -> np.ndarray:
-        """[E, R] rows each holder takes of each expert; sums over ranks to the expert's load."""
+        """Return [E, R] rows each holder takes of each expert; sums over ranks to the expert's load."""
         cut = self._entry(micro_step, layer)
         experts = np.arange(self.loads.num_experts)
         quota = np.zeros((len(experts), self.cluster.ep), dtype=np.int64)
@@ -455,15 +440,15 @@ class Plan(Value):
         return quota
 
     def split_RER(self, micro_step: int, layer: int) -> np.ndarray:
-        """[R source, E, R holder] rows by source: own rank first, then own node, then the rest.
+        """Return [R source, E, R holder] rows by source: own rank first, then own node, then the rest.
 
-        Persistent plans split every source's rows in proportion to the quotas, as the balancers they stand for do.
+        Persistent plans split every source's rows in proportion to the quotas, as the balancers they model do.
         """
         quota, load_RE = self.quota_ER(micro_step, layer), self.loads.load_MLRE[micro_step, layer]
         return split_rows(load_RE, quota, node_R=self.cluster.node_array_R, in_proportion=self.persistent)
 
     def pulls(self, visit: int, rank: int) -> tuple[Pull, ...]:
-        """What `rank` brings ahead of the visit at position `visit` of the itinerary."""
+        """Return what `rank` pulls ahead of the visit at position `visit` of the itinerary."""
         if self.itinerary is None:
             raise InfeasiblePlanError(f"a plan of policy {self.policy!r} is not executed and has no itinerary")
         if self.itinerary.resident_V[visit]:
@@ -478,8 +463,8 @@ class Plan(Value):
             for e in (table.expert_P[p],)
         )
 
-    def explain(self, micro_step: int, layer: int) -> Explanation:
-        """Say what was decided for one micro-step of one layer, and what binds; `str()` of it is a table."""
+    def explain(self, micro_step: int, layer: int) -> "Explanation":
+        """Explain what was decided for one micro-step of one layer, and what binds; `str()` of it is a table."""
         return explain(self, micro_step, layer)
 
     def save(self, path: str | FilePath) -> None:
@@ -490,13 +475,13 @@ class Plan(Value):
 
     @classmethod
     def load(cls, path: str | FilePath) -> "Plan":
-        """Read a plan written by `save` and check it anew. Pickled content is refused."""
+        """Read a plan written by `save` and check it again. Pickled content is refused."""
         from equipoise.core.plan_file import load_plan
 
         return load_plan(path)
 
     def digest(self) -> str:
-        """SHA-256 over every decision; equal on every rank and CPU for equal input."""
+        """Return a SHA-256 over every decision; equal on every rank and CPU for equal input."""
         table = self.replica_table
         arrays = (self.home_LE, self.home_slot_LE, table.start_ML, table.expert_P, table.rank_P, table.rows_P)
         hasher = hashlib.sha256()
@@ -506,3 +491,145 @@ class Plan(Value):
             for array in (self.itinerary.buffer_V, self.itinerary.ready_from_V, self.itinerary.resident_V):
                 hasher.update(np.ascontiguousarray(array).tobytes())
         return hasher.hexdigest()
+
+
+Binds = Literal["nothing", "node", "gate", "slots", "homes"]
+"""What keeps an entry from being more level, the first that holds: `nothing`, no rank has more than the rounded mean;
+`node`, the busiest rank is at the mean of its node; `gate`, there is no replica although slots are free, because
+replicas would cost more than they save; `slots`, every rank of the node that could take more rows has its slots full;
+`homes`, slots are free but the busiest rank has no home expert left to share, or none worth a replica."""
+Gate = Literal["open", "closed", "not needed", "no slots"]
+
+_BINDS_TEXT: dict[Binds, str] = {
+    "nothing": "level to the row",
+    "node": "the fullest node's mean; only homes or replicas across nodes could do more",
+    "gate": "replicas would cost more than they save",
+    "slots": "every rank that could take more rows has its replica slots full",
+    "homes": "slots are free, but the busiest rank has no home expert left whose rows are worth a replica",
+}
+
+
+class ReplicaRows(NamedTuple):
+    """One replica and the rows it takes."""
+
+    expert: int
+    home: int
+    rank: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Explanation(Value):
+    """One (micro-step, layer) of a plan, rank by rank, and what keeps it from being more level; `str()` is a table."""
+
+    title: str
+    static_R: np.ndarray
+    """[R] rows of each rank with every expert at its owner."""
+    home_R: np.ndarray
+    """[R] the same at the plan's homes, without replicas."""
+    plan_R: np.ndarray
+    """[R] the same as planned."""
+    node_R: np.ndarray
+    replicas: tuple[ReplicaRows, ...]
+    bound: int
+    """Rows of the busiest rank that no split inside nodes can improve on with these homes."""
+    closed_ns: int
+    """Predicted nanoseconds without replicas."""
+    ns: int
+    """Predicted nanoseconds as planned."""
+    gate: Gate
+    binds: Binds
+    estimated_share: float
+
+    def __str__(self) -> str:
+        lines = [self.title, "", f"{'':<28}{'busiest':>12}{'mean':>12}{'skew':>9}"]
+        lines += [_summary(*line) for line in self._stages()]
+        lines += ["", f"Replicas: {len(self.replicas)}; gate {self.gate}. " + self._seconds()]
+        lines += [f"What binds: {self.binds} ({_BINDS_TEXT[self.binds]})."]
+        if self.estimated_share > 0:
+            lines += [f"{self.estimated_share:.1%} of the window's rows are estimated: their routes are unknown."]
+        lines += ["", f"{'rank':>5}{'node':>6}{'at owners':>12}{'at homes':>12}{'planned':>12}  replicas"]
+        return "\n".join(lines + [self._rank_line(rank) for rank in range(len(self.node_R))])
+
+    def _stages(self) -> list[tuple[str, int, float]]:
+        mean = float(self.plan_R.mean())
+        named = (("experts at their owners", self.static_R), ("homes, without replicas", self.home_R))
+        stages = [(words, int(rows_R.max()), mean) for words, rows_R in named]
+        stages.append(("planned", int(self.plan_R.max()), mean))
+        return [*stages, ("bound of these homes", self.bound, mean)]
+
+    def _seconds(self) -> str:
+        planned, closed, saved = (ns / 1e6 for ns in (self.ns, self.closed_ns, self.closed_ns - self.ns))
+        return f"{planned:.3f} ms as planned, {closed:.3f} ms without replicas: {saved:.3f} ms saved."
+
+    def _rank_line(self, rank: int) -> str:
+        held = "; ".join(f"expert {r.expert} of rank {r.home}: {r.rows} rows" for r in self.replicas if r.rank == rank)
+        figures = f"{self.static_R[rank]:>12}{self.home_R[rank]:>12}{self.plan_R[rank]:>12}"
+        return f"{rank:>5}{self.node_R[rank]:>6}{figures}  {held}".rstrip()
+
+
+def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
+    """Explain one (micro-step, layer) of a plan; `layer` is its index in the window."""
+    replicas = plan.replicas(micro_step, layer)
+    load_E = plan.loads.total_MLE()[micro_step, layer]
+    ranks, node_R, home_E = plan.cluster.ep, plan.cluster.node_array_R, plan.home_LE[layer]
+    quota_ER = plan.quota_ER(micro_step, layer)
+    home_R, plan_R = _by_rank(load_E, home_E, ranks), plan.rank_load_MLR[micro_step, layer]
+    domain_R = np.zeros_like(node_R) if plan.cross_node else node_R
+    bound = max(-(-int(home_R[domain_R == n].sum()) // int((domain_R == n).sum())) for n in set(domain_R.tolist()))
+    held_R = np.bincount(np.array([r.rank for r in replicas], dtype=np.int64), minlength=ranks)
+    free_R = plan.home_slots + plan.slots - np.bincount(home_E, minlength=ranks) - held_R
+    return Explanation(
+        title=_title(plan, micro_step, layer),
+        static_R=_by_rank(load_E, plan.owner_E, ranks),
+        home_R=home_R,
+        plan_R=plan_R,
+        node_R=node_R,
+        replicas=tuple(ReplicaRows(e, int(home_E[e]), r, int(quota_ER[e, r])) for e, r in replicas),
+        bound=bound,
+        closed_ns=int(plan.closed_ns_ML[micro_step, layer]),
+        ns=int(plan.ns_ML[micro_step, layer]),
+        gate=_gate(plan, home_R, bound, used=bool(replicas)),
+        binds=_binds(plan_R, free_R, domain_R, bound, used=bool(replicas)),
+        estimated_share=plan.estimated_share,
+    )
+
+
+def _by_rank(load_E: np.ndarray, rank_E: np.ndarray, ranks: int) -> np.ndarray:
+    rows_R = np.zeros(ranks, dtype=np.int64)
+    np.add.at(rows_R, rank_E, load_E)
+    return rows_R
+
+
+def _gate(plan: Plan, home_R: np.ndarray, bound: int, *, used: bool) -> Gate:
+    if used:
+        return "open"
+    if home_R.max() <= bound:
+        return "not needed"
+    return "closed" if plan.slots else "no slots"
+
+
+def _binds(plan_R: np.ndarray, free_R: np.ndarray, domain_R: np.ndarray, bound: int, *, used: bool) -> Binds:
+    busiest = int(plan_R.argmax())
+    if plan_R[busiest] <= -(-int(plan_R.sum()) // len(plan_R)):
+        return "nothing"
+    if plan_R[busiest] <= bound:
+        return "node"
+    takers_R = (domain_R == domain_R[busiest]) & (plan_R < bound)
+    if not (free_R[takers_R] > 0).any():
+        return "slots"
+    return "homes" if used else "gate"
+
+
+def _title(plan: Plan, micro_step: int, layer: int) -> str:
+    numbers = plan.loads.layer_numbers_L
+    number = layer if numbers is None else int(numbers[layer])
+    return (
+        f"Micro-step {micro_step}, layer index {layer} (layer {number}) of {plan.model.name}, {plan.loads.stage}: "
+        f"{plan.cluster.ep} ranks on {plan.cluster.num_ep_nodes} nodes, replica slots per rank: {plan.slots}"
+    )
+
+
+def _summary(words: str, busiest: int, mean: float) -> str:
+    skew = busiest / mean if mean else 1.0
+    return f"{words:<28}{busiest:>12}{mean:>12.1f}{skew:>9.4f}"

@@ -6,36 +6,32 @@ File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype 
         policy             "equipoise" or the name of a baseline
         objective          "seconds" or "skew"
         slots              replica slots per rank
-        cross_node         whether replicas may stand outside their home's node
+        cross_node         whether replicas may be outside their home's node
         persistent         whether replicas stay for the whole window (EPLB)
         estimated_share    share of the planned rows that was estimated
         static_seconds     predicted seconds of contiguous expert parallelism
         seconds            predicted seconds by part: compute, all_to_all, pull, return_, publish, collect, planning;
-                           of transfers what nothing hides
+                           of transfers, what nothing hides
         bytes              bytes by path: peer, host, edge_inside, edge_across, all_to_all_inside, all_to_all_across
         cluster            every field of `Cluster`
         model              every field of `ModelShape`
-        depth              visits ahead that pulls may start; null where the plan has no itinerary
+        depth              visits ahead that pulls may start; null if the plan has no itinerary
     stage                  "recompute" or "update"
-    load_MLRE              rows that were planned for; padding_MLRE, coverage_MLR, layer_numbers_L where there are any
+    load_MLRE              the planned rows; padding_MLRE, coverage_MLR, layer_numbers_L if there are any
     home_LE, home_slot_LE  [L, E] home rank and slot
     start_ML               [M * L + 1] where the replicas of entry m * L + l begin
     expert_P, rank_P, rows_P   [P] replicas
     path_P2                [P, 2] path of the forward and the backward pull: 0 peer, 1 host
     ns_ML, closed_ns_ML    [M, L] predicted nanoseconds with and without replicas
     edge_ns_2L             [2, L] nanoseconds of each layer's publish and collect, hidden or not
-    edge_slow_2L           [2, L] nanoseconds by which each of them slows the compute beside it
-    micro_step_V, phase_V, layer_V, pulls_V, buffer_V, ready_from_V, resident_V   [V] itinerary, where depth is given
+    edge_slow_2L           [2, L] nanoseconds by which each of them slows concurrent compute
+    micro_step_V, phase_V, layer_V, pulls_V, buffer_V, ready_from_V, resident_V   [V] itinerary, if depth is given
 
 Files of format 1 are refused: they have no `edge_ns_2L`, and their seconds charge publish and collect in full
-and returned gradients in fp32. The window must be planned anew.
+and returned gradients in fp32. The window must be planned again.
 
-Knows the file. Does not know what makes a plan right: loading constructs the plan anew, and so checks it again.
-
-Invariants (asserted by the tests):
-1. `load_plan(save_plan(x)) == x`, with the same digest; the same plan gives the same bytes.
-2. A damaged, truncated or foreign file is an InfeasiblePlanError, whatever is wrong with it; nothing is unpickled.
-3. A file whose content breaks a promise of the plan is refused as the plan itself would be.
+The same plan gives the same bytes. Loading constructs the plan, and so checks it again; whatever is wrong with a file
+is an InfeasiblePlanError.
 """
 
 import io
@@ -51,14 +47,14 @@ import numpy as np
 
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import EquipoiseError, InfeasiblePlanError
-from equipoise.core.files import whole_file
-from equipoise.core.loads import LoadMatrix, read_npz
+from equipoise.core.files import narrow, read_npz, whole_file
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
 from equipoise.core.value import require_int
+from equipoise.core.window import LoadMatrix
 
 FORMAT = "equipoise-plan-2"
-OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid them; plan the window anew"}
+OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid them; plan the window again"}
 """Formats that are no longer read, and why."""
 _FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "estimated_share", "static_seconds")
 _PARTS = ("seconds", "bytes", "cluster", "model", "depth")
@@ -73,13 +69,21 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 def save_plan(plan: Plan, path: str | Path | IO[bytes]) -> None:
     """Write a plan to a path or an open binary file."""
-    arrays: dict[str, Any] = {"format": np.array(FORMAT), "facts": np.array(json.dumps(_facts(plan), sort_keys=True))}
+    facts = {
+        **{name: getattr(plan, name) for name in _FACTS},
+        "seconds": asdict(plan.seconds),
+        "bytes": asdict(plan.bytes),
+        "cluster": {f.name: getattr(plan.cluster, f.name) for f in fields(plan.cluster)},
+        "model": plan.model.figures(),
+        "depth": None if plan.itinerary is None else plan.itinerary.depth,
+    }
+    arrays: dict[str, Any] = {"format": np.array(FORMAT), "facts": np.array(json.dumps(facts, sort_keys=True))}
     arrays["stage"] = np.array(plan.loads.stage)
     sources = [(plan.loads, ("load_MLRE", *_LOADS_OPTIONAL)), (plan, _ENTRIES), (plan.replica_table, _TABLE)]
     if plan.itinerary is not None:
         sources.append((plan.itinerary, _VISITS))
     for source, names in sources:
-        arrays.update((name, _narrow(getattr(source, name))) for name in names if getattr(source, name) is not None)
+        arrays.update((name, narrow(getattr(source, name))) for name in names if getattr(source, name) is not None)
     if isinstance(path, str | Path):
         with whole_file(path, error=InfeasiblePlanError) as draft:
             _write(arrays, draft)
@@ -98,7 +102,7 @@ def _write(arrays: dict[str, Any], path: Path | IO[bytes]) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan and check it anew."""
+    """Read a plan and check it again."""
     arrays = read_npz(path, wanted=FORMAT, error=InfeasiblePlanError, older=OLDER)
     try:
         facts = _read_facts(arrays)
@@ -108,26 +112,6 @@ def load_plan(path: str | Path) -> Plan:
         if isinstance(error, InfeasiblePlanError):
             raise InfeasiblePlanError(f"{path}: {error}") from error
         raise InfeasiblePlanError(f"{path} is damaged or not a {FORMAT} file: {error}") from error
-
-
-def _facts(plan: Plan) -> dict[str, Any]:
-    cluster = {f.name: getattr(plan.cluster, f.name) for f in fields(plan.cluster)}
-    return {
-        **{name: getattr(plan, name) for name in _FACTS},
-        "seconds": asdict(plan.seconds),
-        "bytes": asdict(plan.bytes),
-        "cluster": cluster,
-        "model": plan.model.figures(),
-        "depth": None if plan.itinerary is None else plan.itinerary.depth,
-    }
-
-
-def _narrow(array: np.ndarray) -> np.ndarray:
-    """An integer array in its narrowest dtype; anything else as it is."""
-    if array.dtype.kind not in "iu" or not array.size:
-        return array
-    low, high = int(array.min()), int(array.max())
-    return array.astype(np.promote_types(np.min_scalar_type(low), np.min_scalar_type(high)))
 
 
 def _read_facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

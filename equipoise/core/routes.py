@@ -3,19 +3,14 @@
 A sample has `num_tokens` tokens. Its route rows `ids_TLK` cover tokens `[0, T)`, where T is `num_tokens` or
 `num_tokens - 1` (engines never forward the last sampled token), or fewer where a recording stops early.
 Rows whose routes are unknown are masked by `known_TL`, never given a default expert: 0 is a valid expert id.
-Padding rows (`padding_T`) were forwarded and dispatched but belong to no token of the sample.
-
-Knows shapes and ranges. Does not know any engine's wire form (that is `routes`) nor seconds.
-
-Invariants (asserted by the tests):
-1. Every known id is in 0..experts-1. (k distinct ids per row is the doctor's to judge: engines do emit duplicates.)
-2. Ids are kept in the smallest unsigned dtype that holds `experts - 1`.
-3. Segments tile the rows in order, each with the weight version that produced it.
-4. Histograms are additive: counts of two samples are the sum of their counts.
+Padding rows (`padding_T`) were forwarded and dispatched but belong to no token of the sample. Every known id is in
+0..experts-1, in the smallest unsigned dtype; duplicate ids in a row are for the doctor to report, since engines do emit
+them.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -27,12 +22,12 @@ from equipoise.core.value import Value, frozen_array, int64_array, require_int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of rows `[start, stop)` made by one version of the weights, such as one turn of a conversation."""
+    """Rows `[start, stop)` made by one version of the weights, such as one turn of a conversation."""
 
     start: int
     stop: int
     weight_version: str = ""
-    """The engine's name for the weights; empty where it was not recorded."""
+    """The engine's name for the weights; empty if it was not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,19 +35,19 @@ class SampleRoutes(Value):
     """The routes of one sample."""
 
     name: str
-    """What the recording calls the sample; errors and findings name it."""
+    """Name of the sample in the recording; errors and findings use it."""
     ids_TLK: np.ndarray
     """[T, L, K] logical expert ids; entries of unknown rows mean nothing."""
     num_tokens: int
     """Tokens of the sample, prompt and response together."""
     known_TL: np.ndarray | None = None
-    """[T, L] bool, False where the route of a row is unknown; None: every row is known."""
+    """[T, L] bool, False if the route of a row is unknown; None: every row is known."""
     padding_T: np.ndarray | None = None
-    """[T] bool, True where a row is padding; None: no row is."""
+    """[T] bool, True if a row is padding; None: no row is."""
     segments: tuple[Segment, ...] = ()
     """Rows by weight version, in order and without gaps; empty: one segment of unnamed version."""
     tokens_T: np.ndarray | None = None
-    """[num_tokens] token ids where the recording has them; they let the doctor prove alignment."""
+    """[num_tokens] token ids if the recording has them; the doctor proves alignment with them."""
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.ids_TLK)
@@ -141,20 +136,16 @@ class _Checked(Sequence[SampleRoutes]):
         return self._samples[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_same, self, other))
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # samples hold arrays
-
-
-def _same(a: object, b: object) -> bool:
-    return a == b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes(Value):
     """Routes of many samples of one model.
 
-    `samples` may be any sequence, a memory-mapped store too: samples are then made when asked for.
+    `samples` may be any sequence, also a memory-mapped store, which makes samples when they are accessed.
     """
 
     model: ModelShape
@@ -204,7 +195,7 @@ class Routes(Value):
 
 
 def id_dtype(experts: int) -> np.dtype:
-    """The smallest unsigned dtype that holds every id of `experts` experts."""
+    """Return the smallest unsigned dtype that holds every id of `experts` experts."""
     return np.dtype(np.min_scalar_type(max(experts - 1, 0)))
 
 
@@ -215,7 +206,7 @@ def _fit(sample: SampleRoutes, *, model: ModelShape, num_layers: int) -> SampleR
             f"sample {sample.name!r}: routes have {layers} layers and top-{top_k}; "
             f"{model.name!r} here needs {num_layers} layers and top-{model.top_k}"
         )
-    # Padding rows belong to no token, so they may stand beside a full set of rows.
+    # Padding rows belong to no token, so they do not count.
     padding = 0 if sample.padding_T is None else int(sample.padding_T.sum())
     if rows - padding > sample.num_tokens:
         raise RoutesError(
@@ -228,15 +219,7 @@ def _fit(sample: SampleRoutes, *, model: ModelShape, num_layers: int) -> SampleR
     ids = sample.ids_TLK
     if sample.known_TL is not None:
         ids = np.where(sample.known_TL[:, :, None], ids, 0)
-    return SampleRoutes(
-        name=sample.name,
-        ids_TLK=ids.astype(dtype),
-        num_tokens=sample.num_tokens,
-        known_TL=sample.known_TL,
-        padding_T=sample.padding_T,
-        segments=sample.segments,
-        tokens_T=sample.tokens_T,
-    )
+    return replace(sample, ids_TLK=ids.astype(dtype))
 
 
 def _layer_numbers(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -244,7 +227,7 @@ def _layer_numbers(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """'0-3, 7' for (0, 1, 2, 3, 7)."""
+    """Format numbers as runs: '0-3, 7' for (0, 1, 2, 3, 7)."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][1] + 1:
@@ -256,15 +239,15 @@ def _spans(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouteCounts(Value):
-    """Histograms of routes: enough to plan, thousands of times smaller than the routes."""
+    """Histograms of routes, additive over samples: enough to plan, thousands of times smaller than the routes."""
 
     model: ModelShape
     count_BLE: np.ndarray
     """[B, L, E] rows of each sample, layer and expert; padding rows not included."""
     padding_BLE: np.ndarray | None = None
-    """[B, L, E] padding rows, None where there are none."""
+    """[B, L, E] padding rows; None: there are none."""
     unknown_BL: np.ndarray | None = None
-    """[B, L] tokens whose route is unknown, the last token of a sample included where it has no row."""
+    """[B, L] tokens whose route is unknown, the last token of a sample included if it has no row."""
     tokens_B: np.ndarray
     """[B] tokens of each sample."""
     names: tuple[str, ...]

@@ -1,12 +1,6 @@
-"""What all value types share: equality by content, arrays that cannot be written, integers that are integers.
+"""What all value types share: equality by content, read-only arrays, and checks of integers and types.
 
-Knows numpy and nothing else of the package but its errors.
-
-Invariants (asserted by the tests):
-1. Two values are equal exactly when their types and all their fields are, arrays element by element.
-2. An array kept by a value type cannot be written through it.
-3. A float, a bool, a NaN or a number outside int64 never becomes an integer silently.
-4. What is of another kind than a function takes is refused by name, not by an attribute that it lacks.
+A float, a bool, a NaN or a number outside int64 never becomes an integer silently.
 """
 
 import dataclasses
@@ -20,7 +14,7 @@ INT64_MAX = 2**63 - 1
 
 
 class Value:
-    """Base of frozen dataclasses that hold arrays."""
+    """Base of frozen dataclasses that hold arrays: equal if types and all fields are, arrays element by element."""
 
     __slots__ = ()
 
@@ -52,7 +46,7 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
     """Return `array` as a contiguous read-only int64 array, or raise `error` naming what is wrong.
 
     Args:
-        name: what the message calls the array, with its shape letters
+        name: of the array in messages, with its shape letters
         array: anything numpy can turn into an integer array
         ndim: the number of axes it must have
         error: the error to raise
@@ -70,7 +64,7 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
 
 
 def as_array(name: str, value: Any, *, error: type[EquipoiseError]) -> np.ndarray:
-    """Return `value` as an array, or raise `error` where its lists are of unlike lengths."""
+    """Return `value` as an array, or raise `error` if its lists differ in length."""
     try:
         return np.asarray(value)
     except ValueError as cause:
@@ -78,7 +72,7 @@ def as_array(name: str, value: Any, *, error: type[EquipoiseError]) -> np.ndarra
 
 
 def holds_bool(value: Any) -> bool:
-    """Whether a bool stands among the numbers of nested lists: numpy makes integers of [False, 0] without a word."""
+    """Whether nested lists hold a bool among their numbers: numpy silently makes integers of [False, 0]."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind == "b"
     if not isinstance(value, list | tuple):
@@ -101,7 +95,7 @@ def require_int(name: str, value: Any, *, low: int, high: int | None = None, err
 
 
 def require_kind(name: str, value: Any, *kinds: type, error: type[EquipoiseError]) -> None:
-    """Raise `error`, naming what was given and what is taken, where a value is of none of the kinds."""
+    """Raise `error`, naming the given and the accepted types, unless a value is of one of the kinds."""
     if not isinstance(value, kinds):
         wanted = " or a ".join(kind.__name__ for kind in kinds)
         raise error(f"{name} is a {type(value).__name__}; it must be a {wanted}")

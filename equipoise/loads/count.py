@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import ModelShape, RouteCounts, Routes, RoutesError, SampleRoutes, ScheduleError, TopologyError
-from equipoise.core.files import whole_file
-from equipoise.core.loads import narrow, read_npz
+from equipoise.core.files import narrow, read_npz, whole_file
 from equipoise.core.value import Value, frozen_array, require_int, require_kind
 
 FORMAT = "equipoise-counts-1"

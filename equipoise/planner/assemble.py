@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape
-from equipoise.core.loads import Stage
 from equipoise.core.options import PlanOptions
 from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
+from equipoise.core.window import Stage
 from equipoise.cost import CostModel
 from equipoise.cost.clock import replay, work_of
 from equipoise.cost.kernels import (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import LoadMatrix, LoadsError, RoutesError
-from equipoise.core.loads import Stage
+from equipoise.core.window import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,8 +8,8 @@ import pytest
 
 import equipoise as eq
 from equipoise.cli.step_loads import read_pairs
-from equipoise.core.explain import explain
 from equipoise.core.options import replica_bytes
+from equipoise.core.plan import explain
 from equipoise.loads import (
     count_loads,
     count_routes,

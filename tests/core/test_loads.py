@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import LoadMatrix, LoadsError
-from equipoise.core.loads import FORMAT, narrow, read_npz
+from equipoise.core.files import narrow, read_npz
+from equipoise.core.window import LOADS_FORMAT as FORMAT
 
 
 @st.composite

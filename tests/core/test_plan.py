@@ -85,7 +85,7 @@ SWAPPED_SLOT = np.tile(np.arange(EXPERTS) % 2, (LAYERS, 1))
         ({"slots": 0}, "rank 1 holds 1 replicas; slots=0 allows fewer"),
         ({"slots": -1}, "slots is -1"),
         ({"replica_table": table_of((0, 1, 0, 1, 3), (0, 1, 1, 1, 1))}, "rank 1 holds 2 replicas"),
-        ({"replica_table": table_of((0, 1, 0, 0, 3))}, "expert 0 on rank 0 stands on its own home"),
+        ({"replica_table": table_of((0, 1, 0, 0, 3))}, "expert 0 on rank 0 is on the rank of its own home"),
         ({"replica_table": table_of((1, 0, 0, 2, 3))}, "micro-step 1, layer index 0: .* leaves its home's node"),
         ({"replica_table": table_of((0, 0, 0, 1, 0))}, "takes no row"),
         ({"replica_table": table_of((0, 0, 0, 1, -4))}, "takes no row"),

@@ -157,7 +157,7 @@ def test_an_unknown_array_and_another_format_are_refused(tmp_path):
     with pytest.raises(InfeasiblePlanError, match=f"'equipoise-plan-3', expected '{FORMAT}'$"):
         load_plan(written(tmp_path / "plan.npz", {**arrays, "format": np.array("equipoise-plan-3")}))
     older = {name: array for name, array in arrays.items() if name != "edge_ns_2L"}
-    with pytest.raises(InfeasiblePlanError, match=r"'equipoise-plan-1', expected .*plan the window anew"):
+    with pytest.raises(InfeasiblePlanError, match=r"'equipoise-plan-1', expected .*plan the window again"):
         load_plan(written(tmp_path / "plan.npz", {**older, "format": np.array("equipoise-plan-1")}))
 
 
