@@ -1,10 +1,12 @@
 """The verbs and their flags: the list is kept here, so that adding one is a decision; and how groups become flags."""
 
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pytest
@@ -97,6 +99,11 @@ FLAGS = {
 }
 
 
+ROOT = Path(__file__).parents[2]
+SHOWN = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "equipoise").rglob("*.py"))]
+SHOWN = [path for path in SHOWN if "equipoise " in path.read_text()]
+
+
 def test_verbs_and_flags_are_the_decided_ones():
     commands = typer.main.get_command(build_app()).commands
     found = {
@@ -127,6 +134,16 @@ def test_every_verb_has_help_and_two_examples(equipoise, verb):
     # Every example is one of a verb that the module holds.
     assert all(getattr(module, line.split()[1]) in VERBS for line in lines)
     assert all(line in shown.out for line in examples[:2])
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_every_command_that_is_shown_has_a_verb_and_flags_that_exist(path):
+    lines = re.findall(r"^\s*equipoise ([a-z].*)$", path.read_text(), re.MULTILINE)
+    for command in [*lines, *re.findall(r"`equipoise ([a-z][^`]*)`", path.read_text())]:
+        # What follows a # or a ; is no part of the command.
+        verb, *words = re.split("[#;]", command)[0].split()
+        assert verb in FLAGS, command
+        assert {word.partition("=")[0] for word in words if re.match("--?[a-z]", word)} <= FLAGS[verb], command
 
 
 def test_help_teaches_where_to_start(equipoise):
