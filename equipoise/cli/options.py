@@ -25,6 +25,7 @@ from equipoise.core import (
     TopologyError,
 )
 from equipoise.core.cluster import preset_names, presets_like
+from equipoise.core.files import NPZ_ERRORS
 from equipoise.core.options import PlanOptions, replica_bytes
 from equipoise.core.value import require_int
 
@@ -245,10 +246,6 @@ def find_model(name: str | None, *, dump: Path | None = None, form: str | None =
 
 def npz_kind(path: Path) -> Literal["counts", "loads", "plan", ""]:
     """Return which of our `.npz` files a path is, by its content; empty for any other file."""
-    from equipoise.core import loads as loads_file
-    from equipoise.core import plan_file
-    from equipoise.loads import count
-
     if not path.is_file():
         return ""
     try:
@@ -257,15 +254,11 @@ def npz_kind(path: Path) -> Literal["counts", "loads", "plan", ""]:
             return ""
         with file:
             found = str(file["format"]) if "format" in file.files else ""
-    except (*loads_file.NPZ_ERRORS, OSError, ValueError, EOFError, KeyError, RuntimeError):
+    except (*NPZ_ERRORS, OSError, ValueError, EOFError, KeyError, RuntimeError):
         # The reader of the file reports the damage.
         return ""
-    kinds: dict[str, Literal["counts", "loads", "plan"]] = {
-        count.FORMAT: "counts",
-        loads_file.FORMAT: "loads",
-        plan_file.FORMAT: "plan",
-    }
-    return kinds.get(found, "")
+    kinds: tuple[Literal["counts", "loads", "plan"], ...] = ("counts", "loads", "plan")
+    return next((kind for kind in kinds if found.startswith(f"equipoise-{kind}-")), "")
 
 
 def refuse_counted(path: Path) -> None:
