@@ -1,19 +1,14 @@
-"""Results to the terminal and to one HTML file that works offline.
+"""Results to text and to one HTML file that works offline.
 
-    page.py        what a page holds: answer, figures, charts, tables; the one description that both outputs draw
+    page.py        what a page holds (answer, figures, charts, tables, definitions), and figures as people read them
+    charts.py      one function per chart, from plain arrays
     source.py      which result makes which page; to add one, write its maker and add it to `MAKERS`
-    analysis.py    the page of an analysis; simulation.py (with simulation_charts.py) of a simulation
-    load_charts.py, time_charts.py, byte_charts.py, sweep_charts.py
-                   one function per chart, from plain arrays (frame.py is what they share, binning.py keeps them small)
-    theme.py       colours, light and dark; words.py, figures as people read them; definitions.py, every word
-    render.py      the HTML file, from templates/
-    run.py         of a training run; replay.py, of a rank replay
-    doctor.py, validation.py
-                   what can stand beside a result: the doctor's verdict, predicted against measured
-    summary.py     the same as text; trace.py, a timeline as a Chrome trace
+    analysis.py, simulation.py, run.py, replay.py
+                   the pages of an analysis, a simulation, a training run, a rank replay
+    render.py      the HTML file, from templates/, with the colours of light and dark
+    summary.py     the same as text, and timelines as a Chrome trace
 
-May import core and sim's result types; never torch, never a terminal library. Figures come from result documents,
-which take skew from `loads.skew`, and from nowhere else.
+Figures come from result documents, which take skew from `loads.skew`, and from nowhere else.
 """
 
 from pathlib import Path

@@ -1,10 +1,12 @@
 """The page of an analysis: a document of format "equipoise-analysis-2" (its fields: `equipoise/sim/analysis.py`).
 
-Chooses what is said and drawn. Takes every figure from the document; adds up nothing that the document adds up.
+Takes every figure from the document; adds up nothing that the document adds up.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
+from equipoise.core.value import plural
 from equipoise.report.charts import (
     activations_words,
     cost_parts,
@@ -24,7 +26,6 @@ from equipoise.report.page import (
     lost,
     num_bytes,
     percent,
-    plural,
     ratio,
     seconds,
 )
@@ -46,7 +47,7 @@ def analysis_page(document: Document, *, title: str) -> Page:
         title=title,
         kind=f"Analysis of one step, {where}",
         answer=_answer(document),
-        conditions=(*_conditions(document), *_beyond_balanced(document)),
+        conditions=tuple(_conditions(document)),
         notes=(),
         figures=_figures(document),
         sections=(_parts(document), _over_micro_steps(document), *_by_layer_and_width(document), _memory(document)),
@@ -61,66 +62,48 @@ def _answer(document: Document) -> str:
     if plan is None:
         return f"{now}; no plan was tried: {document['no_plan']}."
     gain = gained(whole["saved"]["share"], lost=whole["lost"]["share"])
-    words = f"{now}; a plan with {_slots(plan)} would {gain}"
+    slots = f"{plural(plan['slots'], 'replica slot')} ({num_bytes(plan['buffer_bytes'])} per GPU)"
+    words = f"{now}; a plan with {slots if plan['slots'] else 'placement alone, which takes no memory,'} would {gain}"
     return f"{words}." if plan["worth_it"] else f"{words}, which is not worth it here."
 
 
-def _slots(plan: Document) -> str:
-    if not plan["slots"]:
-        return "placement alone, which takes no memory,"
-    return f"{plural(plan['slots'], 'replica slot')} ({num_bytes(plan['buffer_bytes'])} per GPU)"
-
-
-def _conditions(document: Document) -> tuple[str, ...]:
+def _conditions(document: Document) -> Iterator[str]:
     profile, steps = document["profile"], plural(document["micro_steps"], "micro-step")
-    known = f"routes of {percent(document['coverage'])} of the tokens are known"
-    return (
+    yield (
         f"Predicted, not measured on a cluster, from the loads of one step: {steps}, "
-        f"{count(document['rows'])} rows, {percent(document['padding'])} of them padding; {known}.",
-        f"Expert compute: {profile['device']}, {profile['kind']}. Links: published rates and an assumed share of them.",
-        "Seconds are those of expert layers alone: no attention, no optimizer, no rollout.",
+        f"{count(document['rows'])} rows, {percent(document['padding'])} of them padding; routes of "
+        f"{percent(document['coverage'])} of the tokens are known."
     )
-
-
-def _beyond_balanced(document: Document) -> tuple[str, ...]:
-    """Why more can be recovered than is lost, where that is so."""
-    whole, has_plan = document["seconds"], document["plan"] is not None
-    if not has_plan or whole["saved"]["share"] <= whole["lost"]["share"]:
-        return ()
-    planned, level = whole["planned"], whole["balanced"]
-    # Null where all-to-all was not priced.
-    sends_less = (planned["all_to_all"] or 0) < (level["all_to_all"] or 0)
-    computes_less = planned["compute"] < level["compute"]
-    return (beyond_balanced("The plan", sends_less=sends_less, computes_less=computes_less),)
+    links = "Links: published rates and an assumed share of them."
+    yield f"Expert compute: {profile['device']}, {profile['kind']}. {links}"
+    yield "Seconds are those of expert layers alone: no attention, no optimizer, no rollout."
+    # Why more can be recovered than is lost, where that is so.
+    whole = document["seconds"]
+    if document["plan"] is not None and whole["saved"]["share"] > whole["lost"]["share"]:
+        planned, level = whole["planned"], whole["balanced"]
+        # Null where all-to-all was not priced.
+        sends_less = (planned["all_to_all"] or 0) < (level["all_to_all"] or 0)
+        computes_less = planned["compute"] < level["compute"]
+        yield beyond_balanced("The plan", sends_less=sends_less, computes_less=computes_less)
 
 
 def _figures(document: Document) -> tuple[Figure, ...]:
     whole, plan, held = document["seconds"], document["plan"], document["memory"]
-    now = seconds(whole["now"]["total"])
-    found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), words=f"{_lost(whole)} of {now} per step")]
+    words = f"{seconds(whole['lost']['seconds'])} of {seconds(whole['now']['total'])} per step"
+    found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), words=words)]
     if plan is not None:
-        stage = _longest_stage(document)
+        saved, stage = whole["saved"], _longest_stage(document)
+        label, words = "Recovered by a plan", f"{seconds(saved['seconds'])}, every cost charged"
+        if saved["share"] < 0:
+            label, words = "Slower by", f"{seconds(-saved['seconds'])} more with a plan, every cost charged"
         skew = plan["skew"][stage]
         levelled = f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
         found += [
-            _saved_figure(whole["saved"]),
+            Figure(label=label, value=percent(abs(saved["share"])), words=words),
             Figure(label="Mean skew", value=levelled, words=f"busiest rank / mean rank, {stage}"),
         ]
     peak = f"received rows, rank {held['place']['rank']}, layer {held['place']['layer']}"
     return (*found, Figure(label="Peak memory", value=num_bytes(held["peak_bytes"]), words=peak))
-
-
-def _saved_figure(saved: Document) -> Figure:
-    """What a plan gives back, or takes beyond what is taken now."""
-    if saved["share"] < 0:
-        words = f"{seconds(-saved['seconds'])} more with a plan, every cost charged"
-        return Figure(label="Slower by", value=percent(-saved["share"]), words=words)
-    words = f"{seconds(saved['seconds'])}, every cost charged"
-    return Figure(label="Recovered by a plan", value=percent(saved["share"]), words=words)
-
-
-def _lost(whole: Document) -> str:
-    return seconds(whole["lost"]["seconds"])
 
 
 def _longest_stage(document: Document) -> str:

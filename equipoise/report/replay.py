@@ -4,6 +4,9 @@ Reads its document: benchmark "rank replay", device, commit, torch, note, rows {
 "pct measured", "pct with all-to-all", "pct charged", spread_pct}, limits, cases [{name, variants {policy:
 {forward_ns_MLR, update_ns_MLR}}}].
 
+`validation_chart` reads what `python -m benchmarks.validate` wrote: replay {device, commit, ...} and rows {case, stage,
+"shape visited", "layer mean", "layer worst", "run mean", "run worst"}, errors in percent of what was measured.
+
 The timeline of a case is composed as the replay composes it: ranks start a layer together, when the slowest one has
 finished the layer before.
 
@@ -15,61 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 from equipoise.core import EquipoiseError
-from equipoise.report.charts import frame, limit_line, timeline, with_unit
-from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table, seconds
+from equipoise.report.charts import bars, frame, limit_line, timeline, with_unit
+from equipoise.report.page import Chart, Figure, Missing, Page, Table, seconds
 from equipoise.report.render import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
-
-# Predicted against measured on a page: what `python -m benchmarks.validate` wrote, as a chart of errors.
-#
-# Reads its document: replay {device, commit, ...} and rows {case, stage, "shape visited", "layer mean", "layer worst",
-# "run mean", "run worst"}, errors in percent of what was measured.
-
-
-NOT_MEASURED = Missing(
-    title="Predicted against measured",
-    words="How far predictions are from what a rank replay measured can be shown beside this result:",
-    command="python -m benchmarks.validate REPLAY -o validate.json; equipoise report RESULT --measured validate.json",
-)
-_LEVELS = {"layer": BLUE, "run": ORANGE}
-_PLACE, _ERRORS = ("case", "stage", "shape visited"), ("layer mean", "layer worst", "run mean", "run worst")
-
-
-def validation_chart(document: dict[str, Any], *, name: str = "the validation") -> Chart:
-    """Mean errors of every case and stage."""
-    if document.get("benchmark") != "validate" or not document.get("rows"):
-        raise EquipoiseError(f"{name} is no validation; give what `python -m benchmarks.validate REPLAY -o FILE` wrote")
-    rows = document["rows"]
-    total, device = rows[-1], document["replay"]["device"]
-    bars = [f"{row['case']}, {row['stage']}" for row in rows]
-    cells: list[tuple[Cell, ...]] = [tuple(row[column] for column in _PLACE + _ERRORS) for row in rows]
-    layout = frame(height=110 + 34 * len(rows), x="mean error, % of what was measured", y="", hover="closest")
-    layout |= {"barmode": "group", "bargap": 0.3}
-    layout["yaxis"] |= {"autorange": "reversed", "type": "category", "showgrid": False, "ticks": ""}
-    return Chart(
-        name="predicted-against-measured",
-        title="Predicted against measured",
-        caption=f"Predictions of a run are off by {total['run mean']:.1f} % on average, {total['run worst']:.1f} % at "
-        f"worst, of a layer by {total['layer mean']:.1f} %: each rank's work on one {device}, the modelled all-to-all "
-        "left out.",
-        traces=tuple(_errors(level, rows, bars) for level in _LEVELS),
-        layout=layout,
-        data=Table(columns=(*_PLACE, *with_unit(_ERRORS, "%")), rows=tuple(cells)),
-        terms=("predicted", "measured"),
-    )
-
-
-def _errors(level: str, rows: list[dict[str, Any]], bars: list[str]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": f"by {level}",
-        "y": bars,
-        "x": [row[f"{level} mean"] for row in rows],
-        "marker": {"color": _LEVELS[level]},
-        "customdata": [row[f"{level} worst"] for row in rows],
-        "hovertemplate": "%{y}<br>mean %{x:.2f} %, worst %{customdata:.2f} %<extra></extra>",
-    }
-
 
 FORMAT = "rank replay"
 STAGE = "update"
@@ -77,6 +28,13 @@ STAGE = "update"
 Document = dict[str, Any]
 _COLOURS = (VERMILION, ORANGE, YELLOW, PURPLE, SKY, GREEN, GREY)
 _COLUMNS = ("case", "stage", "policy", "skew", "layer_ms", "pct measured", "pct with all-to-all", "pct charged")
+NOT_MEASURED = Missing(
+    title="Predicted against measured",
+    words="How far predictions are from what a rank replay measured can be shown beside this result:",
+    command="python -m benchmarks.validate REPLAY -o validate.json; equipoise report RESULT --measured validate.json",
+)
+_LEVELS = {"layer": BLUE, "run": ORANGE}
+_PLACE, _ERRORS = ("case", "stage", "shape visited"), ("layer mean", "layer worst", "run mean", "run worst")
 
 
 def replay_page(document: Document, *, title: str) -> Page:
@@ -139,29 +97,26 @@ def _shares(document: Document) -> Chart:
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     others = [name for name in policies if name != "equipoise"]
     colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(others)} | {"equipoise": BLUE}
-    cells: list[tuple[Cell, ...]] = [tuple(row[column] for column in _COLUMNS) for row in rows]
     layout = frame(height=380, x="", y="% of balanced, measured parts") | {"barmode": "group", "bargap": 0.2}
     return Chart(
         name="share-of-balanced",
         title="Throughput of the MoE layer, share of balanced",
         caption="Measured parts alone, every rank's own work composed by the slowest rank; 100 % is every rank with "
         f"the mean load. Spread over runs: {max(row['spread_pct'] for row in rows):.1f} % at most.",
-        traces=tuple(_bars(name, [r for r in rows if r["policy"] == name], colours[name]) for name in policies),
+        traces=tuple(
+            bars(
+                name,
+                [f"{row['case']}<br>{row['stage']}" for row in rows if row["policy"] == name],
+                [row["pct measured"] for row in rows if row["policy"] == name],
+                colour=colours[name],
+                hover=f"{name}: %{{y:.1f}} %<extra></extra>",
+            )
+            for name in policies
+        ),
         layout=layout | limit_line(100, "balanced"),
-        data=Table(columns=_COLUMNS, rows=tuple(cells)),
+        data=Table(columns=_COLUMNS, rows=tuple(tuple(row[column] for column in _COLUMNS) for row in rows)),
         terms=("balanced", "measured", "static", "reactive", "equipoise"),
     )
-
-
-def _bars(policy: str, rows: list[Document], colour: str) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "name": policy,
-        "x": [f"{row['case']}<br>{row['stage']}" for row in rows],
-        "y": [row["pct measured"] for row in rows],
-        "marker": {"color": colour},
-        "hovertemplate": f"{policy}: %{{y:.1f}} %<extra></extra>",
-    }
 
 
 def _timeline(document: Document) -> Chart:
@@ -174,4 +129,40 @@ def _timeline(document: Document) -> Chart:
         events,
         caption=f"Measured, {case['name']}, first micro-step of the {STAGE}, MoE layers one after another without "
         f"their all-to-all: {', '.join(ends)}. Gaps are waits for the slowest rank.",
+    )
+
+
+def validation_chart(document: Document, name: str = "the validation") -> Chart:
+    """Mean errors of every case and stage."""
+    if document.get("benchmark") != "validate" or not document.get("rows"):
+        raise EquipoiseError(f"{name} is no validation; give what `python -m benchmarks.validate REPLAY -o FILE` wrote")
+    rows = document["rows"]
+    total, device = rows[-1], document["replay"]["device"]
+    layout = frame(height=110 + 34 * len(rows), x="mean error, % of what was measured", y="")
+    layout |= {"barmode": "group", "bargap": 0.3}
+    layout["yaxis"] |= {"autorange": "reversed", "type": "category", "showgrid": False, "ticks": ""}
+    return Chart(
+        name="predicted-against-measured",
+        title="Predicted against measured",
+        caption=f"Predictions of a run are off by {total['run mean']:.1f} % on average, {total['run worst']:.1f} % at "
+        f"worst, of a layer by {total['layer mean']:.1f} %: each rank's work on one {device}, the modelled all-to-all "
+        "left out.",
+        traces=tuple(
+            bars(
+                f"by {level}",
+                [row[f"{level} mean"] for row in rows],
+                [f"{row['case']}, {row['stage']}" for row in rows],
+                colour=colour,
+                hover="%{y}<br>mean %{x:.2f} %, worst %{customdata:.2f} %<extra></extra>",
+                orientation="h",
+                customdata=[row[f"{level} worst"] for row in rows],
+            )
+            for level, colour in _LEVELS.items()
+        ),
+        layout=layout,
+        data=Table(
+            columns=(*_PLACE, *with_unit(_ERRORS, "%")),
+            rows=tuple(tuple(row[column] for column in _PLACE + _ERRORS) for row in rows),
+        ),
+        terms=("predicted", "measured"),
     )

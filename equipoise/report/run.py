@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import EquipoiseError
-from equipoise.report.charts import STYLES, frame, line, whole_ticks, with_unit
-from equipoise.report.page import Cell, Chart, Figure, Missing, Page, Table, num_bytes, percent, plural, ratio, seconds
+from equipoise.core.value import plural
+from equipoise.report.charts import STYLES, bars, frame, line, whole_ticks, with_unit
+from equipoise.report.page import Chart, Figure, Missing, Page, Table, num_bytes, percent, ratio, seconds
 from equipoise.report.render import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
 
 FORMAT = "equipoise-run-1"
@@ -36,7 +37,7 @@ def read_run(folder: Path) -> Document:
         raise EquipoiseError(f"{folder} has no metrics.jsonl; give the folder that `equipoise train -o FOLDER` wrote")
     steps: Steps = []
     lines = metrics.read_text(encoding="utf-8").split("\n")
-    # What stands behind the last line's end is a line that is still being written.
+    # What follows the last line's end is a line that is still being written.
     for number, text in enumerate(lines[:-1], start=1):
         try:
             steps.append(json.loads(text))
@@ -44,17 +45,11 @@ def read_run(folder: Path) -> Document:
             raise EquipoiseError(f"{metrics}, line {number}, is not JSON ({error})") from error
     if not steps:
         raise EquipoiseError(f"{metrics} has no step yet; wait for the first one")
-    return {"format": FORMAT, "settings": _read_settings(settings), "steps": steps}
-
-
-def _read_settings(path: Path) -> Document:
-    """Every setting of the run; none where the folder does not have them."""
-    if not path.exists():
-        return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        read = tomllib.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
     except ValueError as error:
-        raise EquipoiseError(f"{path} is not TOML ({error}); write the run again, or take the file away") from error
+        raise EquipoiseError(f"{settings} is not TOML ({error}); write the run again, or take the file away") from error
+    return {"format": FORMAT, "settings": read, "steps": steps}
 
 
 def run_page(document: Document, *, title: str) -> Page:
@@ -236,11 +231,13 @@ def _lines(
     if from_zero:
         layout["yaxis"]["rangemode"] = "tozero"
     at = [step["step"] for step in steps]
-    rows: list[tuple[Cell, ...]] = [(s["step"], *(s[metric] for metric in names.values())) for s in steps]
     return Chart(
         traces=tuple(line(n, at, [s[metric] for s in steps], style=styles[n]) for n, metric in names.items()),
         layout=layout,
-        data=Table(columns=("step", *with_unit(names, y)), rows=tuple(rows)),
+        data=Table(
+            columns=("step", *with_unit(names, y)),
+            rows=tuple((s["step"], *(s[metric] for metric in names.values())) for s in steps),
+        ),
         wide=False,
         **words,
     )
@@ -250,16 +247,13 @@ def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, 
     """Stacked columns over steps."""
     at = [step["step"] for step in steps]
     shown = {name: values for name, values in parts.items() if any(values)}
-    rows: list[tuple[Cell, ...]] = [(at[i], *(values[i] for values in shown.values())) for i in range(len(at))]
-    traces = [
-        {"type": "bar", "name": name, "x": at, "y": [round(v, 6) for v in values], "marker": {"color": colours[name]}}
-        | {"hovertemplate": "%{y:.4g}"}
-        for name, values in shown.items()
-    ]
     return Chart(
-        traces=tuple(traces),
+        traces=tuple(
+            bars(name, at, [round(v, 6) for v in values], colour=colours[name], hover="%{y:.4g}")
+            for name, values in shown.items()
+        ),
         layout=_step_frame(len(steps), y=y) | {"barmode": "stack", "bargap": 0.15},
-        data=Table(columns=("step", *with_unit(shown, y)), rows=tuple(rows)),
+        data=Table(columns=("step", *with_unit(shown, y)), rows=tuple(zip(at, *shown.values(), strict=True))),
         wide=False,
         **words,
     )

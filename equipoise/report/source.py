@@ -4,8 +4,8 @@
     a document, or a file with one      by its field `format`
     a folder                            of a training run, by its metrics.jsonl
 
-Knows which maker makes which page. A result that cannot be understood is refused before anything is written; an
-assertion of ours that fails is a defect of ours, and is not said to be one of the result.
+A result that cannot be understood is refused before anything is written; an assertion of ours that fails is a defect of
+ours, and is not blamed on the result.
 """
 
 import json
@@ -15,45 +15,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from equipoise.core import EquipoiseError
+from equipoise.core.value import plural
 from equipoise.report import analysis, replay, run, simulation
-from equipoise.report.page import Listing, Missing, Page, Table, percent, plural
+from equipoise.report.page import Listing, Missing, Page, Table, percent
 from equipoise.report.replay import NOT_MEASURED, validation_chart
+from equipoise.sim.result import FORMAT as SIMULATION_FORMAT
 
-# The doctor's verdict on a page: what `equipoise doctor DUMP --json` printed, as a table.
-#
-# Reads the document of `Diagnosis.as_json()`: ok, num_samples, num_rows, findings (check, verdict, share, unit, ...).
-
-
+Document = dict[str, Any]
 NO_VERDICT = Missing(
     title="The doctor's verdict",
     words="Whether the routes are right was not handed in:",
     command="equipoise doctor ROUTES --json > doctor.json; equipoise report RESULT --doctor doctor.json",
 )
-
-
-def doctor_listing(diagnosis: dict[str, Any], *, name: str = "the diagnosis") -> Listing:
-    """A table of every check's outcome."""
-    if not {"ok", "findings", "num_samples"} <= set(diagnosis):
-        raise EquipoiseError(f"{name} is no diagnosis; give what `equipoise doctor DUMP --json` printed")
-    findings = diagnosis["findings"]
-    fired = [f["check"] for f in findings if f["verdict"] == "finding"]
-    verdict = "No check found anything" if not fired else f"{len(fired)} of {len(findings)} checks found something"
-    seen = f"in {plural(diagnosis['num_samples'], 'sample')}, {plural(diagnosis['num_rows'], 'row')}"
-    rows = [(f["check"], f["verdict"], _share(f), f["first_place"], f["advice"] or f["detail"]) for f in findings]
-    return Listing(
-        name="doctor",
-        title="The doctor's verdict on the routes",
-        caption=f"{verdict} {seen}{': ' + ', '.join(fired) if fired else ''}.",
-        data=Table(columns=("check", "verdict", "share", "first place", "what to do"), rows=tuple(rows)),
-        terms=("row", "coverage"),
-    )
-
-
-def _share(finding: dict[str, Any]) -> str:
-    return f"{percent(finding['share'])} of {finding['unit']}" if finding["total"] else ""
-
-
-Document = dict[str, Any]
 
 
 class HasDocument(Protocol):
@@ -66,7 +39,7 @@ class HasDocument(Protocol):
 Result = HasDocument | Document | Path | str
 MAKERS: dict[str, Callable[..., Page]] = {
     analysis.FORMAT: analysis.analysis_page,
-    simulation.FORMAT: simulation.simulation_page,
+    SIMULATION_FORMAT: simulation.simulation_page,
     run.FORMAT: run.run_page,
     replay.FORMAT: replay.replay_page,
 }
@@ -112,23 +85,38 @@ def build_page(result: Result, *, title: str | None = None, beside: Beside = NOT
             f"{name} says it is {form} but a field of it is not what it should be ({error}); write it again with this "
             "version"
         ) from error
-    return _with_beside(page, beside)
-
-
-def _with_beside(page: Page, beside: Beside) -> Page:
-    """The page with what was handed in beside it, and with a word on what was not."""
+    # What was handed in beside the result, and a word on what was not.
     sections, missing = list(page.sections), list(page.missing)
     if beside.measured is None:
         missing.append(NOT_MEASURED)
     else:
-        document, name = read_document(beside.measured)
-        sections.append(validation_chart(document, name=name))
+        sections.append(validation_chart(*read_document(beside.measured)))
     if beside.doctor is None:
         missing.append(NO_VERDICT)
     else:
-        document, name = read_document(beside.doctor)
-        sections.append(doctor_listing(document, name=name))
+        sections.append(doctor_listing(*read_document(beside.doctor)))
     return replace(page, sections=tuple(sections), missing=tuple(missing))
+
+
+def doctor_listing(diagnosis: Document, name: str = "the diagnosis") -> Listing:
+    """A table of every check's outcome, from what `equipoise doctor DUMP --json` printed (`Diagnosis.as_json()`)."""
+    if not {"ok", "findings", "num_samples"} <= set(diagnosis):
+        raise EquipoiseError(f"{name} is no diagnosis; give what `equipoise doctor DUMP --json` printed")
+    findings = diagnosis["findings"]
+    fired = [f["check"] for f in findings if f["verdict"] == "finding"]
+    verdict = "No check found anything" if not fired else f"{len(fired)} of {len(findings)} checks found something"
+    seen = f"in {plural(diagnosis['num_samples'], 'sample')}, {plural(diagnosis['num_rows'], 'row')}"
+    rows = []
+    for f in findings:
+        share = f"{percent(f['share'])} of {f['unit']}" if f["total"] else ""
+        rows.append((f["check"], f["verdict"], share, f["first_place"], f["advice"] or f["detail"]))
+    return Listing(
+        name="doctor",
+        title="The doctor's verdict on the routes",
+        caption=f"{verdict} {seen}{': ' + ', '.join(fired) if fired else ''}.",
+        data=Table(columns=("check", "verdict", "share", "first place", "what to do"), rows=tuple(rows)),
+        terms=("row", "coverage"),
+    )
 
 
 def read_document(result: Result) -> tuple[Document, str]:
@@ -147,8 +135,12 @@ def read_document(result: Result) -> tuple[Document, str]:
 
 
 def _read_file(path: Path) -> Document:
+    def refuse_constant(name: str) -> Any:
+        # NaN and infinity, which Python's reader takes and no page can hold.
+        raise ValueError(f"it holds {name}, which is no JSON number")
+
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     except OSError as error:
         raise EquipoiseError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -156,8 +148,3 @@ def _read_file(path: Path) -> Document:
     if not isinstance(document, dict):
         raise EquipoiseError(f"{path} holds a JSON {type(document).__name__}, not a result")
     return document
-
-
-def _refuse_constant(name: str) -> Any:
-    """NaN and infinity, which Python's reader takes and no page can hold."""
-    raise ValueError(f"it holds {name}, which is no JSON number")

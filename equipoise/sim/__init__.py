@@ -1,18 +1,15 @@
 """What a step would cost on a described cluster, predicted from its loads without a GPU.
 
-    step.py        `simulate`: an RL step replayed under policies or plans (`windows.py`, `plans.py` and `setting.py`
-                   are what goes in; `result.py`, `break_even.py` and `notes.py` what comes out)
-    group.py       one EP group's window: `work.py` what there is to do, `course.py` in which order,
-                   `replay.py` on a clock, `shown.py` what a page shows of it
-    events.py      the same clock event by event, the specification of `replay.py`; `clockwork.py` its heap and lanes
+    step.py        `simulate`: an RL step replayed under policies or plans
+    windows.py     what goes in: the setting of a step, its windows, and where their plans are from
+    replay.py      one EP group's window on the clock (`cost.clock`), and what a page shows of it
+    result.py      what comes out: the result types and the JSON document
+    summary.py     the result as plain text, and the notes beside its figures
     sweep.py       the same step at other widths, slots and sizes, and from where on a plan pays
-    prediction.py  seconds of a window as it is, and if every rank were level
-    trial.py       a plan for every window, and what it would give back
-    summary.py     a simulation as text; demo.py, a generated step to show it with
-    analysis.py    all that `equipoise analyze` says about one step
+    analysis.py    `analyze_loads`: the short form, for `equipoise analyze`
 
 Shape letters beside the package's: G EP group, Q pipeline stage, X rank over all stages of a group, C kind of seconds.
-`python -m equipoise.sim` shows a demo. May import core, loads, cost and planner; never torch, routes or runtime.
+`python -m equipoise.sim` shows a demo.
 """
 
 from equipoise.sim.analysis import Analysis, Prediction, Trial, analyze_loads, predict, try_plans
