@@ -1,136 +1,329 @@
-"""`run_ranks`: call one function on local ranks, each a process of its own, connected by gloo.
+"""Ranks: `run_ranks` starts local processes that compute together, or joins those of torchrun; `Ranks` is one's place.
 
-Knows processes. Does not know what they compute.
-
-Invariants (asserted by the tests):
-1. Results come in rank order; a rank that raises, dies or is late is an error with its words. Of a rank that raises
-   and one that dies because of it, the first is named.
-2. No process outlives the call.
-3. What rank 0 tells on the way comes in order, before the results.
-4. Ctrl-C is the caller's: it ends all ranks, and none of them says a word.
+1. Local ranks are spawned, connect through a file, and send messages to the process that started them: what rank 0
+   shows while it runs, then each rank's result or error.
+2. A rank that raises, dies or is late ends all ranks, and the error names it. No process outlives the call.
+3. The starting process alone answers Ctrl-C; a rank whose starting process is gone ends itself.
 """
 
 import multiprocessing
+import os
 import pickle
+import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from equipoise.core.errors import TransferError
-from equipoise.core.interrupt import deaf_children
+from equipoise.core.errors import EquipoiseError, TopologyError, TransferError
 
-_GRACE_S = 10.0
-"""How long others may still tell what failed once a rank has died: it may have died of that."""
+_GRACE_S = 5.0
+"""How long the other ranks may still report after one has failed: the cause may not be the first to be heard of."""
+_EXIT_S = 20.0
+"""How long a rank that closed its pipe may take to exit, on a busy machine."""
+
+
+class Torchrun(NamedTuple):
+    """A process's place among those that torchrun started."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    """The rank within this machine."""
+    local_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """How ranks are connected."""
+
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What moves CUDA tensors; CPU tensors go by gloo."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    timeout_s: float = 300.0
+    """Bound on every wait of one rank for another."""
+    threads: int | None = 1
+    """CPU threads of a rank; None: an equal share of the machine's cores. One thread keeps sums in one order."""
+
+
+class RankDiedError(TransferError):
+    """A rank ended without reporting a result or an error."""
+
+
+class _BrokeError(TransferError):
+    """A rank raised an exception that is not one of ours."""
+
+
+def find_torchrun() -> Torchrun | None:
+    """Return the place that torchrun gave this process in the environment; None where torchrun did not start it."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+        return None
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_ranks = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    return Torchrun(rank, ranks, int(local_rank), int(local_ranks))
 
 
 def run_ranks(
     function: Callable[..., Any],
     ranks: int,
     *args: Any,
-    timeout_s: float = 300.0,
-    progress: Callable[..., None] | None = None,
+    options: RankOptions | None = None,
+    limit_s: float | None = None,
+    show: Callable[..., None] | None = None,
+    context: Any = None,
 ) -> list[Any]:
-    """Call `function(group, *args)` on every rank and return the results.
+    """Call `function(group, *args)` on every rank and return the results in rank order.
+
+    Under torchrun nothing is started: this process is one of the ranks, and its own result is the only one returned.
 
     Args:
-        function: a module-level function; arguments and results travel pickled
-        timeout_s: bound on the whole call
-        progress: where given, the function has a keyword `tell`, and what rank 0 tells with it comes here
+        function: a module-level function; arguments and results are pickled
+        limit_s: bound on the whole call
+        show: where given, the function also gets a keyword `show`; calls of it on rank 0 are forwarded to this one
+        context: of multiprocessing; spawn by default
     """
-    context = multiprocessing.get_context("spawn")
+    options = options or RankOptions()
+    if (place := find_torchrun()) is not None:
+        if place.ranks != ranks:
+            raise TopologyError(f"{ranks} ranks were asked for, but torchrun started {place.ranks}; make them equal")
+        shown = None if show is None else show if place.rank == 0 else _show_nothing
+        return [_call(function, args, place=place, init="env://", options=options, show=shown)]
+    context = context or multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="equipoise-ranks-") as folder:
         pipes: list[Connection] = []
         processes: list[Any] = []
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
-                place = (rank, ranks, str(Path(folder) / "store"), timeout_s)
-                given = (theirs, place, function, args, progress is not None)
-                process = context.Process(target=_serve, args=given, daemon=True)
-                with deaf_children():
+                place = Torchrun(rank, ranks, rank, ranks)
+                init = f"file://{Path(folder) / 'store'}"
+                given = (theirs, place, init, options, function, args, show is not None)
+                process = context.Process(target=_serve, args=given)
+                with ignored_interrupts():
                     process.start()
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            return _answers(pipes, timeout_s=timeout_s, progress=progress)
+            return _collect(pipes, processes, limit_s=limit_s, show=show)
         finally:
+            # Ranks that are done exit by themselves; after an error they are killed.
+            is_patient = not sys.exc_info()[0]
             for process in processes:
+                process.join(_GRACE_S if is_patient else 0)
                 process.kill()
                 process.join()
 
 
-def _answers(pipes: list[Connection], *, timeout_s: float, progress: Callable[..., None] | None) -> list[Any]:
+@contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Start processes in a `with` block that ignore Ctrl-C, which a terminal sends to all of its processes.
+
+    Only the main thread may change what a signal does; processes that another thread starts do not ignore it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_with_parent() -> None:
+    """Wait until the starting process is gone, then exit at once; run this in a thread of a rank.
+
+    Without clean-up: torch would wait for other ranks at the file that connects them, and let no thread run meanwhile.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _collect(
+    pipes: list[Connection], processes: list[Any], *, limit_s: float | None, show: Callable[..., None] | None
+) -> list[Any]:
+    """Forward messages until every rank has ended or one has failed; return the results or raise the cause."""
     results: list[Any] = [None] * len(pipes)
-    waiting, end = set(pipes), time.monotonic() + timeout_s
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            late = sorted(pipes.index(pipe) for pipe in waiting)
-            raise TransferError(f"ranks {late} gave no answer within {timeout_s:g} s")
-        for pipe in ready:
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    failures: dict[int, BaseException] = {}
+    end, is_over = time.monotonic() + (limit_s or float("inf")), False
+    while waiting and not is_over:
+        # One more round after the end, for messages that arrived while this process did not run.
+        is_over = time.monotonic() >= end
+        for pipe in wait(list(waiting), timeout=0.0 if is_over else 0.2):
             assert isinstance(pipe, Connection), "only pipes are waited for"
-            rank = pipes.index(pipe)
-            kind, value = _receive(pipe)
-            if kind == "died":
-                raise _told_by_others(pipes, waiting - {pipe}) or TransferError(f"rank {rank} died")
-            if kind == "failed":
-                raise TransferError(f"rank {rank} failed:\n{value}")
-            if kind == "told" and progress is not None:
-                progress(*value)
+            rank = waiting[pipe]
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                processes[rank].join(_EXIT_S)
+                kind, value = "failed", RankDiedError(f"rank {rank} died {_ending(processes[rank].exitcode)}")
+            if kind == "shown":
+                if show is not None:
+                    show(*value)
+                continue
+            del waiting[pipe]
             if kind == "done":
-                waiting.discard(pipe)
                 results[rank] = value
+            else:
+                failures[rank] = value
+                end = min(end, time.monotonic() + _GRACE_S)
+    if failures:
+        raise min(failures.items(), key=lambda item: (_importance(item[1]), item[0]))[1]
+    if waiting:
+        raise TransferError(f"ranks {sorted(waiting.values())} gave no result within {limit_s:g} s")
     return results
 
 
-def _receive(pipe: Connection) -> tuple[str, Any]:
-    """What a rank tells next; a rank that ended without an answer died."""
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        return "died", None
+def _importance(failure: BaseException) -> int:
+    """Order failures by cause: a rank that raised, then one that died, then one that lost its connection to another."""
+    if isinstance(failure, RankDiedError):
+        return 1
+    return 2 if type(failure) is TransferError else 0
 
 
-def _told_by_others(pipes: list[Connection], others: set[Connection]) -> TransferError | None:
-    """The failure that another rank tells in the moments after one has died, if any does."""
-    end = time.monotonic() + _GRACE_S
-    while others and (ready := wait(list(others), timeout=max(0.0, end - time.monotonic()))):
-        for pipe in ready:
-            assert isinstance(pipe, Connection), "only pipes are waited for"
-            kind, value = _receive(pipe)
-            if kind == "failed":
-                return TransferError(f"rank {pipes.index(pipe)} failed:\n{value}")
-            others = others - {pipe} if kind in ("died", "done") else others
-    return None
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "and hangs"
+    return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _serve(
-    pipe: Connection, place: tuple[int, int, str, float], function: Callable[..., Any], args: Any, is_told: bool
+    pipe: Connection,
+    place: Torchrun,
+    init: str,
+    options: RankOptions,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    is_shown: bool,
 ) -> None:
+    """Run in a started rank: call the function, then send its result or its error."""
+    # Again here, for a rank that is forked instead of spawned, and for processes that the rank starts.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+    def send(kind: str, value: Any) -> None:
+        # Pickled here: a pipe's own pickling would put tensors into shared memory, which ends with this process.
+        pipe.send_bytes(pickle.dumps((kind, value)))
+
+    def show(*value: Any) -> None:
+        if place.rank == 0:
+            send("shown", value)
+
+    try:
+        result = _call(function, args, place=place, init=init, options=options, show=show if is_shown else None)
+        send("done", result)
+    except EquipoiseError as error:
+        send("failed", error)
+    except Exception as error:  # noqa: BLE001  # the starting process shows it, whatever it is
+        is_lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        kind = TransferError if is_lost else _BrokeError
+        send("failed", kind(f"rank {place.rank} failed:\n{traceback.format_exc()}"))
+
+
+def _call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    place: Torchrun,
+    init: str,
+    options: RankOptions,
+    show: Callable[..., None] | None,
+) -> Any:
+    """Connect this rank to the others and call the function."""
     import torch
     import torch.distributed as dist
 
-    rank, ranks, store, timeout_s = place
-    # One thread each: ranks share the machine's cores, and sums keep their order.
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
-    # A rank that failed before others have connected would break off their connecting.
-    dist.barrier()
-
-    def tell(*value: Any) -> None:
-        if rank == 0:
-            pipe.send_bytes(pickle.dumps(("told", value)))
-
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // place.local_ranks))
+    if options.device == "cuda":
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    backend = "gloo" if options.backend == "gloo" else "cpu:gloo,cuda:nccl"
+    limit = timedelta(seconds=options.timeout_s)
+    dist.init_process_group(backend, init_method=init, rank=place.rank, world_size=place.ranks, timeout=limit)
     try:
-        # Pickled here: a pipe's own way would leave tensors in memory that ends with this process.
-        answer = pickle.dumps(("done", function(dist.group.WORLD, *args, **({"tell": tell} if is_told else {}))))
-    except Exception:  # noqa: BLE001  # the caller shows it, whatever it is
-        answer = pickle.dumps(("failed", traceback.format_exc()))
-    pipe.send_bytes(answer)
-    dist.destroy_process_group()
+        # A rank that failed before the others have connected would break their connecting.
+        dist.barrier()
+        return function(dist.group.WORLD, *args, **({} if show is None else {"show": show}))
+    finally:
+        dist.destroy_process_group()
+
+
+def _show_nothing(*value: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """One rank's place among the ranks of a run, and the groups it belongs to.
+
+    EP groups follow one another: ranks 0..ep-1 are the first group. Ranks with the same place in their groups own the
+    same experts and add up their gradients (expert data parallel).
+    """
+
+    rank: int
+    size: int
+    """Number of ranks."""
+    world: Any
+    """The group of all ranks."""
+    ep_group: Any
+    """The ranks that share one set of experts."""
+    owner_group: Any
+    """The ranks that own the same experts; None where this rank is the only one."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and shows messages."""
+        return self.rank == 0
+
+    @classmethod
+    def build(cls, world: Any = None, *, ep: int = 0, timeout_s: float = 300.0) -> "Ranks":
+        """Make the groups of all ranks. Every rank of the process group must call this.
+
+        Args:
+            world: the group of all ranks of the run; the default group if not given
+            ep: ranks of one EP group, which must divide the ranks; 0: all of them
+            timeout_s: bound on every wait of one rank for another
+        """
+        import torch.distributed as dist
+
+        world = world or dist.group.WORLD
+        rank, size = dist.get_rank(world), dist.get_world_size(world)
+        if ep in (0, size):
+            return cls(rank=rank, size=size, world=world, ep_group=world, owner_group=None)
+        limit, of = timedelta(seconds=timeout_s), [dist.get_global_rank(world, r) for r in range(size)]
+        groups = [dist.new_group(of[at : at + ep], timeout=limit) for at in range(0, size, ep)]
+        owners = [dist.new_group(of[at::ep], timeout=limit) for at in range(ep)]
+        return cls(rank=rank, size=size, world=world, ep_group=groups[rank // ep], owner_group=owners[rank % ep])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order, on every rank. Every rank must call this."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.world)
+        return values
+
+
+def sum_over(tensors: Sequence[Any], group: Any) -> None:
+    """Add up tensors over all ranks of `group`, in place, in one message. Every rank of it must call this."""
+    import torch
+    import torch.distributed as dist
+
+    if not tensors or dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    at = 0
+    for tensor in tensors:
+        tensor.copy_(flat[at : at + tensor.numel()].view_as(tensor))
+        at += tensor.numel()

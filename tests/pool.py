@@ -14,7 +14,6 @@ Invariants (asserted by the tests):
 """
 
 import multiprocessing
-import os
 import pickle
 import tempfile
 import threading
@@ -28,15 +27,24 @@ from typing import Any
 
 import pytest
 
+from equipoise.launch import end_with_parent
+
 SIZES = (1, 2, 4, 8)
 """World sizes that tests may ask for."""
 START_S = 300.0
 """An import of torch and eight forks on two cores that others keep busy too."""
-PRELOAD = ("torch", "equipoise.balancer", "equipoise.rl.run", "transformers.models.qwen3_moe.modeling_qwen3_moe")
+PRELOAD = ("torch", "equipoise.balancer", "equipoise.rl.train", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 """What the server has loaded from which workers are forked: nothing that needs a rank, or a thread (BLAS makes its own
 anew after a fork)."""
 GRACE_S = 3.0
 """How long the other ranks may still answer once one has failed."""
+
+
+def preloaded_context() -> Any:
+    """Return a multiprocessing context whose processes are forked with everything loaded: starting one costs little."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD])
+    return context
 
 
 class WorkerError(Exception):
@@ -67,8 +75,7 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD])
+        context = preloaded_context()
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             place = (rank, self._size, str(Path(self._folder.name) / "store"))
@@ -120,7 +127,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 
 def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     """Run in a worker: join the others, then answer calls until the pipe closes."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
     import torch.distributed as dist
 
@@ -140,11 +147,6 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
         except Exception:  # noqa: BLE001  # the test shows it, whatever it is
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,10 @@
-"""Measuring a device: from the GPU at hand to a hardware profile, and back again to check one.
+"""Measuring a device: from the GPU at hand to a hardware profile, and back again to check one. Needs torch.
 
-    run.py        calibrate: what is measured, in order, and by whom
-    grid.py       the sizes visited, and how rows are cut into uneven groups
-    bench.py      how anything is timed
-    experts.py    the expert tables; moves.py rows on the move; attention.py attention
-    copies.py     pulls by path, pulls beside compute, gradient adds, window edges
-    check.py      a profile against the device again
-    progress.py   how far it is
+    run.py        calibrate: everything that is measured, in order; a profile compared with the device again
+    bench.py      how anything is timed, and the sizes that are measured
+    measures.py   expert tables, rows moved inside a device, attention, pulls, gradient adds, window edges
 
-Needs torch. What a profile is and how it is used is `cost`'s business; the measured code is `runtime`'s own.
+What a profile is and how it is used is defined in `cost`; the measured code is that of `layer`.
 """
 
 from equipoise.calibrate.bench import Grid

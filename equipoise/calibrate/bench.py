@@ -1,19 +1,12 @@
-"""`Bench`: how anything is timed on a device, and what a timing says.
+"""How anything is timed on a device, and the sizes that a calibration measures.
 
-Knows torch. Does not know what is timed.
-
-Method:
 1. Inputs are random, never zeros: products of zeros run faster.
-2. Each run is preceded by reading a buffer larger than L2: in training other layers lie between two uses of a weight.
+2. Each run is preceded by reading a buffer larger than L2: in training other layers run between two uses of a weight.
 3. A device-side sleep lets the host run ahead, so that launch latency is hidden. (A device that is heated by dense
-   products first clocks lower, and its tables scatter: on an H200 they were 3 to 17 % slower, and further from layers
-   between attention layers than tables of a device that rests between runs.)
+   products first has lower clocks, and its tables scatter: on an H200 they were 3 to 17 % slower, and further from
+   layers between attention layers than tables of a device that rests between runs.)
 4. CUDA events; medians, with (p90 - p10) / median as spread. On a CPU the host's clock.
-5. What scatters is measured again, and the steadiest attempt is kept: a virtual machine hiccups.
-
-Invariants (asserted by the tests):
-1. A timing's median and spread are those of its runs.
-2. Work is run `warm` times before and `runs` times while it is timed.
+5. Timings that scatter are measured again, and the one with the least spread is kept: virtual machines have pauses.
 """
 
 import time
@@ -24,43 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# `Steps`: how far a calibration is, for whoever shows it. Knows a count and a callback, nothing else.
-
 
 @dataclass(slots=True)
 class Steps:
-    """A count of done steps that tells a callback (done, total)."""
+    """A count of done steps, reported to a callback as (done, total)."""
 
     total: int
     tell: Callable[[int, int], None] | None = None
-    """None where nobody watches."""
     done: int = 0
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Count one more step."""
         self.done += 1
         if self.tell is not None:
             self.tell(self.done, self.total)
 
 
-# `Grid`: which sizes a calibration visits, and how rows are cut into groups.
-#
-# Rows of a rank are never even over its experts, and an even cut flatters: groups of a power of two fill whole tiles
-# of
-# the products' kernels. So tables are measured on *uneven* groups, Zipf's law over the slots (the second has half the
-# rows of the first, the third a third), and a part of them on *even* ones to show the difference. At 8 slots the
-# largest
-# group is then 2.9 times the mean; in the real traces that `benchmarks/rank_replay.py` runs it is 2.7 to 3.2 times.
-#
-# Invariants (asserted by the tests):
-# 1. A cut has as many groups as slots and all the rows; no group is empty where there are as many rows as slots.
-# 2. An even cut's groups differ by one row at most; an uneven cut's groups never ascend.
-
-
 SLOTS = (1, 2, 4, 8, 16, 32)
 ROWS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 ZIPF = 1.0
-"""Exponent of the uneven cut."""
+"""Exponent of Zipf's law for uneven groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +52,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What is measured."""
+    """The sizes that a calibration measures."""
 
     shapes: tuple[tuple[int, int], ...]
     """(hidden, expert width) of the expert tables."""
@@ -106,7 +82,7 @@ class Grid:
 
     @classmethod
     def smoke(cls) -> "Grid":
-        """Everything once, in milliseconds on a CPU."""
+        """Return the smallest sizes: everything once, in milliseconds on a CPU."""
         return cls(
             shapes=((32, 16),),
             slots=(1, 2),
@@ -120,8 +96,14 @@ class Grid:
 
     @property
     def expert_shape(self) -> tuple[int, int]:
-        """The expert that copies are made of: the first."""
+        """(hidden, expert width) of the expert that is copied: the first."""
         return self.shapes[0]
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of that expert."""
+        hidden, width = self.expert_shape
+        return 3 * hidden * width
 
     @property
     def cells(self) -> int:
@@ -132,11 +114,14 @@ class Grid:
 def cut_rows(rows: int, slots: int, *, zipf: float) -> np.ndarray:
     """[S] int32 end of each slot's rows, by Zipf's law with exponent `zipf`; 0 cuts evenly.
 
-    Every slot takes one row first, as long as there are rows.
+    Rows of a rank are never even over its experts, and an even cut flatters: groups of a power of two fill whole tiles
+    of the products' kernels. With exponent 1 and 8 slots the largest group is 2.9 times the mean; in the real traces
+    that `benchmarks/rank_replay.py` runs it is 2.7 to 3.2 times. Every slot takes one row first, as long as there are
+    rows.
     """
     first = min(rows, slots)
     weight_S = np.arange(1, slots + 1, dtype=np.float64) ** -zipf
-    # Rounded ends of the rest: they ascend to exactly the rows that are left.
+    # Rounded ends of the remaining rows: they ascend to exactly their number.
     rest_S = np.floor((rows - first) * np.cumsum(weight_S) / weight_S.sum() + 0.5).astype(np.int64)
     ends_S = rest_S + np.minimum(np.arange(1, slots + 1), first)
     count_S = np.sort(np.diff(ends_S, prepend=0))[::-1]
@@ -198,7 +183,12 @@ def measure(work: Callable[[], object], bench: Bench, *, warm: int = 3) -> Timin
     for _ in range(warm):
         work()
     if not bench.is_gpu:
-        return Timing.of([_host_ns(work) for _ in range(bench.runs)])
+        times_ns = []
+        for _ in range(bench.runs):
+            start = time.perf_counter_ns()
+            work()
+            times_ns.append(float(time.perf_counter_ns() - start))
+        return Timing.of(times_ns)
     attempts: list[Timing] = []
     while len(attempts) < ATTEMPTS and not (attempts and attempts[-1].spread < SCATTER):
         attempts.append(Timing.of(_device_ns(work, bench)))
@@ -216,9 +206,3 @@ def _device_ns(work: Callable[[], object], bench: Bench) -> list[float]:
         stop.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) * 1e6 for start, stop in pairs]
-
-
-def _host_ns(work: Callable[[], object]) -> float:
-    start = time.perf_counter_ns()
-    work()
-    return float(time.perf_counter_ns() - start)

@@ -1,10 +1,6 @@
-"""Expert tables: the runtime's own expert block over rows and slots, forward and forward + backward.
+"""Measurements of one device: the layer's own expert block, attention, rows moved inside the device, and transfers.
 
-Knows the block, weights and groups. Does not know ranks or plans.
-
-Before a table is measured the block is compared with float64, outputs and every gradient.
-
-Invariant (asserted by the tests): a block that computes something else is refused before it is timed.
+Before an expert table is timed, the block is compared with float64: outputs and every gradient.
 """
 
 from collections.abc import Callable
@@ -22,12 +18,6 @@ from equipoise.layer.dispatch import Groups
 from equipoise.layer.expert_block import BlockOptions, Products, expert_block
 from equipoise.layer.ops import combine_rows, reorder_rows, spread_rows
 from equipoise.transfer.node import ExpertWeights
-
-# One layer's attention: projections and causal scores, forward and backward.
-#
-# A rate is operations per second: a pair of tokens is counted once (scores are causal), backward is counted as twice
-# the
-# forward operations.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +53,10 @@ class Attention:
 
 
 def measure_attention(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time all shapes and sequence lengths; operations of all over the time of all."""
+    """Time all shapes and sequence lengths; the rate is the operations of all over the time of all.
+
+    Scores are causal, so that a pair of tokens is counted once; backward is counted as twice the forward operations.
+    """
     flops, forward_ns, backward_ns = 0, 0.0, 0.0
     for shape in grid.attention:
         attention = Attention.random(shape, bench)
@@ -84,7 +77,7 @@ def measure_attention(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, An
 
 
 def time_attention(attention: Attention, tokens: int, bench: Bench) -> tuple[float, float]:
-    """Nanoseconds of one sequence, forward and backward."""
+    """Return nanoseconds of one sequence, forward and backward."""
     x_TD = bench.random(tokens, attention.shape.hidden).requires_grad_()
     grad_TD = bench.random(tokens, attention.shape.hidden)
     leaves = (x_TD, attention.qkv_w, attention.out_w)
@@ -98,15 +91,11 @@ def time_attention(attention: Attention, tokens: int, bench: Bench) -> tuple[flo
     return measure(infer, bench).median_ns, backward.median_ns
 
 
-# Rows on the move inside a device: received rows put slot by slot and back; tokens spread to rows and combined.
-#
-# Rates are bytes of rows per second, each row's bytes counted once whatever is done with them, so that the time of N
-# rows
-# is N x row bytes / rate.
-
-
 def measure_moves(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time both kinds of moves over all sizes; the bytes of all sizes over their time."""
+    """Time received rows ordered by slot and back, and tokens spread to rows and combined.
+
+    Rates are bytes of rows per second, each row's bytes counted once, so that N rows take N x row bytes / rate.
+    """
     num_bytes, times = 0, [0.0] * 4
     for hidden in sorted({grid.shapes[0][0], grid.shapes[-1][0]}):
         for rows in grid.moved_rows:
@@ -124,7 +113,7 @@ def measure_moves(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
 
 
 def time_received(rows: int, hidden: int, bench: Bench) -> tuple[float, float]:
-    """Nanoseconds of putting received rows in order and back, forward and update."""
+    """Return nanoseconds of ordering received rows by slot and back, forward and update."""
     there_P = torch.randperm(rows, device=bench.device)
     back_N = torch.argsort(there_P)
     rows_ND = bench.random(rows, hidden).requires_grad_()
@@ -137,7 +126,7 @@ def time_received(rows: int, hidden: int, bench: Bench) -> tuple[float, float]:
 
 
 def time_sent(tokens: int, hidden: int, top_k: int, bench: Bench) -> tuple[float, float]:
-    """Nanoseconds of spreading tokens to rows and combining rows to tokens, forward and update."""
+    """Return nanoseconds of spreading tokens to rows and combining rows to tokens, forward and update."""
     index_TK = torch.randperm(tokens * top_k, device=bench.device).view(tokens, top_k)
     token_N = torch.argsort(index_TK.reshape(-1)) // top_k
     hidden_TD = bench.random(tokens, hidden).requires_grad_()
@@ -164,12 +153,12 @@ def _time(move: Callable[[], Tensor], leaves: tuple[Tensor, ...], bench: Bench) 
 
 
 ERROR_LIMIT = 2e-2
-"""bf16 operands land between 1e-3 and 1e-2."""
+"""Largest relative error to float64; bf16 operands give 1e-3 to 1e-2."""
 EVEN_ROWS = 65536
 """At this many rows even groups are measured too."""
 VISIT = Visit(0, "forward", 0)
 KEYS = ("forward_ns", "update_ns", "even_forward_ns", "even_update_ns")
-"""Tables of a shape."""
+"""The tables of a shape."""
 
 
 class EmptyBank:
@@ -209,7 +198,7 @@ def groups_of(ends_S: Tensor, rows: int) -> Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One cell's work: rows in groups, through the experts of their slots."""
+    """The work of one cell of a table: rows in groups, through the experts of their slots."""
 
     rows_ND: Tensor
     grad_ND: Tensor
@@ -229,19 +218,19 @@ class Cell:
         )
 
     def forward(self, *, products: Products = "grouped") -> Tensor:
-        """Run the runtime's block."""
+        """Run the layer's expert block."""
         options, transfers = BlockOptions(products=products), EmptyBank(self.experts)
         return expert_block(
             self.rows_ND, self.experts, groups=self.groups, transfers=transfers, visit=VISIT, options=options
         )
 
     def update(self, *, products: Products = "grouped") -> tuple[Tensor, ...]:
-        """Forward and backward; gradients are made, not accumulated."""
+        """Run forward and backward; gradients are made, not accumulated."""
         leaves = (self.rows_ND, *self.experts.tensors())
         return torch.autograd.grad(self.forward(products=products), leaves, self.grad_ND)
 
     def to_float64(self) -> "Cell":
-        """The same numbers in float64."""
+        """Return the same numbers in float64."""
         exact = ExpertWeights(*(t.detach().double().requires_grad_() for t in self.experts.tensors()))
         rows_ND = self.rows_ND.detach().double().requires_grad_()
         return Cell(rows_ND=rows_ND, grad_ND=self.grad_ND.double(), groups=self.groups, experts=exact)
@@ -280,7 +269,10 @@ def measure_table(shape: tuple[int, int], grid: Grid, *, bench: Bench, steps: St
         lines: dict[str, list[int | None]] = {key: [] for key in KEYS}
         for rows in grid.rows:
             forward, update = Cell.random(rows, experts, zipf=ZIPF, bench=bench).time(bench)
-            even = _time_even(rows, experts, bench)
+            even: tuple[float | None, float | None] = (None, None)
+            if not bench.is_gpu or (rows == EVEN_ROWS and slots > 1):
+                pair = Cell.random(rows, experts, zipf=0.0, bench=bench).time(bench)
+                even = (pair[0].median_ns, pair[1].median_ns)
             for key, ns in zip(KEYS, (forward.median_ns, update.median_ns, *even), strict=True):
                 lines[key].append(None if ns is None else round(ns))
             spread = max(spread, forward.spread, update.spread)
@@ -301,29 +293,13 @@ def measure_table(shape: tuple[int, int], grid: Grid, *, bench: Bench, steps: St
     }
 
 
-def _time_even(rows: int, experts: ExpertWeights, bench: Bench) -> tuple[float | None, float | None]:
-    if bench.is_gpu and (rows != EVEN_ROWS or experts.num_slots == 1):
-        return None, None
-    forward, update = Cell.random(rows, experts, zipf=0.0, bench=bench).time(bench)
-    return forward.median_ns, update.median_ns
-
-
-# Experts on the move: pulls by path, what they cost the compute beside them, gradient adds, and window edges.
-#
-# Invariants (asserted by the tests):
-# 1. A rate is bytes over the time beyond the fixed part; the fixed part is a small copy's.
-# 2. A peer's rate is never above the published link's, whatever the device does inside itself, and compute is slowed
-# by
-#    no more bytes than that.
-
-
 SMALL_COPY_BYTES = 4096
 COPY_RUNS = 5
 """Copies over PCIe vary more than kernels: 49 to 56 GB/s were seen with 21 runs on one H200."""
 BESIDE_ROWS = 32768
 BESIDE_SLOTS = 16
 BESIDE_RUNS = 5
-"""A slowdown is a small difference of two times; so many times as many runs as elsewhere steady it."""
+"""A slowdown is a small difference of two times, so it takes this many times as many runs."""
 Pair = tuple[float, float]
 """Nanoseconds without copies, and with them."""
 
@@ -348,10 +324,10 @@ def measure_pull(grid: Grid, nvlink_bytes_per_s: int, *, bench: Bench, steps: St
 
 
 def measure_beside(grid: Grid, peer_bytes_per_s: int, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time the expert block alone and beside copies on a side stream: as many as the path can bring meanwhile.
+    """Time the expert block alone and beside copies on a side stream.
 
-    A copy inside the device is several times as fast as a link. So a peer's copies are counted, not kept up: the block
-    runs beside the bytes that the link would bring while it runs.
+    A copy inside the device is several times as fast as a link. So the block runs beside as many of a peer's copies as
+    the link would bring while it runs, and beside copies from the host from start to end.
     """
     size = _expert_bytes(grid, bench)
     rows, slots = (BESIDE_ROWS, BESIDE_SLOTS) if bench.is_gpu else (grid.rows[-1], grid.slots[-1])
@@ -378,12 +354,12 @@ def measure_beside(grid: Grid, peer_bytes_per_s: int, *, bench: Bench, steps: St
 
 
 def slowdown_permille(pairs_ns: list[Pair]) -> int:
-    """Thousandths by which the second of each pair takes longer than the first: the median over pairs, at least 0."""
+    """Return the thousandths by which the second of each pair takes longer: the median over pairs, at least 0."""
     return max(0, round(1000 * median(beside / alone - 1 for alone, beside in pairs_ns)))
 
 
 def _time_beside(work: Callable[[], object], copy: Callable[[], None], copies: int, bench: Bench) -> list[Pair]:
-    """Time `work` without and with `copies` copies on a side stream, in turn: what drifts, drifts for both."""
+    """Time `work` without and with `copies` copies on a side stream, alternating so that clock drifts affect both."""
     runs = range(BESIDE_RUNS * bench.runs)
     if not bench.is_gpu:
         copy()
@@ -413,7 +389,7 @@ def measure_add(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
     Taken in fp32. Memory bounds an add, so bytes per second hold for gradients in the weights' dtype, too, which have
     fewer bytes.
     """
-    numel = _expert_params(grid)
+    numel = grid.expert_params
     home, returned = (torch.randn(numel, device=bench.device) for _ in range(2))
     timing = measure(lambda: home.add_(returned, alpha=1e-3), bench)
     steps.advance()
@@ -424,8 +400,8 @@ def measure_add(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
 
 
 def measure_exchange(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time one expert's way through the staging buffer of an edge: out of its slot and into it."""
-    numel, rates = _expert_params(grid), []
+    """Time the exchange of a displaced expert: out of its slot to staging, and another into the slot."""
+    numel, rates = grid.expert_params, []
     for dtype in (bench.dtype, torch.float32):
         slot, staging, incoming = (torch.randn(numel, device=bench.device).to(dtype) for _ in range(3))
 
@@ -445,7 +421,7 @@ def measure_exchange(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any
 
 
 def copy_figures(source: Tensor, target: Tensor, size: int, bench: Bench) -> tuple[float, float]:
-    """Fixed nanoseconds and bytes per second of copies of `size` bytes."""
+    """Return fixed nanoseconds, those of a small copy, and bytes per second beyond them of copies of `size` bytes."""
     small = _time_copies(source, target, min(SMALL_COPY_BYTES, size // 2), bench)
     large = _time_copies(source, target, size, bench)
     return small, size / max(large - small, 1.0) * 1e9
@@ -455,14 +431,14 @@ def _time_copies(source: Tensor, target: Tensor, size: int, bench: Bench) -> flo
     bench, copy = replace(bench, runs=COPY_RUNS * bench.runs), _copier(source, target, size)
     if not bench.is_gpu:
         return measure(copy, bench).median_ns
-    # A host's pages are slower when they are read for the first time.
+    # Host pages are slower when they are read for the first time.
     target.copy_(source, non_blocking=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         return measure(copy, bench).median_ns
 
 
 def _copier(source: Tensor, target: Tensor, size: int) -> Callable[[], None]:
-    """Copy `size` bytes, at each call the next ones."""
+    """Return a function that copies `size` bytes, at each call the next ones."""
     starts = iter(range(10**9))
 
     def copy() -> None:
@@ -473,17 +449,12 @@ def _copier(source: Tensor, target: Tensor, size: int) -> Callable[[], None]:
 
 
 def _buffers(grid: Grid, size: int, bench: Bench) -> tuple[Tensor, Tensor, Tensor]:
-    """Host memory, pinned where there is a device; the same bytes on the device; and where copies go."""
+    """Return host memory (pinned for a GPU), the same bytes on the device, and the target of copies."""
     host = torch.randint(0, 255, (grid.copies * size,), dtype=torch.uint8)
     host = host.pin_memory() if bench.is_gpu else host
     peer = host.to(bench.device, copy=True)
     return host, peer, torch.empty_like(peer)
 
 
-def _expert_params(grid: Grid) -> int:
-    hidden, width = grid.expert_shape
-    return 3 * hidden * width
-
-
 def _expert_bytes(grid: Grid, bench: Bench) -> int:
-    return _expert_params(grid) * bench.dtype.itemsize
+    return grid.expert_params * bench.dtype.itemsize

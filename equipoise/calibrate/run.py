@@ -1,16 +1,9 @@
-"""`calibrate`: measure one device's profile. The story of the room.
+"""`calibrate`: measure one device's profile; and compare a profile with the device again.
 
-Steps:
-1. Find the device; without a GPU say what to use instead.
-2. Expert tables, one per shape: what the planner's decisions rest on.
-3. Rows on the move, attention, pulls by path, pulls beside compute, gradient adds, window edges.
-4. Say who measured it: device, driver, torch, commit, date. Nothing may stay unknown.
-
-Knows the order and the file's form. Does not know how a part is measured.
-
-Invariants (asserted by the tests):
-1. What it returns is a profile that `Profile` reads, with a source for every section.
-2. Progress is told once per step and ends at the total.
+1. Find the device; without a GPU, name the profiles that come with the package.
+2. Measure expert tables, one per shape: the planner's decisions depend on them most.
+3. Measure rows moved inside the device, attention, pulls by path, pulls beside compute, gradient adds, window edges.
+4. Record device, driver, torch, commit and date. None of them may be unknown.
 """
 
 import subprocess
@@ -36,28 +29,13 @@ from equipoise.calibrate.measures import (
 from equipoise.core import TopologyError
 from equipoise.cost.profile import FORMAT, SECTIONS, profile_names
 
-# A profile against the device again: a sample of its figures is measured anew and compared.
-#
-# The sample: of every expert table one number of slots and two numbers of rows, forward and update; all rates. Fixed
-# nanoseconds and slowdowns are small and scatter, so they are shown and not judged. A figure that is off is measured
-# once
-# more, and the nearer of the two counts: a single cell scatters where clocks change, and what has really changed is
-# off
-# again.
-#
-# Invariants (asserted by the tests):
-# 1. A profile compared with itself deviates by nothing; a figure twice as large deviates by +100 %.
-# 2. Only judged figures decide whether a profile holds.
-# 3. Of two comparisons the nearer figure is kept, each for itself.
-
-
 JUDGED = ("bytes_per_s", "flops_per_s")
-"""Ends of the names of figures that are judged, beside the tables."""
+"""Ends of the names of figures that are judged, beside the tables: fixed times and slowdowns are small and scatter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """One figure, as filed and as measured now."""
+    """One figure, as filed and as measured again."""
 
     name: str
     filed: float
@@ -66,7 +44,7 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """How far the new figure is from the filed one; 0.1 is ten percent more."""
+        """Relative difference of the new figure to the filed one; 0.1 is ten percent more."""
         return self.measured / self.filed - 1 if self.filed else 0.0
 
     def holds(self, limit: float) -> bool:
@@ -75,7 +53,7 @@ class Deviation:
 
 
 def sample_of(profile: Mapping[str, Any], grid: Grid) -> Grid:
-    """A small grid whose cells are all in the profile's tables."""
+    """Return a small grid whose cells are all in the profile's tables: one number of slots, two numbers of rows."""
     tables = profile["compute"]
     if profile["kind"] == "derived":
         raise TopologyError(
@@ -88,7 +66,7 @@ def sample_of(profile: Mapping[str, Any], grid: Grid) -> Grid:
 
 
 def _common(tables: list[Mapping[str, Any]], key: str) -> list[int]:
-    """Entries of an axis that all tables have, ascending."""
+    """Return the entries of an axis that all tables have, ascending."""
     shared = set(tables[0][key]).intersection(*(table[key] for table in tables))
     if not shared:
         raise TopologyError(f"the profile's tables have no common {key}; measure it again with equipoise calibrate")
@@ -96,11 +74,14 @@ def _common(tables: list[Mapping[str, Any]], key: str) -> list[int]:
 
 
 def compare(filed: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[Deviation]:
-    """Every figure of `fresh` beside the same of `filed`."""
-    made = [one for old, new in _same_shapes(filed, fresh) for one in _compare_tables(old, new)]
+    """Compare every figure of `fresh` with the same of `filed`."""
+    by_shape = {(table["hidden"], table["expert_width"]): table for table in filed["compute"]}
+    made: list[Deviation] = []
+    for table in fresh["compute"]:
+        made += _compare_tables(by_shape[table["hidden"], table["expert_width"]], table)
     for section in SECTIONS:
         for key, value in fresh[section].items():
-            # What is assumed is not measured again.
+            # Assumed figures are not measured again.
             if key != "source" and section != "all_to_all":
                 name, is_judged = f"{section}.{key}", key.endswith(JUDGED)
                 made.append(Deviation(name=name, filed=filed[section][key], measured=value, is_judged=is_judged))
@@ -108,13 +89,8 @@ def compare(filed: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[Deviatio
 
 
 def nearer(first: Sequence[Deviation], second: Sequence[Deviation]) -> list[Deviation]:
-    """Of the same figures compared twice, each time the one that is less far off."""
+    """Of the same figures compared twice, return each time the nearer one: single cells scatter as clocks change."""
     return [min(pair, key=lambda one: abs(one.share)) for pair in zip(first, second, strict=True)]
-
-
-def _same_shapes(filed: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    by_shape = {(table["hidden"], table["expert_width"]): table for table in filed["compute"]}
-    return ((by_shape[table["hidden"], table["expert_width"]], table) for table in fresh["compute"])
 
 
 def _compare_tables(filed: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[Deviation]:
@@ -129,8 +105,8 @@ def _compare_tables(filed: Mapping[str, Any], fresh: Mapping[str, Any]) -> Itera
 
 Tell = Callable[[int, int], None]
 RUNS = 9
-MEASURING = ("equipoise/calibrate", "equipoise/runtime")
-"""Rooms whose state decides what is measured."""
+MEASURING = ("equipoise/calibrate", "equipoise/layer", "equipoise/transfer")
+"""Folders of the measuring and the measured code."""
 PULL_STEPS, BESIDE_STEPS, EXCHANGE_STEPS, ADD_STEPS = 2, 2, 2, 1
 
 
@@ -143,14 +119,14 @@ def calibrate(
     commit: str | None = None,
     tell: Tell | None = None,
 ) -> dict[str, Any]:
-    """Measure every part; the content of a profile file.
+    """Measure every part and return the content of a profile file.
 
     Args:
         grid: the sizes to visit
         nvlink_bytes_per_s: published rate of the link to a peer, which caps what a copy inside the device suggests
         runs: timed runs of each case
         device: "cuda", or "cpu" to try the measuring itself
-        commit: of the source, where git cannot tell
+        commit: of the source, where git does not know it
         tell: called with (done, total) after each step
     """
     if device == "cuda":
@@ -176,7 +152,7 @@ def calibrate(
 
 
 def count_steps(grid: Grid) -> int:
-    """Steps that `calibrate` tells of."""
+    """Return the number of steps that `calibrate` reports."""
     widths = len({grid.shapes[0][0], grid.shapes[-1][0]})
     moves, attention = widths * len(grid.moved_rows), len(grid.attention) * len(grid.tokens)
     fixed = PULL_STEPS + BESIDE_STEPS + ADD_STEPS + EXCHANGE_STEPS
@@ -184,7 +160,7 @@ def count_steps(grid: Grid) -> int:
 
 
 def assumed_all_to_all() -> dict[str, Any]:
-    """The part that one device cannot measure."""
+    """Return the part that one device cannot measure."""
     return {
         "inside_share": 0.8,
         "across_share": 0.85,
@@ -195,7 +171,7 @@ def assumed_all_to_all() -> dict[str, Any]:
 
 
 def require_gpu() -> None:
-    """Raise, naming the way out, where torch sees no GPU."""
+    """Raise where torch finds no GPU."""
     if not torch.cuda.is_available():
         raise TopologyError(
             f"torch {torch.__version__} sees no CUDA device, and a profile is measured on the GPU it is for; run this "
@@ -204,7 +180,7 @@ def require_gpu() -> None:
 
 
 def provenance(device: str, commit: str | None = None) -> dict[str, str]:
-    """Say which device, software and source made the figures."""
+    """Return the device, software and source that made the figures."""
     is_gpu = device == "cuda"
     return {
         "format": FORMAT,
@@ -219,7 +195,7 @@ def provenance(device: str, commit: str | None = None) -> dict[str, str]:
 
 
 def read_commit() -> str:
-    """The commit of a checkout, "-dirty" behind it where measuring or measured code differs; else the version."""
+    """Return the commit of a checkout, with "-dirty" where measuring or measured code differs; else the version."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return f"equipoise {version('equipoise')}, installed"

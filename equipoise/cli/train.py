@@ -32,7 +32,7 @@ from equipoise.core.value import plural
 
 if TYPE_CHECKING:
     from equipoise.rl.config import TrainConfig
-    from equipoise.rl.launch import Event
+    from equipoise.rl.metrics import RunEvent
 
 ROWS = 12
 """Steps that the live table shows."""
@@ -129,10 +129,10 @@ def _train(
     config: "TrainConfig", out: Path, view: "RunView", *, record: Path | None, report: Path | None, is_resumed: bool
 ) -> int:
     """Train on every rank, and write the page; returns the exit code."""
+    from equipoise.launch import find_torchrun
     from equipoise.rl.checkpoint import hold
-    from equipoise.rl.launch import find_torchrun, launch
     from equipoise.rl.preflight import check_places, check_resumed, check_settings
-    from equipoise.rl.run import Places, prepare, run
+    from equipoise.rl.train import Places, launch, prepare, run
 
     check_settings(config)
     if is_resumed:
@@ -164,8 +164,8 @@ def _train(
 def _compare(config: "TrainConfig", modes: str, view: "RunView") -> int:
     """Train in several modes, and print how their steps differ; returns the exit code."""
     from equipoise.rl.compare import parse_modes, run_comparison
-    from equipoise.rl.launch import launch
     from equipoise.rl.preflight import check_settings
+    from equipoise.rl.train import launch
 
     parsed = parse_modes(modes)
     check_settings(config)
@@ -187,7 +187,7 @@ class RunView:
         self._steps: list[Mapping[str, Any]] = []
         self._status = ""
 
-    def show(self, event: "Event") -> None:
+    def show(self, event: "RunEvent") -> None:
         """Show one event; each kind has a method of its own below."""
         getattr(self, f"_{event.kind}")(event.values)
         if self._live is not None:
@@ -207,7 +207,7 @@ class RunView:
 
     def _progress(self, values: Mapping[str, Any]) -> None:
         done, total = values["done"], values["total"]
-        self._status = f"{values['words']}: {done}" + (f" of {total}" if total else " s")
+        self._status = f"{values['message']}: {done}" + (f" of {total}" if total else " s")
         loss = f", loss {values['loss']:.3f}" if "loss" in values else ""
         is_due = done % EVERY == 0 or done == total if total else done % 10 == 0
         if self._live is None and is_due:
@@ -217,7 +217,7 @@ class RunView:
         self._status = f"step {values['step']}: {values['name']}"
 
     def _note(self, values: Mapping[str, Any]) -> None:
-        self.print(values["words"])
+        self.print(values["message"])
 
     def _metrics(self, values: Mapping[str, Any]) -> None:
         self._steps.append(values)

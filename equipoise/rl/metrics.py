@@ -1,21 +1,16 @@
-"""Metrics: one line of figures per step, the same in the terminal, in `metrics.jsonl`, TensorBoard and W&B.
+"""What a run reports: `RunEvent`s while it runs, one line of metrics per step, and the sinks that the lines go to.
 
-Every figure is defined in `docs/metrics.md`, in the same order. Figures of ranks are put together as said there: sums
-for rows and bytes, the slowest rank for waits.
-
-Knows tallies of ranks. Does not know where figures go (`sinks`) nor how they are shown.
-
-Invariants (asserted by the tests):
-1. Skew is that of `equipoise.loads`: before from recorded routes at owners, after from rows that arrived.
-2. A metric that is documented is written, and one that is written is documented.
+Every metric is defined in `docs/metrics.md`, in the same order; ranks' figures are put together as said there.
+`metrics.jsonl` holds one JSON object per step, `step` first. A resumed run drops the lines after its checkpoint, so
+that the file of an interrupted and resumed run is that of an uninterrupted one, but for times.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,25 +22,39 @@ from equipoise.loads import skew_ML
 from equipoise.rl.config import TrackConfig
 from equipoise.rl.stages import StepTally
 
-# Where metrics go: `metrics.jsonl` always, TensorBoard and Weights & Biases where asked for.
-#
-# `metrics.jsonl`: one JSON object per step, `step` first. A resumed run drops the lines after its checkpoint, so that
-# the
-# file of an interrupted and resumed run is that of an uninterrupted one, but for times.
-#
-# Invariants (asserted by the tests):
-# 1. A sink that fails to start is an error; one that fails later never stops training.
-# 2. Killed at any point, lines before the newest checkpoint stay; a line that was cut short is as if not written.
-
-
 _LOG = logging.getLogger(__name__)
+
+TIMES = ("planning_s", "hidden_s", "waited_s", "exposed_s", "rollout_s", "stage_s", "seconds", "tokens_per_s")
+"""Metrics that are measured times; all others are the same in every run of one seed."""
+
+
+class RunEvent(NamedTuple):
+    """Something that happened in a run, shown by a terminal, a test or another process.
+
+    start      facts of the run: model, ranks, mode, folder of results
+    progress   message, done, total: something that takes a while
+    stage      step, name of the stage that begins, rank; sent by every rank
+    metrics    one step's metrics
+    note       message
+    end        summary
+    """
+
+    kind: Literal["start", "progress", "stage", "metrics", "note", "end"]
+    values: Mapping[str, Any]
+
+
+Show = Callable[[RunEvent], None]
+
+
+def ignore(event: RunEvent) -> None:
+    """Show nothing."""
 
 
 class Sink(Protocol):
-    """A place for metrics."""
+    """A destination of metrics."""
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Take one step's figures."""
+        """Write one step's metrics."""
         ...
 
     def close(self) -> None:
@@ -57,7 +66,7 @@ class JsonLines:
     """`metrics.jsonl`."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        """Open the file; lines of steps from `first_step` on are dropped, because they are trained anew."""
+        """Open the file; lines of steps from `first_step` on are dropped, because they are trained again."""
         kept = [line for line in read_lines(path) if line["step"] < first_step]
         with whole_file(path, error=TrainingError) as draft:
             draft.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
@@ -77,7 +86,7 @@ class TensorBoard:
     """A folder of event files."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it, or raise with the words to install it."""
+        """Open the folder, or raise with the command that installs TensorBoard."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -101,7 +110,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases."""
 
     def __init__(self, project: str, *, config: Mapping[str, Any]) -> None:
-        """Start the run, or raise with the words to install it."""
+        """Start the run, or raise with the command that installs wandb."""
         try:
             import wandb
         except ImportError as error:
@@ -121,10 +130,10 @@ class WeightsAndBiases:
 
 
 class Sinks:
-    """All places that a run writes its metrics to; only the first rank has one."""
+    """All destinations of a run's metrics; only the first rank has them."""
 
     def __init__(self, folder: Path, config: TrackConfig, *, first_step: int, settings: Mapping[str, Any]) -> None:
-        """Open them all; one that cannot start is an error here, and never one later."""
+        """Open all sinks; one that cannot start is an error here, and never one later."""
         self._sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", first_step=first_step)]
         if config.tensorboard:
             self._sinks.append(TensorBoard(folder / "tensorboard"))
@@ -132,7 +141,7 @@ class Sinks:
             self._sinks.append(WeightsAndBiases(config.wandb_project, config=settings))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write one step everywhere."""
+        """Write one step to all sinks."""
         for sink in list(self._sinks):
             try:
                 sink.write(metrics)
@@ -141,20 +150,20 @@ class Sinks:
                 self._sinks.remove(sink)
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all sinks."""
         for sink in self._sinks:
             sink.close()
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics as flat numbers: `bytes` becomes one per path, `stage_s` one per stage; what is None is left out."""
+    """Return the metrics as flat numbers: one of `bytes` per path, of `stage_s` per stage; None is left out."""
     flat = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
     tables = {name: value for name, value in metrics.items() if isinstance(value, Mapping)}
     return flat | {f"{name}.{key}": number for name, table in tables.items() for key, number in table.items()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The steps that `metrics.jsonl` holds; none where it is not there."""
+    """Return the steps that `metrics.jsonl` holds; none where the file does not exist."""
     if not path.exists():
         return []
     *whole, cut = path.read_text(encoding="utf-8").split("\n")
@@ -163,13 +172,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole]
 
 
-TIMES = ("planning_s", "hidden_s", "waited_s", "exposed_s", "rollout_s", "stage_s", "seconds", "tokens_per_s")
-"""Figures that depend on the machine's mood; all others are the same in every run of one seed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """What one rank says of one step, small enough to be gathered."""
+    """One rank's figures of one step, small enough to be gathered."""
 
     tally: StepTally
     rewards: Sequence[float]
@@ -196,19 +201,28 @@ def step_metrics(
     rewards = np.concatenate([np.asarray(figures.rewards) for figures in figures_R])
     first, seconds = tallies[0], max(sum(figures.stage_s.values()) for figures in figures_R)
     stage_s = {name: max(f.stage_s[name] for f in figures_R) for name in figures_R[0].stage_s}
-    trained = max(first.sums["trained"], 1.0)
     known, rows = (sum(getattr(f, name) for f in figures_R) for name in ("known_rows", "rows"))
     given = sum(t.given_rows for t in tallies)
+    bytes_by_path: dict[str, int] = {}
+    for report in (r for t in tallies for r in t.reports):
+        for path, count in report.bytes.items():
+            bytes_by_path[path] = bytes_by_path.get(path, 0) + count
+    # Planning is reported by the rank that waited longest for it.
+    planned = max((t.reports for t in tallies), key=lambda reports: sum(r.waited_s for r in reports))
+
+    def per_trained(name: str) -> float:
+        return sum(t.sums.get(name, 0.0) for t in tallies) / max(first.sums["trained"], 1.0)
+
     return {
         "step": step,
         "reward": float(rewards.mean()),
         "right_share": sum(f.num_right for f in figures_R) / len(rewards),
         "loss": float(np.mean(first.losses)),
         "loss_size": float(np.mean(first.sizes)),
-        "ratio": _sum(tallies, "ratio") / trained,
-        "clipped_share": _sum(tallies, "clipped") / trained,
-        "kl": _sum(tallies, "kl_old") / trained,
-        "kl_reference": _sum(tallies, "kl_reference") / trained,
+        "ratio": per_trained("ratio"),
+        "clipped_share": per_trained("clipped"),
+        "kl": per_trained("kl_old"),
+        "kl_reference": per_trained("kl_reference"),
         "kl_rollout": sum(f.rollout_kl for f in figures_R) / len(figures_R),
         "grad_norm": float(np.mean(first.norms)),
         "skew_before": skew_before(tallies, ep=ep),
@@ -218,8 +232,14 @@ def step_metrics(
         "differing_share": sum(t.differing_rows for t in tallies) / max(given, 1),
         "checked_windows": sum(t.checked_windows for t in tallies),
         "lost_s": sum(lost_seconds(tallies[:ep], stage, cost) for stage, cost in costs.items()),
-        **_transfers(tallies),
-        **_planning(tallies),
+        "static_s": sum(r.static_s for r in first.reports),
+        "saved_s": sum(r.static_s - r.predicted_s for r in first.reports),
+        "displaced": sum(r.displaced for r in first.reports),
+        "replicas": sum(r.replicas for r in first.reports),
+        "bytes": bytes_by_path,
+        "planning_s": sum(r.planning_s for r in planned),
+        "hidden_s": sum(max(0.0, r.planning_s - r.waited_s) for r in planned),
+        "waited_s": sum(r.waited_s for r in planned),
         "exposed_s": max(sum(sum(r.exposed_s.values()) for r in t.reports) for t in tallies),
         "rollout_s": stage_s.get("rollout", 0.0),
         "stage_s": stage_s,
@@ -228,18 +248,8 @@ def step_metrics(
     }
 
 
-def _planning(tallies: Sequence[StepTally]) -> dict[str, float]:
-    """What was planned, how much of it while something else ran, and what was waited for, where most was."""
-    windows = max((t.reports for t in tallies), key=lambda reports: sum(r.waited_s for r in reports))
-    return {
-        "planning_s": sum(r.planning_s for r in windows),
-        "hidden_s": sum(max(0.0, r.planning_s - r.waited_s) for r in windows),
-        "waited_s": sum(r.waited_s for r in windows),
-    }
-
-
 def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> float:
-    """Predicted compute seconds of the busiest rank less those of the mean rank, every expert at its owner.
+    """Return predicted compute seconds of the busiest rank less those of the mean rank, every expert at its owner.
 
     Args:
         group: the ranks of one EP group
@@ -254,50 +264,26 @@ def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> f
 
 
 def skew_before(tallies: Sequence[StepTally], *, ep: int) -> float:
-    """Mean skew of the update's micro-steps and layers with every expert at its owner."""
+    """Return the mean skew of the update's micro-steps and layers with every expert at its owner."""
     ratios = []
-    for group in _groups(tallies, ep):
-        for load_RMLE in zip(*(t.rows["update"] for t in group), strict=True):
+    for at in range(0, len(tallies), ep):
+        for load_RMLE in zip(*(t.rows["update"] for t in tallies[at : at + ep]), strict=True):
             ratios.append(skew_ML(_at_owners(load_RMLE, ep)).reshape(-1))
     return float(np.concatenate(ratios).mean())
 
 
 def skew_after(tallies: Sequence[StepTally], *, ep: int) -> float | None:
-    """Mean skew of the rows that arrived in the update; None where every rank has all experts."""
+    """Return the mean skew of the rows that arrived in the update; None where every rank has all experts."""
     if not tallies[0].arrived["update"]:
         return None
     ratios = []
-    for group in _groups(tallies, ep):
-        for rows_RML in zip(*(t.arrived["update"] for t in group), strict=True):
+    for at in range(0, len(tallies), ep):
+        for rows_RML in zip(*(t.arrived["update"] for t in tallies[at : at + ep]), strict=True):
             ratios.append(skew_ML(np.stack(rows_RML, axis=2)).reshape(-1))
     return float(np.concatenate(ratios).mean())
 
 
 def _at_owners(load_RMLE: Sequence[np.ndarray], ep: int) -> np.ndarray:
-    """[M, L, R] rows that each owner would get, from what every rank sends."""
+    """[M, L, R] rows that each owner would receive, from what every rank sends."""
     total_MLE = np.sum(load_RMLE, axis=0)
     return np.asarray(total_MLE.reshape(*total_MLE.shape[:2], ep, -1).sum(axis=3))
-
-
-def _groups(tallies: Sequence[StepTally], ep: int) -> list[Sequence[StepTally]]:
-    return [tallies[at : at + ep] for at in range(0, len(tallies), ep)]
-
-
-def _sum(tallies: Sequence[StepTally], name: str) -> float:
-    return sum(t.sums.get(name, 0.0) for t in tallies)
-
-
-def _transfers(tallies: Sequence[StepTally]) -> dict[str, Any]:
-    """What was moved, over all ranks, and what the plans had predicted, of the first rank's group."""
-    bytes_by_path: dict[str, int] = {}
-    for report in (r for t in tallies for r in t.reports):
-        for path, count in report.bytes.items():
-            bytes_by_path[path] = bytes_by_path.get(path, 0) + count
-    mine = tallies[0].reports
-    return {
-        "static_s": sum(r.static_s for r in mine),
-        "saved_s": sum(r.static_s - r.predicted_s for r in mine),
-        "displaced": sum(r.displaced for r in mine),
-        "replicas": sum(r.replicas for r in mine),
-        "bytes": bytes_by_path,
-    }

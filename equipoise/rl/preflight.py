@@ -1,14 +1,8 @@
-"""What can be wrong with a run, found before anything is made: before a rank is started or an old result replaced.
+"""What is wrong with a run, found before a rank is started or an old result replaced; and what the run would need.
 
-    settings    the reward, the questions, the model's shape and tokenizer, the source of rollouts, extras, devices
-    places      folders to write to, the run to go on with, and what it keeps
-
-Each check opens the very thing that training will open, so that both say the same. Knows the order of checks. Does not
-start anything, and changes no file.
-
-Invariants (asserted by the tests):
-1. A setting that names what is not there is refused by its name, its value and what to do, with nothing written.
-2. What passes here opens in a run.
+Each check opens the very thing that training will open, so that both give the same errors; nothing is written. The
+forecast is modelled, not measured: weights and optimizer by their sizes, activations by received rows, seconds by the
+cost model. It needs neither weights nor GPUs, and imports the planner.
 """
 
 import os
@@ -20,29 +14,25 @@ from urllib.parse import urlsplit
 
 from equipoise.core import ModelShape
 from equipoise.core.errors import TrainingError
+from equipoise.launch import find_torchrun
 from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
-from equipoise.rl.config import TrainConfig, read_config, setting_of
-from equipoise.rl.launch import find_torchrun
-from equipoise.rl.layout import build_cluster
-from equipoise.rl.model import Limits, check_checkpoint, check_weights, limits_of, open_tokenizer
+from equipoise.rl.config import TrainConfig, build_cluster, read_config, setting_of
+from equipoise.rl.model import Limits, check_checkpoint, check_weights, family_config, limits_of, open_tokenizer
 from equipoise.rl.rollout import Outside, RecordedRollouts, Request, find_rollouts
 from equipoise.rl.task import Question, find_reward, open_task
-
-# What a run would need and gain, from its settings alone: memory per rank, and a plan for a generated step.
-#
-# Modelled, not measured: weights and optimizer by their sizes, activations by received rows, seconds by the cost
-# model.
-# Needs neither weights nor GPUs; plans here and now, so it imports the planner.
-#
-# Invariants (asserted by the tests):
-# 1. Every preset can be forecast on a laptop.
-# 2. Fewer ranks than the settings ask for, or than devices can hold, are refused with what to do.
-
 
 GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2}
 _COPIES = 4
 """Weights, gradients and AdamW's two moments, all in the model's dtype."""
+_CONNECT_S = 5.0
+"""How long an engine may take to accept a connection."""
+_TRIED = 64
+"""Questions that are tried with the tokenizer."""
+_GIVE = "give the folder that the run wrote to, its --out (out/train if none was given)"
+_MODEL = ("path", "family", "layers", "hidden", "heads", "experts", "top_k", "expert_width", "vocabulary", "dtype")
+_KEPT = ("seed", "balance.mode", *(f"model.{name}" for name in _MODEL))
+"""Settings that a checkpoint depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +60,11 @@ class Forecast:
 
     @property
     def total_gib(self) -> float:
-        """All of it, on one rank."""
+        """All memory of one rank."""
         return self.trained_gib + self.rollout_gib + self.replica_gib + self.received_gib
 
     def lines(self) -> list[str]:
-        """The forecast in words."""
+        """Return the forecast as text."""
         fit = "fits" if self.total_gib <= self.limit_gib else "DOES NOT FIT"
         return [
             f"forecast for {self.ranks} ranks, {self.parameters / 1e9:.3g} B parameters (modelled, nothing was run)",
@@ -87,38 +77,12 @@ class Forecast:
         ]
 
 
-def too_few(config: TrainConfig) -> str | None:
-    """Why this machine, or torchrun, has too few ranks or devices for the settings; None where all is well."""
-    torchrun = find_torchrun()
-    if config.ranks < config.fewest_ranks:
-        return (
-            f"setting ranks is {config.ranks}; these settings need at least {config.fewest_ranks} (fewest_ranks): "
-            "start them on that many GPUs with torchrun, or use another preset"
-        )
-    if torchrun is not None and torchrun.ranks != config.ranks:
-        there = torchrun.ranks
-        return f"setting ranks is {config.ranks}, torchrun started {there}; start as many, or --set ranks={there}"
-    if config.model.device != "cuda" or torchrun is not None:
-        return None
-    import torch
-
-    there = torch.cuda.device_count() * config.model.ranks_per_device
-    if there >= config.ranks:
-        return None
-    return (
-        f"{config.ranks} ranks on GPUs were asked for; this machine holds {there} (devices: "
-        f"{torch.cuda.device_count()}, ranks on each: {config.model.ranks_per_device}). Start them "
-        "with torchrun on more machines, or use --preset tiny"
-    )
-
-
 def forecast(config: TrainConfig) -> Forecast:
     """Describe a run from its settings; plans one generated update window."""
     from equipoise.core.options import replica_bytes
     from equipoise.loads import count_loads, generate_counts, rank_loads, schedule_samples, skew_ML
     from equipoise.loads.forecast import row_bytes
     from equipoise.planner import plan
-    from equipoise.rl.layout import build_cluster
 
     shape = shape_of(config)
     cluster = build_cluster(config, shape)
@@ -149,29 +113,48 @@ def forecast(config: TrainConfig) -> Forecast:
 
 
 def shape_of(config: TrainConfig) -> ModelShape:
-    """The shape of the configured model: of its checkpoint where one is there, else of the given sizes."""
+    """Return the shape of the configured model: of its checkpoint if there is one, else of the given sizes."""
     if config.model.path:
         return ModelShape.from_config(config.model.path)
-    from equipoise.rl.model import family_config
-
     shape = ModelShape.from_config(family_config(config.model).to_dict(), name=config.model.family)
     return shape.replace(weight_bytes=_BYTES[config.model.dtype])
 
 
 def dense_parameters(config: TrainConfig, shape: ModelShape) -> int:
-    """Weights that every rank has: attention, routers, shared experts, embeddings and head (untied)."""
+    """Return the number of weights that every rank has: attention, routers, shared experts, embeddings and head."""
     per_layer = shape.attention_params + shape.hidden * shape.experts + shape.shared_experts * shape.expert_params
     return shape.hidden_layers * per_layer + 2 * config.model.vocabulary * shape.hidden
 
 
-_ANSWER_S = 5.0
-"""How long an engine may take to accept a connection."""
-_ASKED = 64
-"""Questions that are tried with the tokenizer."""
+def too_few(config: TrainConfig) -> str | None:
+    """Return why this machine, or torchrun, has too few ranks or devices for the settings; None where they suffice."""
+    torchrun = find_torchrun()
+    if config.ranks < config.fewest_ranks:
+        return (
+            f"setting ranks is {config.ranks}; these settings need at least {config.fewest_ranks} (fewest_ranks): "
+            "start them on that many GPUs with torchrun, or use another preset"
+        )
+    if torchrun is not None and torchrun.ranks != config.ranks:
+        there = torchrun.ranks
+        return f"setting ranks is {config.ranks}, torchrun started {there}; start as many, or --set ranks={there}"
+    if config.model.device != "cuda" or torchrun is not None:
+        return None
+    import torch
+
+    there = torch.cuda.device_count() * config.model.ranks_per_device
+    if there >= config.ranks:
+        return None
+    return (
+        f"{config.ranks} ranks on GPUs were asked for; this machine holds {there} (devices: "
+        f"{torch.cuda.device_count()}, ranks on each: {config.model.ranks_per_device}). Start them "
+        "with torchrun on more machines, or use --preset tiny"
+    )
 
 
 def check_settings(config: TrainConfig) -> None:
     """Raise if something that the settings name is not there, or does not fit the rest."""
+    import torch
+
     reward = find_reward(config.task.reward)
     if config.model.path:
         check_checkpoint(config.model.path)
@@ -179,17 +162,69 @@ def check_settings(config: TrainConfig) -> None:
     limits = limits_of(config.model)
     if config.model.path:
         check_weights(config.model.path)
-    asked = open_task(config.task).questions(_ASKED, seed=config.seed, step=0)
-    # Tried once: a reward that always fails is told now, not after the warm-up and a rollout.
+    asked = open_task(config.task).questions(_TRIED, seed=config.seed, step=0)
+    # Tried once: a reward that always fails is found now, not after the warm-up and a rollout.
     reward(asked[0].prompt, asked[0].answer, asked[0].answer)
     _check_tokens(config, asked, limits)
-    _check_source(config)
-    _check_extras(config)
-    _check_devices(config)
+    if config.rollout.source:
+        _check_source(config)
+    wanted = {"track.tensorboard": config.track.tensorboard, "track.wandb_project": config.track.wandb_project}
+    for name, package in (("track.tensorboard", "tensorboard"), ("track.wandb_project", "wandb")):
+        if wanted[name] and find_spec(package) is None:
+            raise TrainingError(
+                f"setting {name} is {wanted[name]}, but {package} is not installed; "
+                f"run: pip install 'equipoise[{package}]', or leave it out"
+            )
+    if config.model.device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("setting model.device is cuda, but torch finds no GPU here; use --set model.device=cpu")
+
+
+def _check_tokens(config: TrainConfig, asked: list[Question], limits: Limits) -> None:
+    """Raise if prompts or answers have tokens that the model has not, or a sample does not fit its positions."""
+    tokenizer = open_tokenizer(config.model)
+    prompts = [tokenizer.encode(question.prompt) for question in asked]
+    answers = [tokenizer.encode(question.answer) for question in asked if config.warmup.steps]
+    for question, prompt in zip(asked, prompts, strict=True):
+        if not prompt:
+            raise TrainingError(f"prompt {question.prompt!r} has no token; every question needs one")
+    highest = max(tokenizer.end, *(token for tokens in (*prompts, *answers) for token in tokens))
+    if highest >= limits.vocabulary:
+        raise TrainingError(
+            f"the model {config.model.path or config.model.family} has {limits.vocabulary} token ids, its tokenizer "
+            f"({tokenizer.description}) gives {highest}; put the model's own tokenizer into its folder"
+        )
+    longest = max(map(len, prompts))
+    if longest + config.rollout.max_new_tokens > limits.positions:
+        raise TrainingError(
+            f"setting rollout.max_new_tokens is {config.rollout.max_new_tokens}; with prompts of {longest} tokens a "
+            f"sample would be longer than the model's {limits.positions} positions; use at most "
+            f"{limits.positions - longest}"
+        )
+
+
+def _check_source(config: TrainConfig) -> None:
+    """Raise if an engine does not answer, or if the first step's recorded rollouts do not fit model and questions."""
+    source = config.rollout.source
+    if source.startswith("http"):
+        try:
+            address = urlsplit(source)
+            port = address.port or (443 if address.scheme == "https" else 80)
+            socket.create_connection((address.hostname or "", port), timeout=_CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            raise TrainingError(
+                f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
+            ) from error
+        return
+    find_rollouts(source, steps=config.steps)
+    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
+    questions = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=0)
+    asked = Request(step=0, first=0, questions=questions, seed=config.seed)
+    for _ in RecordedRollouts(source, outside).generate(asked):
+        pass
 
 
 def check_places(*, out: Path, record: Path | None = None, is_resumed: bool = False) -> None:
-    """Raise if results or recorded routes have no place, or if there is no run to go on with."""
+    """Raise if results or recorded routes cannot be written, or if there is no run to resume."""
     if is_resumed:
         find_run(out)
     elif out.is_dir() and any(out.iterdir()) and not (out / "config.toml").exists():
@@ -202,8 +237,16 @@ def check_places(*, out: Path, record: Path | None = None, is_resumed: bool = Fa
         raise TrainingError(f"--record {record} holds something already; give a new folder, or empty it")
 
 
+def _check_folder(flag: str, folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise TrainingError(f"{flag} {folder}: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK):
+        raise TrainingError(f"{flag} {folder}: no right to write to {there}; give another folder")
+
+
 def find_run(folder: Path) -> Path:
-    """Return the settings of the run to go on with, or say what the folder is instead."""
+    """Return the settings file of the run to resume; raise if the folder holds no run."""
     settings = folder / "config.toml"
     if settings.is_file():
         return settings
@@ -215,14 +258,11 @@ def find_run(folder: Path) -> Path:
     raise TrainingError(f"--resume {folder} is no run, it holds no config.toml; {_GIVE}")
 
 
-_GIVE = "give the folder that the run wrote to, its --out (out/train if none was given)"
-
-
 def check_resumed(config: TrainConfig, folder: Path) -> None:
-    """Raise if the settings are not those that the newest checkpoint of a run was made with, where that matters."""
+    """Raise if the newest checkpoint of a run depends on a setting that has changed."""
     newest = newest_checkpoint(folder / "checkpoints")
     if newest is None:
-        # Nothing was trained that could not fit: training begins anew.
+        # Nothing was trained yet: training begins from the start, with any settings.
         return
     before = read_config(find_run(folder))
     for name in _KEPT:
@@ -242,83 +282,3 @@ def check_resumed(config: TrainConfig, folder: Path) -> None:
             f"setting steps is {config.steps}, the run in {folder} has trained {trained_steps(newest)} already; give "
             "at least as many, or begin a new run with -o"
         )
-
-
-_MODEL = ("path", "family", "layers", "hidden", "heads", "experts", "top_k", "expert_width", "vocabulary", "dtype")
-_KEPT = ("seed", "ranks", "ep", "balance.mode", *(f"model.{name}" for name in _MODEL))
-"""Settings that weights, optimizer and random state of a checkpoint depend on."""
-
-
-def _check_folder(flag: str, folder: Path) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise TrainingError(f"{flag} {folder}: {there} is a file; give a folder")
-    if not os.access(there, os.W_OK):
-        raise TrainingError(f"{flag} {folder}: no right to write to {there}; give another folder")
-
-
-def _check_tokens(config: TrainConfig, asked: list[Question], limits: Limits) -> None:
-    """Prompts and answers have tokens that the model knows, and a sample fits the model's positions."""
-    tokenizer = open_tokenizer(config.model)
-    prompts = [tokenizer.encode(question.prompt) for question in asked]
-    answers = [tokenizer.encode(question.answer) for question in asked if config.warmup.steps]
-    for question, prompt in zip(asked, prompts, strict=True):
-        if not prompt:
-            raise TrainingError(f"prompt {question.prompt!r} has no token; every question needs one")
-    highest = max(tokenizer.end, *(token for tokens in (*prompts, *answers) for token in tokens))
-    if highest >= limits.vocabulary:
-        raise TrainingError(
-            f"the model {config.model.path or config.model.family} has {limits.vocabulary} token ids, its tokenizer "
-            f"({tokenizer.words}) gives {highest}; put the model's own tokenizer into its folder"
-        )
-    longest = max(map(len, prompts))
-    if longest + config.rollout.max_new_tokens > limits.positions:
-        raise TrainingError(
-            f"setting rollout.max_new_tokens is {config.rollout.max_new_tokens}; with prompts of {longest} tokens a "
-            f"sample would be longer than the model's {limits.positions} positions; use at most "
-            f"{limits.positions - longest}"
-        )
-
-
-def _check_source(config: TrainConfig) -> None:
-    source = config.rollout.source
-    if not source:
-        return
-    if not source.startswith("http"):
-        find_rollouts(source, steps=config.steps)
-        _check_rollouts(config)
-        return
-    try:
-        address = urlsplit(source)
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname or "", port), timeout=_ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        raise TrainingError(
-            f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
-        ) from error
-
-
-def _check_rollouts(config: TrainConfig) -> None:
-    """The first step's recorded rollouts fit the model and answer the questions; later ones are read when due."""
-    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
-    questions = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=0)
-    asked = Request(step=0, first=0, questions=questions, seed=config.seed)
-    for _ in RecordedRollouts(config.rollout.source, outside).generate(asked):
-        pass
-
-
-def _check_extras(config: TrainConfig) -> None:
-    wanted = {"track.tensorboard": config.track.tensorboard, "track.wandb_project": config.track.wandb_project}
-    for name, package in (("track.tensorboard", "tensorboard"), ("track.wandb_project", "wandb")):
-        if wanted[name] and find_spec(package) is None:
-            raise TrainingError(
-                f"setting {name} is {wanted[name]}, but {package} is not installed; "
-                f"run: pip install 'equipoise[{package}]', or leave it out"
-            )
-
-
-def _check_devices(config: TrainConfig) -> None:
-    import torch
-
-    if config.model.device == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("setting model.device is cuda, but torch finds no GPU here; use --set model.device=cpu")

@@ -1,16 +1,23 @@
-"""`Sampler`: a whole copy of the model that answers questions, as a rollout engine would, and records its routes.
+"""Rollouts: samples with the routes of their tokens, from our own sampling, a folder of recordings, or an HTTP engine.
 
-It runs no collective and knows no experts' places: what it sees of training are canonical weights.
-
-Steps of one rollout:
+`Sampler` is a whole copy of the model. One rollout of it:
 1. Prompts, each `samples` times, padded on the left, are forwarded once into a KV cache.
 2. Token by token, every sample draws from its own softmax until it ends or is long enough.
-3. A sample is handed out as soon as it ends, with the routes of all tokens that were forwarded: all but its last.
+3. A sample is returned as soon as it ends, with the routes of all tokens that were forwarded: all but its last.
 
-Invariants (asserted by the tests):
-1. The same weights, questions and seed give the same samples and routes.
-2. Recorded rows are those of the sample's own tokens: a forward of the sample alone chooses the same experts.
-3. Samples end with the end token, or have `max_new_tokens`.
+Folder: one file per step, `step-000003.*` for step 3 where files are named so, else the files in order of their names.
+    A file holds the samples of all ranks: question after question, `rollout.samples` of each. Token ids must be in it;
+    each sample must begin with its question's tokens.
+Engine, `rollout.engine`:
+    vllm     POST URL/v1/completions  {prompt: ids, n, max_tokens, temperature, seed, return_token_ids: true}
+             choices[i].token_ids, choices[i].routed_experts (base64 of .npy)
+    sglang   POST URL/generate        {input_ids, sampling_params: {n, max_new_tokens, temperature},
+                                       return_routed_experts: true}
+             per sample: output_ids, meta_info.routed_experts (base64 of int32)
+    The engine must be started with --enable-return-routed-experts. The caller gives it new weights.
+
+A sample whose routes are broken is refused; or, with `rollout.allow_missing_routes`, trained without foresight: its
+rows are -1, the model routes them, and coverage counts them as unknown.
 """
 
 import json
@@ -18,7 +25,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +34,111 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.adapters.transformers import wrap_routers
-from equipoise.core import ModelShape, RoutesError, SampleRoutes
+from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.core.errors import TrainingError
-from equipoise.rl.batch import Sample, from_routes
 from equipoise.rl.config import RolloutConfig
 from equipoise.rl.task import Question, Tokenizer
 from equipoise.routes import read_routes
 from equipoise.routes.source import SUFFIXES, Source
 
+_OPEN_REQUESTS = 8
+"""Requests that one rank has open."""
+_TIMEOUT_S = 600.0
+_QUOTED = 300
+"""Bytes of an engine's own error that are quoted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """A prompt and one response to it, with routes. The last token was sampled and never forwarded: it has none."""
+
+    name: str
+    """Step, question and number within its group; unique in a run."""
+    tokens_T: np.ndarray
+    """[T] token ids, prompt and response."""
+    num_prompt: int
+    ids_TLK: np.ndarray
+    """[T - 1, L, K] expert ids, -1 in rows whose route is unknown."""
+    experts: int
+    """Routed experts of the model."""
+    log_probs_T: np.ndarray | None = None
+    """[response] log-prob of each response token where the engine returned them."""
+    weight_version: str = ""
+    count_LE: np.ndarray = field(init=False)
+    """[L, E] known rows by expert; the counts of a window are the sum over its samples."""
+
+    def __post_init__(self) -> None:
+        if len(self.ids_TLK) != len(self.tokens_T) - 1:
+            raise RoutesError(
+                f"sample {self.name!r}: {len(self.ids_TLK)} rows for {len(self.tokens_T)} tokens; "
+                "there must be one fewer, since the last token is never forwarded"
+            )
+        if not 0 < self.num_prompt < len(self.tokens_T):
+            raise RoutesError(
+                f"sample {self.name!r}: {self.num_prompt} of {len(self.tokens_T)} tokens are the prompt's; "
+                "a sample needs a prompt and a response"
+            )
+        object.__setattr__(self, "count_LE", count_ids(self.ids_TLK, self.experts))
+
+    @property
+    def response_T(self) -> np.ndarray:
+        """Token ids of the response."""
+        return self.tokens_T[self.num_prompt :]
+
+    @property
+    def known_rows(self) -> int:
+        """(token, layer) entries whose route is known."""
+        return int((self.ids_TLK >= 0).all(axis=2).sum())
+
+
+def count_ids(ids_TLK: np.ndarray, experts: int) -> np.ndarray:
+    """[L, E] rows by expert, of the tokens whose ids are known."""
+    layers = ids_TLK.shape[1]
+    known_TL = np.all(ids_TLK >= 0, axis=2)
+    place_TLK = ids_TLK + experts * np.arange(layers)[None, :, None]
+    return np.bincount(place_TLK[known_TL].reshape(-1), minlength=layers * experts).reshape(layers, experts)
+
+
+def to_routes(samples: Sequence[Sample], model: ModelShape) -> Routes:
+    """Return the samples as `Routes`, the form in which engines record them."""
+    found = []
+    for sample in samples:
+        known_TL: np.ndarray = np.all(sample.ids_TLK >= 0, axis=2)
+        segment = Segment(start=0, stop=len(sample.ids_TLK), weight_version=sample.weight_version)
+        found.append(
+            SampleRoutes(
+                name=sample.name,
+                ids_TLK=np.where(known_TL[:, :, None], sample.ids_TLK, 0),
+                known_TL=None if known_TL.all() else known_TL,
+                num_tokens=len(sample.tokens_T),
+                tokens_T=sample.tokens_T,
+                segments=(segment,) if sample.weight_version else (),
+            )
+        )
+    return Routes.of(found, model=model)
+
+
+def from_routes(routes: SampleRoutes, model: ModelShape, *, num_prompt: int) -> Sample:
+    """Return a sample from a recording with token ids; rows that are missing or unknown become -1."""
+    if routes.tokens_T is None:
+        raise RoutesError(f"sample {routes.name!r} has no token ids; record them, training needs them")
+    ids_TLK = np.full((routes.num_tokens - 1, model.layers, model.top_k), -1, dtype=np.int64)
+    rows = min(routes.num_rows, len(ids_TLK))
+    ids_TLK[:rows] = routes.ids_TLK[:rows]
+    if routes.known_TL is not None:
+        ids_TLK[:rows][~routes.known_TL[:rows]] = -1
+    return Sample(
+        name=routes.name,
+        tokens_T=np.asarray(routes.tokens_T),
+        num_prompt=num_prompt,
+        ids_TLK=ids_TLK,
+        experts=model.experts,
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What one rank asks of an engine in one step."""
+    """The questions that one rank gives to an engine in one step."""
 
     step: int
     first: int
@@ -48,7 +148,7 @@ class Request:
     weight_version: str = ""
 
     def name(self, question: int, sample: int) -> str:
-        """What a sample is called, the same in every run."""
+        """Return the name of a sample, the same in every run."""
         return f"step {self.step} question {self.first + question} sample {sample}"
 
 
@@ -56,60 +156,57 @@ class Sampler:
     """Our own engine."""
 
     def __init__(self, model: nn.Module, *, config: RolloutConfig, tokenizer: Tokenizer) -> None:
-        """Take a whole model of its own, see `model.copy_model`."""
+        """Take a whole model that nobody else uses, see `model.copy_model`."""
         self.model, self._config, self._tokenizer = model, config, tokenizer
         self._routers = wrap_routers(model)
 
     @torch.no_grad()
     def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
-        """Yield (place in the list of samples, sample) as samples end; a question's samples stand side by side."""
+        """Yield (index of the sample, sample) as samples end; the samples of a question have adjacent indices."""
         prompts = [self._tokenizer.encode(q.prompt) for q in request.questions for _ in range(self._config.samples)]
         device = next(self.model.parameters()).device
         draw = torch.Generator(device=device).manual_seed(request.seed)
         batch = _Batch(prompts, device=device)
         with self._routers.record() as recorded:
             for count in range(1, self._config.max_new_tokens + 1):
-                batch.extend(self._draw(batch, draw))
+                # Step 1: forward the prompts, or each sample's last token, and draw the next one.
+                output = self.model(
+                    input_ids=batch.input_BT,
+                    attention_mask=batch.mask_BT,
+                    position_ids=batch.position_BT,
+                    past_key_values=batch.cache,
+                    use_cache=True,
+                )
+                batch.cache = output.past_key_values
+                log_prob_BV = torch.log_softmax(output.logits[:, -1].float() / self._config.temperature, dim=-1)
+                token_B1 = torch.multinomial(log_prob_BV.exp(), 1, generator=draw)
+                batch.extend(token_B1[:, 0], log_prob_BV.gather(1, token_B1)[:, 0])
+                # Step 2: return the samples that end with it.
                 is_last = count == self._config.max_new_tokens
                 if ended := batch.end(self._tokenizer.end, is_last=is_last):
                     ids_BTLK = recorded.by_sample(len(prompts))[ended].cpu().numpy()
-                    for place, ids_TLK in zip(ended, ids_BTLK, strict=True):
-                        yield place, self._sample(batch, place, ids_TLK, request)
+                    for index, ids_TLK in zip(ended, ids_BTLK, strict=True):
+                        yield index, self._sample(batch, index, ids_TLK, request)
                 if not batch.is_open:
                     return
 
-    def _draw(self, batch: "_Batch", draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        """[B] the next token of every sample, and its log-probability."""
-        output = self.model(
-            input_ids=batch.input_BT,
-            attention_mask=batch.mask_BT,
-            position_ids=batch.position_BT,
-            past_key_values=batch.cache,
-            use_cache=True,
-        )
-        batch.cache = output.past_key_values
-        log_prob_BV = torch.log_softmax(output.logits[:, -1].float() / self._config.temperature, dim=-1)
-        token_B = torch.multinomial(log_prob_BV.exp(), 1, generator=draw)
-        return token_B[:, 0], log_prob_BV.gather(1, token_B)[:, 0]
-
-    def _sample(self, batch: "_Batch", place: int, ids_TLK: np.ndarray, request: Request) -> Sample:
-        tokens = batch.prompts[place] + batch.tokens[place]
-        question, sample = divmod(place, self._config.samples)
-        begin = batch.width - len(batch.prompts[place])
+    def _sample(self, batch: "_Batch", index: int, ids_TLK: np.ndarray, request: Request) -> Sample:
+        tokens = batch.prompts[index] + batch.tokens[index]
+        begin = batch.width - len(batch.prompts[index])
         return Sample(
-            name=request.name(question, sample),
+            name=request.name(*divmod(index, self._config.samples)),
             tokens_T=np.array(tokens),
-            num_prompt=len(batch.prompts[place]),
-            # Rows of left padding come first; the last token was drawn and not forwarded.
+            num_prompt=len(batch.prompts[index]),
+            # Rows of left padding are first; the last token was drawn and not forwarded.
             ids_TLK=ids_TLK[begin : begin + len(tokens) - 1].astype(np.int64),
             experts=self._routers.found.experts,
-            log_probs_T=np.array(batch.log_probs[place]),
+            log_probs_T=np.array(batch.log_probs[index]),
             weight_version=request.weight_version,
         )
 
 
 class _Batch:
-    """Samples that grow side by side."""
+    """Samples that are extended together, token by token."""
 
     def __init__(self, prompts: list[list[int]], *, device: torch.device) -> None:
         self.prompts, self.width = prompts, max(map(len, prompts))
@@ -127,72 +224,55 @@ class _Batch:
     def is_open(self) -> bool:
         return bool(self._open)
 
-    def extend(self, drawn: tuple[Tensor, Tensor]) -> None:
-        """Append one token to every open sample; ended ones are forwarded along and ignored."""
-        tokens, log_probs = (tensor_B.tolist() for tensor_B in drawn)
-        for place in self._open:
-            self.tokens[place].append(tokens[place])
-            self.log_probs[place].append(log_probs[place])
-        self.input_BT = drawn[0][:, None]
+    def extend(self, token_B: Tensor, log_prob_B: Tensor) -> None:
+        """Append one token to every open sample; ended ones are still forwarded, and ignored."""
+        tokens, log_probs = token_B.tolist(), log_prob_B.tolist()
+        for index in self._open:
+            self.tokens[index].append(tokens[index])
+            self.log_probs[index].append(log_probs[index])
+        self.input_BT = token_B[:, None]
         self.mask_BT = torch.cat([self.mask_BT, torch.ones_like(self.mask_BT[:, :1])], dim=1)
         self.position_BT = self.position_BT[:, -1:] + 1
 
     def end(self, token: int, *, is_last: bool) -> list[int]:
-        """Close the samples that ended with `token`, or all where this was the last one; return their places."""
-        ended = sorted(place for place in self._open if is_last or self.tokens[place][-1] == token)
+        """Close the samples that ended with `token`, or all if this was the last one; return their indices."""
+        ended = sorted(index for index in self._open if is_last or self.tokens[index][-1] == token)
         self._open.difference_update(ended)
         return ended
 
 
-# Rollouts from outside: a folder of recorded ones in any form that `equipoise.routes` reads, or an engine's HTTP face.
-#
-# Folder: one file per step, `step-000003.*` for step 3 where files are named so, else the files in order of their
-# names.
-#     A file holds the samples of all ranks: question after question, `rollout.samples` of each. Token ids must be in
-# it;
-#     each sample must begin with its question's tokens.
-# Engine, `rollout.engine`:
-#     vllm     POST URL/v1/completions  {prompt: ids, n, max_tokens, temperature, seed, return_token_ids: true}
-#              choices[i].token_ids, choices[i].routed_experts (base64 of .npy)
-#     sglang   POST URL/generate        {input_ids, sampling_params: {n, max_new_tokens, temperature},
-#                                        return_routed_experts: true}
-#              per sample: output_ids, meta_info.routed_experts (base64 of int32)
-#     The engine must be started with --enable-return-routed-experts. Giving it new weights is left to the caller.
-#
-# A sample whose routes are broken is refused by name; or, with `rollout.allow_missing_routes`, trained without
-# foresight:
-# its rows are -1, the model routes them, and coverage says so.
-#
-# Invariants (asserted by the tests):
-# 1. What `--record` wrote trains again to the same losses.
-# 2. A broken sample is refused with file and name; allowed, it lowers coverage and nothing else.
-# 3. A sample that does not begin with its question is refused: rewards would judge another answer.
-
-
-_AT_ONCE = 8
-"""Requests that one rank has open."""
-_TIMEOUT_S = 600.0
-_SAID = 300
-"""Bytes of an engine's own error that are told."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What both sources share: the model whose routes they record, and how prompts are written."""
+    """What a folder of recordings and an engine share: how records are read and matched to questions."""
 
     config: RolloutConfig
     model: ModelShape
     tokenizer: Tokenizer
 
     def read(self, records: Sequence[tuple[str, Any]], *, form: str | None = None) -> list[SampleRoutes]:
-        """The samples of some records, each with its place for messages."""
-        return [sample for place, record in records for sample in self._read_record(place, record, form)]
+        """Read the samples of (place for messages, record) pairs."""
+        found: list[SampleRoutes] = []
+        for place, record in records:
+            try:
+                found += read_routes([record], model=self.model, format=form).samples
+            except RoutesError as error:
+                if not self.config.allow_missing_routes:
+                    raise RoutesError(
+                        f"{place}: {error} (or train without foresight: --allow-missing-routes)"
+                    ) from error
+                tokens_only = _without_routes(record, self.model)
+                if not tokens_only:
+                    raise RoutesError(
+                        f"{place}: {error}; its token ids cannot be read either, so it cannot be used"
+                    ) from error
+                found += tokens_only
+        return found
 
-    def place(self, samples: Sequence[SampleRoutes], request: Request, *, where: str) -> Iterator[tuple[int, Sample]]:
-        """Check that samples answer the request's questions, in order, and hand them out.
+    def match(self, samples: Sequence[SampleRoutes], request: Request, *, where: str) -> Iterator[tuple[int, Sample]]:
+        """Check that samples answer the request's questions, in order, and yield them with their indices.
 
         Args:
-            where: they come from, for messages
+            where: the samples were read from, for messages
         """
         wanted = len(request.questions) * self.config.samples
         if len(samples) != wanted:
@@ -200,34 +280,43 @@ class Outside:
                 f"{where}: {len(samples)} samples for {len(request.questions)} questions of {self.config.samples} "
                 f"samples each; {wanted} are needed"
             )
-        for place, routes in enumerate(samples):
-            question, number = divmod(place, self.config.samples)
+        for index, routes in enumerate(samples):
+            question, number = divmod(index, self.config.samples)
             prompt = self.tokenizer.encode(request.questions[question].prompt)
             tokens = [] if routes.tokens_T is None else routes.tokens_T[: len(prompt)].tolist()
+            # Otherwise rewards would judge the answer to another question.
             if tokens != prompt:
                 raise RoutesError(
                     f"{where}: sample {routes.name!r} does not begin with question "
                     f"{request.questions[question].prompt!r}; record rollouts of this task, seed and order"
                 )
             sample = from_routes(routes, self.model, num_prompt=len(prompt))
-            yield place, replace(sample, name=request.name(question, number))
+            yield index, replace(sample, name=request.name(question, number))
 
-    def _read_record(self, place: str, record: Any, form: str | None) -> list[SampleRoutes]:
-        try:
-            return list(read_routes([record], model=self.model, format=form).samples)
-        except RoutesError as error:
-            if not self.config.allow_missing_routes:
-                raise RoutesError(f"{place}: {error} (or train without foresight: --allow-missing-routes)") from error
-            found = _without_routes(record, self.model)
-            if not found:
-                raise RoutesError(
-                    f"{place}: {error}; its token ids cannot be read either, so it cannot be used"
-                ) from error
-            return found
+
+def _without_routes(record: Any, model: ModelShape) -> list[SampleRoutes]:
+    """Return the tokens of a record whose routes are broken; nothing where they cannot be read."""
+    if not isinstance(record, dict):
+        return []
+    name = str(record.get("request_id") or record.get("id") or "sample")
+    prompt = record.get("prompt_token_ids") or record.get("input_ids") or record.get("request", {}).get("token_ids")
+    choices = record.get("choices") or [record]
+    parts = [choice.get("token_ids") or choice.get("output_ids") for choice in choices]
+    if prompt is None or not all(isinstance(part, list) and part for part in parts):
+        return []
+    return [
+        SampleRoutes(
+            name=name if len(parts) == 1 else f"choice {number} of {name}",
+            ids_TLK=np.zeros((0, model.layers, model.top_k), dtype=np.int64),
+            num_tokens=len(prompt) + len(part),
+            tokens_T=np.array([*prompt, *part]),
+        )
+        for number, part in enumerate(parts)
+    ]
 
 
 def find_rollouts(folder: str, *, steps: int) -> list[Path]:
-    """The files of a folder of rollouts, which must be enough for so many steps."""
+    """Return the files of a folder of rollouts; raise if there are fewer than `steps`."""
     if not Path(folder).is_dir():
         raise TrainingError(
             f"setting rollout.source is {folder!r}, which is no folder; give a folder of rollouts, or an http URL"
@@ -245,42 +334,41 @@ class RecordedRollouts:
     """A folder of recorded rollouts."""
 
     def __init__(self, folder: str, outside: Outside) -> None:
-        """Look what there is; files are read step by step."""
+        """List the files; each is read in its step."""
         self._folder, self._outside = Path(folder), outside
         self._files = find_rollouts(folder, steps=1)
 
     def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
-        """Yield (place, sample) of this rank's questions."""
-        path = self._file(request.step)
+        """Yield (index, sample) of this rank's questions."""
+        named = [path for path in self._files if path.name.startswith(f"step-{request.step:06d}")]
+        if not named and request.step >= len(self._files):
+            raise TrainingError(
+                f"{self._folder} holds rollouts of {len(self._files)} steps; step {request.step} has none"
+            )
+        path = named[0] if named else self._files[request.step]
         records = [(f"{path} {place}".strip(), record) for place, record in Source.of(path).opened().records()]
         samples = self._outside.read(records)
         first, count = request.first, self._outside.config.samples
         share = samples[first * count : (first + len(request.questions)) * count]
-        placed = self._outside.place(share, request, where=str(path))
-        # Short ones first, as they end in an engine that samples side by side.
-        yield from sorted(placed, key=lambda found: (len(found[1].response_T), found[0]))
-
-    def _file(self, step: int) -> Path:
-        named = [path for path in self._files if path.name.startswith(f"step-{step:06d}")]
-        if named or step < len(self._files):
-            return named[0] if named else self._files[step]
-        raise TrainingError(f"{self._folder} holds rollouts of {len(self._files)} steps; step {step} has none")
+        matched = self._outside.match(share, request, where=str(path))
+        # Short ones first, the order in which an engine that samples them together would end them.
+        yield from sorted(matched, key=lambda found: (len(found[1].response_T), found[0]))
 
 
 class Engine:
     """An engine that answers over HTTP."""
 
     def __init__(self, url: str, outside: Outside) -> None:
-        """Ask the engine at `url`; nothing is sent yet."""
+        """Use the engine at `url`; nothing is sent yet."""
         self._url, self._outside = url.rstrip("/"), outside
 
     def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
-        """Yield (place, sample) of this rank's questions."""
+        """Yield (index, sample) of this rank's questions."""
         is_vllm = self._outside.config.engine == "vllm"
         ask = self._ask_vllm if is_vllm else self._ask_sglang
         prompts = [self._outside.tokenizer.encode(question.prompt) for question in request.questions]
         seeds = [request.seed + number for number in range(len(prompts))]
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
+        with ThreadPoolExecutor(_OPEN_REQUESTS) as threads:
             # Question after question, so that a first window can be planned while the last ones are answered.
             for number, answers in enumerate(threads.map(ask, prompts, seeds)):
                 where = f"{self._url}, question {request.first + number}"
@@ -288,8 +376,8 @@ class Engine:
                     [(where, answer) for answer in answers], form="vllm-http" if is_vllm else "sglang"
                 )
                 asked = replace(request, first=request.first + number, questions=request.questions[number : number + 1])
-                for place, sample in self._outside.place(samples, asked, where=where):
-                    yield number * self._outside.config.samples + place, sample
+                for index, sample in self._outside.match(samples, asked, where=where):
+                    yield number * self._outside.config.samples + index, sample
 
     def _ask_vllm(self, prompt: list[int], seed: int) -> list[Any]:
         config = self._outside.config
@@ -315,7 +403,7 @@ class Engine:
         return [{**one, "input_ids": prompt} for one in self._post("/generate", body)]
 
     def _post(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The JSON object, or the list of them, that the engine answers with."""
+        """Return the JSON object, or the list of them, that the engine answers with."""
         request = urllib.request.Request(
             self._url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
@@ -323,7 +411,9 @@ class Engine:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 found = json.loads(answer.read())
         except (urllib.error.URLError, ValueError, OSError) as error:
-            raise TrainingError(f"the engine at {self._url}{path} gave no usable answer: {_words(error)}") from error
+            said = error.read(_QUOTED) if isinstance(error, urllib.error.HTTPError) else b""
+            reason = " ".join(f"{error} {said.decode(errors='replace')}".split())
+            raise TrainingError(f"the engine at {self._url}{path} gave no usable answer: {reason}") from error
         answers = found if isinstance(found, list) else [found]
         if not all(isinstance(one, dict) for one in answers):
             raise TrainingError(
@@ -331,30 +421,3 @@ class Engine:
                 f"{self._outside.config.engine} server (setting rollout.engine)?"
             )
         return answers
-
-
-def _words(error: Exception) -> str:
-    """What went wrong, with what the engine itself says of it."""
-    said = error.read(_SAID).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-    return " ".join(f"{error} {said}".split())
-
-
-def _without_routes(record: Any, model: ModelShape) -> list[SampleRoutes]:
-    """The tokens of a record whose routes are broken; nothing where they cannot be read."""
-    if not isinstance(record, dict):
-        return []
-    name = str(record.get("request_id") or record.get("id") or "sample")
-    prompt = record.get("prompt_token_ids") or record.get("input_ids") or record.get("request", {}).get("token_ids")
-    choices = record.get("choices") or [record]
-    parts = [choice.get("token_ids") or choice.get("output_ids") for choice in choices]
-    if prompt is None or not all(isinstance(part, list) and part for part in parts):
-        return []
-    return [
-        SampleRoutes(
-            name=name if len(parts) == 1 else f"choice {number} of {name}",
-            ids_TLK=np.zeros((0, model.layers, model.top_k), dtype=np.int64),
-            num_tokens=len(prompt) + len(part),
-            tokens_T=np.array([*prompt, *part]),
-        )
-        for number, part in enumerate(parts)
-    ]

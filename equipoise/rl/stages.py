@@ -1,73 +1,174 @@
-"""The two training stages of a step: recompute (old log-probabilities, forward only) and update (GRPO).
+"""The two training stages of a step: recompute (old log-probs, forward only) and update (GRPO).
 
 Each window is announced as early as its routes are known, so that its plan is ready when it begins:
-1. `take`: each window of recompute is announced with the sample that completes it, while others are still being made;
-2. `announce`: the first update window, when all samples are there;
-3. `recompute` runs over all micro-batches;
-4. `update`: each window begins, the next one having been announced.
+1. `take`: a window of recompute is announced with the sample that completes it, while others are still being made.
+2. `announce`: the first update window is announced when all samples have ended.
+3. `recompute` runs over all micro-batches.
+4. `update`: each window begins after the next one was announced.
 Where recompute itself records what the update replays (R2), the update's windows can be announced only after it.
 Ranks announce the same windows in the same order, each when it can: planning waits for the last one, in the background.
-
-Knows windows, replay and the loss. Does not know how samples were made, nor metrics' names.
-
-Invariants (asserted by the tests):
-1. Every known row is computed with the ids that were given, counted in every micro-step; else the step is refused.
-2. Where all routes are known and replayed, the rows that arrive are those the plan announced, on every rank,
-   micro-step and layer.
-3. Log-probabilities of recompute are those of the update's first window before its optimizer step, within rounding:
-   micro-batches of the same micro-step, and so the sizes of products, differ between the two.
-4. A window of recompute can be planned before the rollout has ended.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.core import RoutesError, Stage
+from equipoise.launch import Ranks, sum_over
 from equipoise.planning.report import WindowReport
-from equipoise.rl.batch import Intake, MicroBatch, Sample, window_rows, with_ids
+from equipoise.planning.rows import RankRows
 from equipoise.rl.config import TrainConfig, UpdateConfig
-from equipoise.rl.layout import Layout, sum_over
 from equipoise.rl.learner import Learner
 from equipoise.rl.model import packed_inputs
-from equipoise.rl.task import Task, Tokenizer
-
-# GRPO: advantages normalised within the samples of one question, and the clipped loss with an optional KL.
-#
-# Invariants (asserted by the tests):
-# 1. Advantages of a group have mean 0; a group of equal rewards has none.
-# 2. Where the policy is the old one the ratio is 1 and the gradient is that of the policy-gradient loss.
-# 3. The terms of all micro-batches and ranks, each divided by the window's trained tokens, add up to the loss of one
-#    big batch.
-
+from equipoise.rl.rollout import Sample, count_ids
 
 _SMALL = 1e-6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """The samples that one rank forwards in one micro-step, packed into one sequence without padding.
+
+    A sample of T tokens contributes its first T - 1: the last has no target and no route. So every forwarded row has a
+    route where the recording is complete.
+    """
+
+    input_T: Tensor
+    """[T] token ids, sample after sample."""
+    position_T: Tensor
+    """[T] position in its sample; 0 begins a sample, so that packed samples do not attend to each other."""
+    target_T: Tensor
+    """[T] the next token."""
+    is_response_T: Tensor
+    """[T] whether the target belongs to a response and is trained."""
+    sample_T: Tensor
+    """[T] index of the sample in the rank's list."""
+    ids_LTK: Tensor
+    """[L, T, K] expert ids to replay, -1 where unknown."""
+    count_LE: np.ndarray
+    """[L, E] its known rows by expert: the sum of its samples' counts."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens forwarded."""
+        return len(self.input_T)
+
+    def to(self, device: str) -> "PackedBatch":
+        """Return the same batch on another device."""
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "count_LE"})
+
+    def with_ids(self, ids_LTK: Tensor) -> "PackedBatch":
+        """Return the same tokens with other routes, such as those that recompute recorded."""
+        count_LE = count_ids(ids_LTK.transpose(0, 1).cpu().numpy(), self.count_LE.shape[1])
+        return replace(self, ids_LTK=ids_LTK, count_LE=count_LE)
+
+
+Window = list[PackedBatch]
+
+
+def pack(samples: Mapping[int, Sample], indices: Sequence[int]) -> PackedBatch:
+    """Pack the samples with these indices, in order."""
+    chosen = [samples[i] for i in indices]
+    lengths = [len(sample.tokens_T) - 1 for sample in chosen]
+    places = [np.arange(length) for length in lengths]
+
+    def joined(parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts))
+
+    return PackedBatch(
+        input_T=joined([sample.tokens_T[:-1] for sample in chosen]),
+        position_T=joined(places),
+        target_T=joined([sample.tokens_T[1:] for sample in chosen]),
+        is_response_T=joined([at >= sample.num_prompt - 1 for at, sample in zip(places, chosen, strict=True)]),
+        sample_T=joined([np.full(length, i) for length, i in zip(lengths, indices, strict=True)]),
+        ids_LTK=joined([sample.ids_TLK for sample in chosen]).transpose(0, 1).contiguous(),
+        count_LE=np.sum([sample.count_LE for sample in chosen], axis=0),
+    )
+
+
+class Intake:
+    """One rank's samples of one step, packed into windows as they end.
+
+    A micro-batch holds samples with adjacent indices and is packed when the last of them ends. Recompute takes
+    micro-batches in the order in which they were packed, so that its first windows are known, and planned, while long
+    samples are still being made. The update takes them in the order of their samples: what is trained together does
+    not depend on lengths.
+    """
+
+    def __init__(self, *, micro_batch: int, window: int) -> None:
+        """Start without samples.
+
+        Args:
+            micro_batch: samples of a micro-batch
+            window: micro-batches of a window
+        """
+        self._micro_batch, self._window = micro_batch, window
+        self._samples: dict[int, Sample] = {}
+        self._packed: dict[int, PackedBatch] = {}
+
+    def take(self, index: int, sample: Sample) -> Window:
+        """Take the sample with this index, and return the window of recompute that it completes, if any."""
+        self._samples[index] = sample
+        number = index // self._micro_batch
+        members = range(number * self._micro_batch, (number + 1) * self._micro_batch)
+        if any(member not in self._samples for member in members):
+            return []
+        self._packed[number] = pack(self._samples, members)
+        is_full = len(self._packed) % self._window == 0
+        return list(self._packed.values())[-self._window :] if is_full else []
+
+    @property
+    def recompute(self) -> list[list[int]]:
+        """Numbers of the micro-batches of each window of recompute so far."""
+        return self._windows(list(self._packed))
+
+    @property
+    def update(self) -> list[list[int]]:
+        """Numbers of the micro-batches of each window of the update, once all samples are there."""
+        return self._windows(sorted(self._packed))
+
+    @property
+    def packed(self) -> dict[int, PackedBatch]:
+        """The micro-batches packed so far, by number."""
+        return dict(self._packed)
+
+    def _windows(self, numbers: list[int]) -> list[list[int]]:
+        size = self._window
+        return [numbers[at : at + size] for at in range(0, len(numbers) - size + 1, size)]
+
+
+def window_rows(window: Window, *, stage: Stage) -> RankRows:
+    """Return the rows that this rank sends to each expert in a window, and the share of them that is known."""
+    coverage_ML = np.array([(b.ids_LTK >= 0).all(dim=2).double().mean(dim=1).tolist() for b in window])
+    return RankRows(
+        load_MLE=np.stack([batch.count_LE for batch in window]),
+        coverage_ML=None if (coverage_ML == 1).all() else coverage_ML,
+        stage=stage,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What one micro-batch adds to its window; sums over trained tokens."""
+    """What one micro-batch adds to its window, summed over trained tokens."""
 
     loss: Tensor
     """Differentiable, already divided by the window's trained tokens."""
     size: Tensor
-    """Sum of the absolute terms, divided likewise: how large a loss would be whose terms did not cancel."""
+    """The same of the absolute terms: the loss if its terms did not cancel."""
     ratio: Tensor
     clipped: Tensor
     kl_old: Tensor
-    """KL from the old policy, by Schulman's k3 estimate."""
+    """KL to the old policy, by Schulman's k3 estimate."""
     kl_reference: Tensor
 
 
 def group_advantages(rewards_B: Sequence[float], *, samples: int) -> np.ndarray:
-    """[B] rewards less the mean of their group, over its standard deviation.
+    """[B] rewards less the mean of their group, over its standard deviation; 0 in a group of equal rewards.
 
     Args:
         rewards_B: group after group
@@ -80,7 +181,7 @@ def group_advantages(rewards_B: Sequence[float], *, samples: int) -> np.ndarray:
 
 
 def token_log_probs(logits_TV: Tensor, target_T: Tensor, *, temperature: float) -> Tensor:
-    """[T] log-probability of each target, at the temperature that sampled it."""
+    """[T] log-prob of each target, at the temperature that sampled it."""
     return -torch.nn.functional.cross_entropy(logits_TV.float() / temperature, target_T, reduction="none")
 
 
@@ -93,14 +194,14 @@ def grpo_terms(
     tokens: int,
     reference_T: Tensor | None = None,
 ) -> Terms:
-    """The terms of one micro-batch.
+    """Return the clipped loss, with a KL to the reference where asked for, of one micro-batch.
 
     Args:
-        log_prob_T: [T] of the trained tokens under the weights being trained
+        log_prob_T: [T] log-probs of the trained tokens under the weights being trained
         old_T: [T] the same under the weights that made the samples, by recompute
-        advantage_T: [T] of each token's sample
+        advantage_T: [T] advantage of each token's sample
         tokens: trained tokens of the whole window, on all ranks
-        reference_T: [T] under the reference, where a KL is asked for
+        reference_T: [T] the same under the reference, where a KL is asked for
     """
     log_ratio_T = log_prob_T - old_T
     ratio_T = log_ratio_T.exp()
@@ -123,100 +224,6 @@ def grpo_terms(
 def _k3(log_ratio_T: Tensor) -> Tensor:
     """E[exp(x) - 1 - x] with x = log(q / p) on samples of p is KL(p || q), and never negative."""
     return torch.expm1(log_ratio_T) - log_ratio_T
-
-
-# Warm-up: supervised steps on right answers, so that the first rollouts earn something.
-#
-# Runs on the whole model before experts are shared out: plain data parallel, the same weights on every rank
-# afterwards.
-# Ranks that share a device would only take turns and sum gradients of a whole model through the host: there the first
-# rank warms up alone, and the others get its weights at the end.
-#
-# Invariants (asserted by the tests):
-# 1. Weights are the same bits on all ranks, whatever the number of warm-up steps and whoever took part.
-# 2. No steps change nothing.
-
-
-_FIRST_QUESTION = 1_000_000
-"""Steps of RL count from 0; warm-up asks what they never ask."""
-
-Progress = Callable[[int, float], None]
-"""Called with (steps done, loss)."""
-
-
-def warm_up(
-    model: nn.Module, config: TrainConfig, layout: Layout, *, task: Task, tokenizer: Tokenizer, show: Progress
-) -> None:
-    """Train `model` on right answers. Every rank must call this."""
-    if not config.warmup.steps:
-        return
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warmup.learning_rate, weight_decay=0.0)
-    is_alone = config.model.ranks_per_device > 1
-    takes_part = layout.is_first or not is_alone
-    size = config.warmup.batch // (1 if is_alone else layout.ranks)
-    mine = slice(layout.rank * size, (layout.rank + 1) * size)
-    for step in range(config.warmup.steps):
-        asked = task.questions(config.warmup.batch, seed=config.seed, step=_FIRST_QUESTION + step)[mine]
-        rows = [(tokenizer.encode(q.prompt), [*tokenizer.encode(q.answer), tokenizer.end]) for q in asked]
-        total = _backward(model, rows) if takes_part else torch.zeros(2, dtype=torch.float64)
-        # Also where others only wait: so that none waits longer than for one step.
-        sum_over([total], layout.world)
-        if takes_part:
-            _reduce(model, None if is_alone else layout, tokens=float(total[1]))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.update.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        show(step + 1, float(total[0] / total[1]))
-    if is_alone:
-        _give_out(model, layout)
-
-
-def _backward(model: nn.Module, rows: list[tuple[list[int], list[int]]]) -> Tensor:
-    """Make the gradient, and return the summed loss and the number of trained tokens."""
-    loss, count = _loss(model, rows)
-    loss.backward()
-    return torch.stack([loss.detach().double(), count.double()]).cpu()
-
-
-def _loss(model: nn.Module, rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Summed loss of the answers' tokens, and how many they are."""
-    device = next(model.parameters()).device
-    tokens = [np.array(prompt + answer) for prompt, answer in rows]
-    places = [np.arange(len(t) - 1) for t in tokens]
-    is_answer = [at >= len(prompt) - 1 for at, (prompt, _) in zip(places, rows, strict=True)]
-    input_T, position_T, target_T, answer_T = (
-        torch.from_numpy(np.concatenate(parts)).to(device)
-        for parts in ([t[:-1] for t in tokens], places, [t[1:] for t in tokens], is_answer)
-    )
-    logits_TV = model(**packed_inputs(model, input_T, position_T)).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits_TV[answer_T].float(), target_T[answer_T], reduction="sum")
-    return loss, answer_T.sum()
-
-
-@torch.no_grad()
-def _give_out(model: nn.Module, layout: Layout) -> None:
-    """Take over the first rank's weights. Every rank must call this."""
-    for parameter in model.parameters():
-        # As bytes: not every backend sends every dtype.
-        dist.broadcast(parameter.view(-1).view(torch.uint8), group=layout.world, group_src=0)
-
-
-def _reduce(model: nn.Module, layout: Layout | None, *, tokens: float) -> None:
-    """Sum gradients over all ranks, if any others take part, and divide them by the trained tokens.
-
-    An expert that no token of this rank chose takes part with zeros.
-    """
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if layout is not None:
-        sum_over(grads, layout.world)
-    for grad in grads:
-        grad /= tokens
-
-
-Window = list[MicroBatch]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,79 +258,92 @@ class StepTally:
 class Stages:
     """Runs the windows of one step after another."""
 
-    def __init__(self, learner: Learner, config: TrainConfig, layout: Layout, *, reference: Any = None) -> None:
+    def __init__(self, learner: Learner, config: TrainConfig, ranks: Ranks, *, reference: Any = None) -> None:
         """Train `learner`; `reference` is a whole frozen model where a KL is asked for."""
-        self._learner, self._config, self._layout, self._reference = learner, config, layout, reference
+        self._learner, self._config, self._ranks, self._reference = learner, config, ranks, reference
         self._replay = config.update.replay
         self._is_complete = True
         self.open_step()
 
     def open_step(self) -> None:
-        """Begin a step: samples may come."""
+        """Begin a step without samples."""
         config = self._config.update
         window = self._config.rank_samples // config.mini_batches // config.micro_batch
         self._intake = Intake(micro_batch=config.micro_batch, window=window)
+        self._batches: dict[int, PackedBatch] = {}
         self.tally = StepTally()
 
-    def take(self, place: int, sample: Sample) -> None:
-        """Take the sample with this place, and have a window of recompute planned that is known with it."""
-        if window := self._intake.take(place, sample):
+    def take(self, index: int, sample: Sample) -> None:
+        """Take the sample with this index, and announce the window of recompute that it completes."""
+        if window := self._intake.take(index, sample):
             self._submit(window, "recompute", is_replayed=self._replay == "R3")
 
-    def announce(self) -> list[Window]:
-        """Have the first update window planned where its routes are known; return all of them. Every rank must call."""
-        windows = self._intake.update
-        self._is_complete = self._count(windows, lambda batch: int((batch.ids_LTK < 0).sum())) == 0
+    def announce(self) -> None:
+        """Announce the first update window where its routes are known. Every rank must call this."""
+        packed = self._intake.packed
+        unknown = sum(int((batch.ids_LTK < 0).sum()) for batch in packed.values())
+        self._is_complete = self._total(unknown) == 0
         if self._replay != "R2":
-            self._submit(windows[0], "update", is_replayed=self._replay == "R3")
-        return [[batch.to(self._config.model.device) for batch in window] for window in windows]
+            first = [packed[number] for number in self._intake.update[0]]
+            self._submit(first, "update", is_replayed=self._replay == "R3")
+        self._batches = {number: batch.to(self._config.model.device) for number, batch in packed.items()}
 
-    def recompute(self, windows: Sequence[Window]) -> tuple[list[list[Tensor]], list[Window]]:
-        """Return old log-probabilities by window and micro-batch, and the windows as they shall be updated."""
-        used = {number: batch for number, batch in enumerate(batch for window in windows for batch in window)}
+    def recompute(self) -> tuple[list[Window], list[list[Tensor]]]:
+        """Return the windows of the update, and old log-probs by window and micro-batch. Every rank must call this."""
         is_recorded = self._replay == "R2"
         old: dict[int, Tensor] = {}
         for numbers in self._intake.recompute:
             with self._learner.window(), torch.no_grad():
                 for m, number in enumerate(numbers):
-                    batch = used[number]
+                    batch = self._batches[number]
                     old[number], ids_LTK = self._forward(m, batch, replay=self._replay == "R3", record=is_recorded)
-                    used[number] = with_ids(batch, ids_LTK) if is_recorded else batch
+                    if is_recorded:
+                        self._batches[number] = batch.with_ids(ids_LTK)
             self._close("recompute", is_replayed=self._replay == "R3")
-        spans = list(pairwise(np.cumsum([0, *map(len, windows)]).tolist()))
-        updates = [[used[number] for number in range(a, b)] for a, b in spans]
+        windows = [[self._batches[number] for number in numbers] for numbers in self._intake.update]
         if is_recorded:
-            self._submit(updates[0], "update", is_replayed=True)
-        return [[old[number] for number in range(a, b)] for a, b in spans], updates
+            self._submit(windows[0], "update", is_replayed=True)
+        return windows, [[old[number] for number in numbers] for numbers in self._intake.update]
 
     def update(self, windows: Sequence[Window], old: Sequence[Sequence[Tensor]], advantage_B: np.ndarray) -> None:
-        """One optimizer step per window."""
+        """Run one optimizer step per window. Every rank must call this."""
         for k, window in enumerate(windows):
             if k + 1 < len(windows):
                 self._submit(windows[k + 1], "update", is_replayed=self._replay != "off")
-            tokens = self._count([window], lambda batch: int(batch.is_response_T.sum()))
+            tokens = self._total(sum(int(batch.is_response_T.sum()) for batch in window))
             loss, size = 0.0, 0.0
             with self._learner.window():
                 for m, batch in enumerate(window):
                     terms = self._terms(m, batch, old[k][m], advantage_B, tokens=tokens)
                     terms.loss.backward()
                     loss, size = loss + float(terms.loss.detach()), size + float(terms.size)
-                    self._add(terms)
+                    self.tally.add(
+                        ratio=terms.ratio,
+                        clipped=terms.clipped,
+                        kl_old=terms.kl_old,
+                        kl_reference=terms.kl_reference,
+                    )
             self._close("update", is_replayed=self._replay != "off")
             totals = torch.tensor([loss, size], dtype=torch.float64)
-            sum_over([totals], self._layout.world)
+            sum_over([totals], self._ranks.world)
             self.tally.losses.append(float(totals[0]))
             self.tally.sizes.append(float(totals[1]))
             self.tally.norms.append(self._learner.step())
             self.tally.add(trained=tokens)
 
     def _terms(
-        self, micro_step: int, batch: MicroBatch, old_T: Tensor, advantage_B: np.ndarray, *, tokens: int
+        self, micro_step: int, batch: PackedBatch, old_T: Tensor, advantage_B: np.ndarray, *, tokens: int
     ) -> Terms:
         log_prob_T, _ = self._forward(micro_step, batch, replay=self._replay != "off")
         mask_T = batch.is_response_T
         advantage_T = torch.from_numpy(advantage_B).to(log_prob_T)[batch.sample_T]
-        reference_T = None if self._reference is None else self._reference_log_probs(batch)[mask_T]
+        reference_T = None
+        if self._reference is not None:
+            with torch.no_grad():
+                inputs = packed_inputs(self._reference, batch.input_T, batch.position_T)
+                logits_TV = self._reference(**inputs).logits[0]
+                temperature = self._config.rollout.temperature
+                reference_T = token_log_probs(logits_TV, batch.target_T, temperature=temperature)[mask_T]
         return grpo_terms(
             log_prob_T[mask_T],
             old_T[mask_T],
@@ -333,39 +353,46 @@ class Stages:
             reference_T=reference_T,
         )
 
-    def _forward(self, micro_step: int, batch: MicroBatch, *, replay: bool, record: bool = False) -> tuple[Tensor, Any]:
-        """[T] log-probabilities of the targets, and recorded ids; replay is checked row by row."""
+    def _forward(
+        self, micro_step: int, batch: PackedBatch, *, replay: bool, record: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Return [T] log-probs of the targets, and recorded ids; raise unless every known row was replayed."""
         counters = self._learner.routers.counters
         before = counters.rows
-        logits_TV, ids_LTK = self._learner.forward(micro_step, batch, replay=replay, record=record or not replay)
+        logits_TV, ids_LTK = self._learner.forward(
+            micro_step,
+            batch.input_T,
+            batch.position_T,
+            ids_LTK=batch.ids_LTK if replay else None,
+            record=record or not replay,
+        )
         given, used, differing = (now - then for now, then in zip(counters.rows, before, strict=True))
+        known_LT1 = (batch.ids_LTK >= 0).all(dim=2, keepdim=True)
         if replay:
-            self._check_replay(micro_step, batch, given=given, used=used)
-            self.tally.given_rows += given
+            known = int(known_LT1.sum()) * batch.ids_LTK.shape[2]
+            if not known == given == used:
+                raise RoutesError(
+                    f"rank {self._ranks.rank}, micro-step {micro_step}: {known} rows have recorded routes, {given} "
+                    f"were given to the routers and {used} reached the experts; replay is not exact"
+                )
             self.tally.replayed_rows += used
         else:
-            known, differing = _count_differing(batch.ids_LTK, ids_LTK)
-            self.tally.given_rows += known
+            is_same_LTK = (batch.ids_LTK[..., :, None] == ids_LTK[..., None, :]).any(dim=3)
+            known_LTK = known_LT1.expand_as(is_same_LTK)
+            given, differing = int(known_LTK.sum()), int((known_LTK & ~is_same_LTK).sum())
+        self.tally.given_rows += given
         self.tally.differing_rows += differing
         temperature = self._config.rollout.temperature
         return token_log_probs(logits_TV, batch.target_T, temperature=temperature), ids_LTK
 
-    def _check_replay(self, micro_step: int, batch: MicroBatch, *, given: int, used: int) -> None:
-        known = int((batch.ids_LTK >= 0).all(dim=2).sum()) * batch.ids_LTK.shape[2]
-        if not known == given == used:
-            raise RoutesError(
-                f"rank {self._layout.rank}, micro-step {micro_step}: {known} rows have recorded routes, {given} were "
-                f"given to the routers and {used} reached the experts; replay is not exact"
-            )
-
     def _submit(self, window: Window, stage: Stage, *, is_replayed: bool) -> None:
-        """Announce a window: the ids themselves where they are replayed, else only how many rows to expect."""
+        """Announce a window: the ids themselves where they are replayed, else only the number of rows to expect."""
         rows = window_rows(window, stage=stage)
         self.tally.rows[stage].append(rows.load_MLE)
         self._learner.submit([batch.ids_LTK.cpu().numpy() for batch in window] if is_replayed else rows, stage=stage)
 
     def _close(self, stage: Stage, *, is_replayed: bool) -> None:
-        """Keep what the window reported, and compare the rows that arrived with the planned ones."""
+        """Keep the window's report, and compare the rows that arrived with the planned ones."""
         report = self._learner.report
         if report is None:
             return
@@ -374,22 +401,14 @@ class Stages:
         # Under R2 the update replays what recompute recorded, of every row.
         is_known = self._is_complete or (self._replay == "R2" and stage == "update")
         if is_replayed and is_known and report.planned_ML is not None and report.arrived_ML is not None:
-            check_arrival(report.arrived_ML, report.planned_ML, stage=stage, rank=self._layout.rank)
+            check_arrival(report.arrived_ML, report.planned_ML, stage=stage, rank=self._ranks.rank)
             self.tally.checked_windows += 1
 
-    def _count(self, windows: Sequence[Window], figure: Callable[[MicroBatch], int]) -> int:
-        """Sum a figure of all micro-batches of all ranks. Every rank must call this."""
-        total = torch.tensor([sum(figure(b) for window in windows for b in window)], dtype=torch.float64)
-        sum_over([total], self._layout.world)
+    def _total(self, count: int) -> int:
+        """Return the sum of a count over all ranks. Every rank must call this."""
+        total = torch.tensor([count], dtype=torch.float64)
+        sum_over([total], self._ranks.world)
         return int(total[0])
-
-    @torch.no_grad()
-    def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
-        logits_TV = self._reference(**packed_inputs(self._reference, batch.input_T, batch.position_T)).logits[0]
-        return token_log_probs(logits_TV, batch.target_T, temperature=self._config.rollout.temperature)
-
-    def _add(self, terms: Terms) -> None:
-        self.tally.add(ratio=terms.ratio, clipped=terms.clipped, kl_old=terms.kl_old, kl_reference=terms.kl_reference)
 
 
 def check_arrival(rows_ML: np.ndarray, planned_ML: np.ndarray, *, stage: Stage, rank: int) -> None:
@@ -403,28 +422,14 @@ def check_arrival(rows_ML: np.ndarray, planned_ML: np.ndarray, *, stage: Stage, 
         )
 
 
-def _count_differing(known_LTK: Tensor, chosen_LTK: Tensor) -> tuple[int, int]:
-    """Rows whose route was recorded, and how many of them the model chose otherwise."""
-    known_LT1 = (known_LTK >= 0).all(dim=2, keepdim=True)
-    is_same_LTK = (known_LTK[..., :, None] == chosen_LTK[..., None, :]).any(dim=3)
-    known_LTK = known_LT1.expand_as(is_same_LTK)
-    return int(known_LTK.sum()), int((known_LTK & ~is_same_LTK).sum())
-
-
-# `StageClock`: what each stage of a step took on this rank, one stage after another.
-#
-# Invariants (asserted by the tests):
-# 1. The stages' seconds add up to the step's: a stage lasts until the next begins.
-
-
 class StageClock:
-    """Runs from one stage to the next."""
+    """Measures the seconds of each stage of a step; a stage lasts until the next begins."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start, in no stage yet.
 
         Args:
-            now: seconds since whenever
+            now: returns seconds
         """
         self._now = now
         self._seconds: dict[str, float] = {}

@@ -1,19 +1,13 @@
-"""`Task`: questions with answers that can be checked, drawn by step from a seed, and what an answer is worth.
+"""Questions whose answers can be checked, the reward of an answer, and the tokenizers that turn text into ids.
 
-Embedded domains, each with hot experts of its own because its questions look different:
+Embedded domains; their questions look different, so that each has hot experts of its own:
     add      12+7=        19
     sub      31-7=        24
     reverse  rev 4172=    2714
     largest  max 417=     7
 Or a JSONL file, one {"prompt": text, "answer": text} per line, in any order.
 
-Knows text. Does not know tokens or models.
-
-Invariants (asserted by the tests):
-1. The questions of a step depend on seed and step alone, so a resumed run asks what an uninterrupted one asks.
-2. Every embedded answer is right and earns 1; what is wrong earns nothing.
-3. A broken line, an empty file, or a reward that cannot be imported is refused by name.
-4. What a reward raises is told with its place and the sample; what it gives is a finite number, or refused likewise.
+The questions of a step depend on seed and step alone, so that a resumed run asks what an uninterrupted one asks.
 """
 
 import importlib
@@ -32,36 +26,29 @@ import numpy as np
 from equipoise.core.errors import TrainingError
 from equipoise.rl.config import TaskConfig
 
-# `Tokenizer`: text to token ids and back; one id per printable character, or a checkpoint's own tokenizer.
-#
-# Invariants (asserted by the tests):
-# 1. `decode(encode(text)) == text`; a character without an id is refused by name.
-# 2. The end token is one id; decoding stops at it.
-
-
 _FIRST, _LAST = 32, 126
 """Printable ASCII."""
 _SPECIAL = 2
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer."""
+    """The part of a tokenizer that training uses."""
 
     end: int
     """The token that ends a response."""
-    words: str
-    """What it is, for messages."""
+    description: str
+    """Which tokenizer this is, for messages."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Return the token ids of a text, nothing added."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, up to the end token."""
+        """Return the text of ids, up to the end token."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Put it beside a model that is saved, so that the model is read with it again."""
+        """Save the tokenizer beside a saved model, so that the model is loaded with it again."""
         ...
 
 
@@ -70,10 +57,10 @@ class CharTokenizer:
 
     pad, end = 0, 1
     size = _LAST - _FIRST + 1 + _SPECIAL
-    words = "the embedded one, an id per printable character, because none lies beside the model"
+    description = "the embedded one, an id per printable character, because none lies beside the model"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Return the token ids of a text, nothing added."""
         for character in text:
             if not _FIRST <= ord(character) <= _LAST:
                 raise TrainingError(
@@ -83,19 +70,19 @@ class CharTokenizer:
         return [ord(character) - _FIRST + _SPECIAL for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, up to the end token; ids without a character are shown as '?'."""
+        """Return the text of ids, up to the end token; ids without a character become '?'."""
         kept = list(ids)[: list(ids).index(self.end)] if self.end in ids else list(ids)
         return "".join(chr(i - _SPECIAL + _FIRST) if _SPECIAL <= i < self.size else "?" for i in kept)
 
     def save(self, folder: Path) -> None:
-        """Write nothing: a model without a tokenizer beside it is read with this one."""
+        """Write nothing: a model without a tokenizer beside it is loaded with this one."""
 
 
 class CheckpointTokenizer:
     """The tokenizer that lies beside a HF checkpoint."""
 
     def __init__(self, path: str) -> None:
-        """Load it from the checkpoint's folder; nothing is fetched from anywhere."""
+        """Load the tokenizer from the checkpoint's folder; nothing is downloaded."""
         from transformers import AutoTokenizer
 
         try:
@@ -104,29 +91,30 @@ class CheckpointTokenizer:
             raise TrainingError(f"no tokenizer can be loaded from {path}: {error}") from error
         if self._tokenizer.eos_token_id is None:
             raise TrainingError(f"the tokenizer of {path} has no end token (eos_token); set one")
-        self.end, self.words = int(self._tokenizer.eos_token_id), f"the one of {path}"
+        self.end, self.description = int(self._tokenizer.eos_token_id), f"the one of {path}"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Return the token ids of a text, nothing added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, up to the end token."""
+        """Return the text of ids, up to the end token."""
         kept = list(ids)[: list(ids).index(self.end)] if self.end in ids else list(ids)
         return str(self._tokenizer.decode(kept))
 
     def save(self, folder: Path) -> None:
-        """Put it beside a model that is saved."""
+        """Save the tokenizer beside a saved model."""
         self._tokenizer.save_pretrained(folder)
 
 
+_DOMAINS = ("add", "sub", "reverse", "largest")
 Reward = Callable[[str, str, str], float]
-"""(prompt, response, answer) to what it is worth."""
+"""(prompt, response, answer) to a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt and what should follow it."""
+    """A prompt and its right answer."""
 
     prompt: str
     answer: str
@@ -137,30 +125,29 @@ class Task(Protocol):
     """A source of questions."""
 
     def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
-        """The questions of one step."""
+        """Return the questions of one step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The embedded questions; domains take turns."""
+    """The embedded questions; domains alternate."""
 
     domains: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        strangers = [name for name in self.domains if name not in _DOMAINS]
-        if strangers or not self.domains:
+        if not self.domains or not set(self.domains) <= set(_DOMAINS):
             raise TrainingError(f"setting task.domains is {list(self.domains)}; known: {', '.join(_DOMAINS)}")
 
     def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
-        """The questions of one step, domain by domain."""
+        """Return the questions of one step, domain by domain."""
         rng = np.random.default_rng([seed, step])
         return [_ask(self.domains[i % len(self.domains)], rng) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Questions of a file, in an order of its own in every pass."""
+    """Questions of a file, shuffled in every pass."""
 
     listed: tuple[Question, ...]
 
@@ -182,7 +169,7 @@ class Dataset:
         return cls(found)
 
     def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
-        """The next `count` questions of an endless reading; every pass has an order of its own."""
+        """Return the next `count` questions of endless passes over the file; every pass is shuffled."""
         size = len(self.listed)
         places = range(step * count, (step + 1) * count)
         orders = {n: np.random.default_rng([seed, n]).permutation(size) for n in {p // size for p in places}}
@@ -202,33 +189,45 @@ def find_reward(name: str) -> Reward:
     if not module or not function:
         raise TrainingError(f"reward {name!r} is not of the form module:function, such as judges:exact for judges.py")
     if str(Path.cwd()) not in sys.path:
-        # A command's own folder is searched, not the one where it is called.
+        # Python searches the folder of the command itself, not the one where it is called.
         sys.path.append(str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module is the user's: whatever it raises is told
-        words = f"{type(error).__name__}: {error}"
-        raise TrainingError(f"reward {name!r} cannot be imported as module:function ({words})") from error
-    _check_reward(name, found)
+    except Exception as error:  # the module is the user's: it may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise TrainingError(f"reward {name!r} cannot be imported as module:function ({reason})") from error
+
+    expected = "give a function of (prompt, response, answer)"
+    if not callable(found):
+        raise TrainingError(f"reward {name!r} is a {type(found).__name__}; {expected}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:
+        # Some functions written in C have no signature that can be read; a wrong one fails when it is called.
+        return NamedReward(name, found)
+    try:
+        signature.bind("prompt", "response", "answer")
+    except TypeError as error:
+        raise TrainingError(f"reward {name!r} takes {signature} ({error}); {expected}") from error
     return NamedReward(name, found)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedReward:
-    """A user's reward, whose troubles are told with its name and the sample."""
+    """A user's reward; its errors name the function and the sample."""
 
     name: str
     function: Reward
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:
-        """What the response is worth, a finite number."""
+        """Return the reward of a response, a finite number."""
         where = f"reward {self.name!r} of prompt {prompt[:40]!r}, response {response[:40]!r}"
         try:
             given = self.function(prompt, response, answer)
-        except Exception as error:  # the function is the user's: whatever it raises is told
-            words = " ".join(f"{type(error).__name__}: {error}".split())
+        except Exception as error:  # the function is the user's: it may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             place = traceback.extract_tb(error.__traceback__)[-1]
-            raise TrainingError(f"{where} fails with {words} ({place.filename}:{place.lineno}); mend it") from error
+            raise TrainingError(f"{where} fails with {reason} ({place.filename}:{place.lineno}); fix it") from error
         try:
             worth = float(given)
         except (TypeError, ValueError) as error:
@@ -238,57 +237,20 @@ class NamedReward:
         return worth
 
 
-def _check_reward(name: str, found: Any) -> None:
-    takes = "give a function of (prompt, response, answer)"
-    if not callable(found):
-        raise TrainingError(f"reward {name!r} is a {type(found).__name__}; {takes}")
-    try:
-        signature = inspect.signature(found)
-    except ValueError:
-        # Some functions written in C have none that can be read; they show when they are called.
-        return
-    try:
-        signature.bind("prompt", "response", "answer")
-    except TypeError as error:
-        raise TrainingError(f"reward {name!r} takes {signature} ({error}); {takes}") from error
-
-
 def exact_reward(prompt: str, response: str, answer: str) -> float:
-    """1 for the answer, 0 for anything else."""
+    """Return 1 for the answer, 0 for anything else."""
     return float(response == answer)
 
 
 def _ask(domain: str, rng: np.random.Generator) -> Question:
-    prompt, answer = _DOMAINS[domain](rng)
+    """Draw one embedded question."""
+    if domain in ("add", "sub"):
+        a, b = int(rng.integers(0, 20) if domain == "add" else rng.integers(10, 30)), int(rng.integers(0, 10))
+        prompt, answer = (f"{a}+{b}=", str(a + b)) if domain == "add" else (f"{a}-{b}=", str(a - b))
+    else:
+        digits = "".join(str(d) for d in rng.integers(0, 10, size=rng.integers(2, 5)))
+        prompt, answer = (f"rev {digits}=", digits[::-1]) if domain == "reverse" else (f"max {digits}=", max(digits))
     return Question(prompt=prompt, answer=answer, domain=domain)
-
-
-def _add(rng: np.random.Generator) -> tuple[str, str]:
-    a, b = int(rng.integers(0, 20)), int(rng.integers(0, 10))
-    return f"{a}+{b}=", str(a + b)
-
-
-def _sub(rng: np.random.Generator) -> tuple[str, str]:
-    a, b = int(rng.integers(10, 30)), int(rng.integers(0, 10))
-    return f"{a}-{b}=", str(a - b)
-
-
-def _reverse(rng: np.random.Generator) -> tuple[str, str]:
-    digits = "".join(str(d) for d in rng.integers(0, 10, size=rng.integers(2, 5)))
-    return f"rev {digits}=", digits[::-1]
-
-
-def _largest(rng: np.random.Generator) -> tuple[str, str]:
-    digits = [str(d) for d in rng.integers(0, 10, size=rng.integers(2, 5))]
-    return f"max {''.join(digits)}=", max(digits)
-
-
-_DOMAINS: dict[str, Callable[[np.random.Generator], tuple[str, str]]] = {
-    "add": _add,
-    "sub": _sub,
-    "reverse": _reverse,
-    "largest": _largest,
-}
 
 
 def _question(line: str, place: str) -> Question:

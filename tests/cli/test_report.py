@@ -76,7 +76,7 @@ def test_train_writes_the_page_of_its_run(equipoise, tmp_path, monkeypatch):
         write_run(places.out, [metrics(step) for step in range(4)])
         return {"steps": 4}
 
-    monkeypatch.setattr("equipoise.rl.launch.launch", pretend)
+    monkeypatch.setattr("equipoise.rl.train.launch", pretend)
     outcome = equipoise("train", "-o", tmp_path / "run", "--report", tmp_path / "page.html")
     assert outcome.code == 0, outcome.err
     assert "Training run of 4 steps, olmoe" in (tmp_path / "page.html").read_text()

@@ -9,7 +9,7 @@ from rich.console import Console
 from equipoise.cli.train import COLUMNS, RunView, summary_lines
 from equipoise.rl.checkpoint import hold
 from equipoise.rl.compare import build_comparison
-from equipoise.rl.launch import Event
+from equipoise.rl.metrics import RunEvent
 from tests.rl.test_compare import leg
 
 # Few steps of a small model: what is tested is the way from the command line to the results.
@@ -44,7 +44,7 @@ def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_p
 @pytest.mark.parametrize(("loss", "code"), [(0.5, 0), (0.6, 1)], ids=["they agree", "they differ"])
 def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch, loss, code):
     comparison = build_comparison([leg("off"), leg("equipoise", loss=loss)], is_free=False, limit=1e-5)
-    monkeypatch.setattr("equipoise.rl.launch.launch", lambda *arguments, show: comparison)
+    monkeypatch.setattr("equipoise.rl.train.launch", lambda *arguments, show: comparison)
     shown = equipoise("train", "--compare", "off,equipoise", "--ranks", 2)
     assert shown.code == code
     assert shown.out.splitlines()[-1] == ("TRAINING DIFFERS" if code else "training is unchanged")
@@ -84,15 +84,13 @@ def test_a_run_that_was_interrupted_at_once_can_be_resumed(equipoise, tmp_path, 
     def interrupt(*arguments, show):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("equipoise.rl.launch.launch", interrupt)
+    monkeypatch.setattr("equipoise.rl.train.launch", interrupt)
     shown = equipoise("train", "--set=seed=7", "-o", out, "--report", out / "page.html")
     assert (
         shown.code == 130
         and shown.out.splitlines()[-1] == f"interrupted; continue with: equipoise train --resume {out}"
     )
-    monkeypatch.setattr(
-        "equipoise.rl.launch.launch", lambda run, config, places, show: resumed.append((config, places))
-    )
+    monkeypatch.setattr("equipoise.rl.train.launch", lambda run, config, places, show: resumed.append((config, places)))
     assert equipoise("train", "--resume", out).code == 0
     ((config, places),) = resumed
     assert config.seed == 7 and places.out == out and places.is_resumed
@@ -148,12 +146,12 @@ def seen(*events):
 
 def test_plain_lines_show_progress_and_every_step():
     text = seen(
-        Event("progress", {"words": "warm-up", "done": 50, "total": 150, "loss": 1.0}),
-        Event("progress", {"words": "warm-up", "done": 51, "total": 150, "loss": 1.0}),
-        Event("progress", {"words": "compiling planner kernels, once per machine", "done": 10, "total": 0}),
-        Event("stage", {"step": 1, "name": "rollout", "rank": 0}),
-        Event("metrics", METRICS),
-        Event("metrics", {**METRICS, "step": 2, "skew_after": None}),
+        RunEvent("progress", {"message": "warm-up", "done": 50, "total": 150, "loss": 1.0}),
+        RunEvent("progress", {"message": "warm-up", "done": 51, "total": 150, "loss": 1.0}),
+        RunEvent("progress", {"message": "compiling planner kernels, once per machine", "done": 10, "total": 0}),
+        RunEvent("stage", {"step": 1, "name": "rollout", "rank": 0}),
+        RunEvent("metrics", METRICS),
+        RunEvent("metrics", {**METRICS, "step": 2, "skew_after": None}),
     )
     assert "warm-up: 50 of 150, loss 1.000" in text and "51 of" not in text
     assert "compiling planner kernels, once per machine: 10 s" in text
@@ -165,7 +163,7 @@ def test_the_live_table_is_whole_in_a_narrow_terminal():
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
     view = RunView(console, as_json=False, live=None)
     large = {"step": 9999, "right_share": 1.0, "loss": -0.1234, "grad_norm": 12.345, "tokens_per_s": 123456.0}
-    view.show(Event("metrics", METRICS | large | {"planning_s": 1.234, "waited_s": 1.234}))
+    view.show(RunEvent("metrics", METRICS | large | {"planning_s": 1.234, "waited_s": 1.234}))
     console.print(view._table())
     header, row = console.file.getvalue().splitlines()[-2:]
     assert header.split() == " ".join(COLUMNS).split()

@@ -40,13 +40,13 @@ Tell = Callable[[int, int], None]
 """Called with windows done and windows in all."""
 
 
-def train_both(group: Any, case: ParityCase, *, tell: Tell) -> tuple[Training, Training]:
+def train_both(group: Any, case: ParityCase, *, show: Tell) -> tuple[Training, Training]:
     """Train at the owners and balanced. Every rank of `group` must call this."""
     # Started first, so that it is ready when the static run is over.
     worker = PlanWorker()
 
     def tell_of(run: int) -> Callable[[int], None]:
-        return lambda done: tell(run * case.steps + done, 2 * case.steps)
+        return lambda done: show(run * case.steps + done, 2 * case.steps)
 
     try:
         static = train(group, case, enabled=False, tell=tell_of(0))

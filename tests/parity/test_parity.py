@@ -1,14 +1,11 @@
 """The parity run judges rightly: equal trainings are good, each kind of difference is found."""
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
 import torch
 
-from equipoise.core import TransferError
-from equipoise.launch import run_ranks
 from equipoise.planning.report import WindowReport
 from tests.parity.case import ParityCase
 from tests.parity.run import Training
@@ -88,45 +85,9 @@ def test_a_run_in_which_nothing_moved_is_not_good():
     assert not verdict.is_good
 
 
-def rank_squared(group, fail_at):
-    if group.rank() == fail_at:
-        raise ValueError("no square today")
-    return group.rank() ** 2
-
-
-def die_of_another(group):
-    """Rank 0 dies of what rank 1 tells."""
-    if group.rank() == 0:
-        os._exit(1)
-    raise ValueError("it was me")
-
-
-def count_up(group, most, *, tell):
-    for number in range(most):
-        tell(number, most)
-    return group.rank()
-
-
-def test_what_rank_0_tells_comes_in_order_before_the_results():
-    told = []
-    assert run_ranks(count_up, 2, 3, progress=lambda *value: told.append(value)) == [0, 1]
-    assert told == [(0, 3), (1, 3), (2, 3)]
-
-
 def test_in_bf16_limits_are_those_of_its_rounding():
     case = dataclasses.replace(CASE, device="cuda")
     balanced = [dataclasses.replace(training, weights=[torch.ones(2, 2) + 2.0**-8]) for training in trainings()]
     assert judge(case, trainings(), balanced).is_good
     off = [dataclasses.replace(training, weights=[torch.ones(2, 2) + 2.0**-7]) for training in trainings()]
     assert [m.name for m in judge(case, trainings(), off).measures if not m.is_good] == ["weight difference, 1 steps"]
-
-
-def test_ranks_answer_in_order_and_tell_what_failed():
-    assert run_ranks(rank_squared, 2, None) == [0, 1]
-    with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: no square today"):
-        run_ranks(rank_squared, 2, 1)
-
-
-def test_of_a_rank_that_failed_and_one_that_died_of_it_the_first_is_named():
-    with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: it was me"):
-        run_ranks(die_of_another, 2)

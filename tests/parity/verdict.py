@@ -83,7 +83,7 @@ def check_parity(case: ParityCase, *, progress: Callable[[int, int], None] = lam
     Args:
         progress: called with windows done and windows in all
     """
-    both = run_ranks(train_both, case.ranks, case, progress=progress)
+    both = run_ranks(train_both, case.ranks, case, limit_s=300.0, show=progress)
     return judge(case, [static for static, _ in both], [balanced for _, balanced in both])
 
 

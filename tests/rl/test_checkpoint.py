@@ -4,39 +4,47 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from equipoise.core import TrainingError
-from equipoise.rl.checkpoint import FORMAT, Checkpoints, newest_checkpoint, trained_steps, write_torch
-from equipoise.rl.layout import Layout
+from equipoise.launch import Ranks
+from equipoise.rl.checkpoint import FORMAT, Checkpoints, newest_checkpoint, trained_steps
 
-FACTS = {"seed": 0, "ranks": 2}
-SECOND = Layout(rank=1, ranks=2, world=None, ep_group=None, owner_group=None)
+FACTS = {"seed": 0}
+SECOND = Ranks(rank=1, size=2, world=None, ep_group=None, owner_group=None)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two whole checkpoints, and one that was not finished."""
+    """Two whole checkpoints of two ranks, and one that was not finished."""
     for step in (2, 10):
         path = tmp_path / f"step-{step:06d}"
         path.mkdir()
-        (path / "meta.json").write_text(json.dumps({"format": FORMAT, "step": step, **FACTS}))
-        write_torch(path / "rank-00001.pt", {"optimizer": {"w": step}, "random": torch.get_rng_state()})
+        (path / "meta.json").write_text(json.dumps({"format": FORMAT, "step": step, "ranks": 2, **FACTS}))
+        own = {f"random.{rank}": torch.full((3,), rank) for rank in range(2)}
+        dcp.save({"w": torch.full((2, 2), float(step)), "other": torch.ones(1), **own}, checkpoint_id=path / "state")
     (tmp_path / ".step-000012.partial").mkdir()
     (tmp_path / "step-000011").mkdir()
     return tmp_path
 
 
-def load(folder, **facts):
-    checkpoints = Checkpoints(folder, SECOND, facts=FACTS | facts, keep=2)
-    return checkpoints.load(checkpoints.newest())
+def load(folder, *, ranks=SECOND, **facts):
+    checkpoints = Checkpoints(folder, ranks, facts=FACTS | facts, keep=2)
+    return checkpoints.load(checkpoints.newest(), needs=lambda name: name == "w")
 
 
 def test_the_newest_whole_checkpoint_is_read(folder):
     newest = newest_checkpoint(folder)
     assert newest.name == "step-000010" and trained_steps(newest) == 10
     state = load(folder)
-    assert state.step == 10 and state.optimizer == {"w": 10} and state.reference is None
+    assert state.step == 10 and state.tensors.keys() == {"w", "random.1"}
+    assert state.tensors["w"].eq(10).all() and state.tensors["random.1"].eq(1).all()
     assert newest_checkpoint(folder / "absent") is None
+
+
+def test_another_number_of_ranks_reads_no_random_state(folder):
+    third = Ranks(rank=1, size=3, world=None, ep_group=None, owner_group=None)
+    assert load(folder, ranks=third).tensors.keys() == {"w"}
 
 
 def test_one_of_another_run_is_refused_by_name(folder):
@@ -44,7 +52,7 @@ def test_one_of_another_run_is_refused_by_name(folder):
         load(folder, seed=3)
 
 
-@pytest.mark.parametrize("file", ["meta.json", "rank-00001.pt"])
+@pytest.mark.parametrize("file", ["meta.json", "state/.metadata", "state/__0_0.distcp"])
 @pytest.mark.parametrize("content", [b"{", b"", None], ids=["broken", "empty", "gone"])
 def test_one_that_is_damaged_is_refused_by_name(folder, file, content):
     path = folder / "step-000010" / file
@@ -55,5 +63,5 @@ def test_one_that_is_damaged_is_refused_by_name(folder, file, content):
     with pytest.raises(TrainingError) as error:
         load(folder)
     words = str(error.value)
-    assert words.startswith(f"checkpoint {path.parent} is damaged (") and "\n" not in words
-    assert words.endswith("remove its folder to go on from the one before")
+    assert words.startswith(f"checkpoint {folder / 'step-000010'} is damaged (") and "\n" not in words
+    assert words.endswith("remove its folder to resume from the one before")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from equipoise.core import TrainingError, TransferError
+from equipoise.launch import end_with_parent
 from equipoise.rl.config import change
-from equipoise.rl.launch import _end_with_parent, launch
-from equipoise.rl.run import Places, run
-from tests.pool import PRELOAD
+from equipoise.rl.train import Places, launch, run
+from tests.pool import preloaded_context
 from tests.rl import work
 from tests.rl.test_run import lines_of, newest_weights
 
@@ -32,7 +32,7 @@ class Fault(NamedTuple):
     """Process id of whoever presses Ctrl-C."""
 
 
-def faulty(config, layout, show, places, fault):
+def faulty(config, ranks, show, places, fault):
     """A run that meets its fault."""
     torch.set_num_threads(1)
 
@@ -40,13 +40,13 @@ def faulty(config, layout, show, places, fault):
         show(event)
         if event.kind != "stage" or (event.values["step"], event.values["name"]) != (1, fault.stage):
             return
-        if fault.kind == "kill" and layout.rank == 1:
+        if fault.kind == "kill" and ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault.kind == "interrupt" and layout.rank == 0:
+        if fault.kind == "interrupt" and ranks.rank == 0:
             os.kill(fault.starter, signal.SIGINT)
             time.sleep(30)
 
-    return run(config, layout, watch, places)
+    return run(config, ranks, watch, places)
 
 
 @pytest.fixture
@@ -55,13 +55,6 @@ def left(pool):
     return lambda: [
         one for one in multiprocessing.active_children() if one not in [process for process, _ in pool._workers]
     ]
-
-
-def context():
-    """Processes that have everything loaded, forked as the pool's are: starting a rank costs little."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*PRELOAD])
-    return server
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +86,12 @@ def test_a_rank_killed_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits
     fault, told = Fault("kill", stage, os.getpid()), []
     with pytest.raises(TransferError, match="rank 1 died of SIGKILL; resume from the last checkpoint"):
         launch(
-            faulty, CONFIG, Places(out=tmp_path), fault, show=lambda _: told.append(time.monotonic()), context=context()
+            faulty,
+            CONFIG,
+            Places(out=tmp_path),
+            fault,
+            show=lambda _: told.append(time.monotonic()),
+            context=preloaded_context(),
         )
     assert time.monotonic() - told[-1] < 30, "a death is noticed, not waited out"
     assert not left()
@@ -107,7 +105,7 @@ def test_ctrl_c_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits(
 ):
     fault = Fault("interrupt", stage, os.getpid())
     with pytest.raises(KeyboardInterrupt):
-        launch(faulty, CONFIG, Places(out=tmp_path), fault, context=context())
+        launch(faulty, CONFIG, Places(out=tmp_path), fault, context=preloaded_context())
     assert not left()
     assert_resumes_to(whole, tmp_path, pool)
 
@@ -121,21 +119,21 @@ def test_a_rank_killed_while_experts_are_displaced_leaves_nothing_that_resuming_
     out.mkdir()
     pool.run(work.train_run, 2, config, whole)
     with pytest.raises(TransferError, match="rank 1 died of SIGKILL"):
-        launch(faulty, config, Places(out=out), Fault("kill", "update", os.getpid()), context=context())
+        launch(faulty, config, Places(out=out), Fault("kill", "update", os.getpid()), context=preloaded_context())
     assert not left()
     assert_resumes_to(whole, out, pool, config)
     assert sum(line["replicas"] + line["displaced"] for line in lines_of(out)) > 0
 
 
-def fails(config, layout, show, kind):
+def fails(config, ranks, show, kind):
     """One rank fails, the other waits for it."""
-    if layout.rank == 1 and kind == "refuses":
+    if ranks.rank == 1 and kind == "refuses":
         raise TrainingError("the moon is not full")
-    if layout.rank == 1 and kind == "breaks":
+    if ranks.rank == 1 and kind == "breaks":
         raise ZeroDivisionError("by accident")
-    if layout.rank == 1 and kind == "leaves":
+    if ranks.rank == 1 and kind == "leaves":
         os._exit(3)
-    torch.distributed.barrier(group=layout.world)
+    torch.distributed.barrier(group=ranks.world)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def fails(config, layout, show, kind):
 )
 def test_a_rank_that_fails_is_named_with_its_words(kind, error, words):
     with pytest.raises(error, match=words):
-        launch(fails, CONFIG, kind, context=context())
+        launch(fails, CONFIG, kind, context=preloaded_context())
 
 
 def test_a_rank_whose_starter_is_gone_ends(monkeypatch):
@@ -156,7 +154,7 @@ def test_a_rank_whose_starter_is_gone_ends(monkeypatch):
     starter = SimpleNamespace(join=lambda: done.append("the starter is gone"))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: starter)
     monkeypatch.setattr(os, "_exit", lambda code: done.append(code))
-    _end_with_parent()
+    end_with_parent()
     assert done == ["the starter is gone", 1]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from equipoise.core import RoutesError
 from equipoise.cost import CostModel
-from equipoise.rl.layout import build_cluster
+from equipoise.rl.config import build_cluster
 from equipoise.rl.metrics import RankFigures, lost_seconds, skew_after, skew_before, step_metrics
 from equipoise.rl.preflight import shape_of
 from equipoise.rl.stages import StageClock, StepTally, check_arrival

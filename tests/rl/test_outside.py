@@ -14,10 +14,9 @@ import pytest
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core import RoutesError, TrainingError
-from equipoise.rl.batch import to_routes
 from equipoise.rl.config import RolloutConfig, change
 from equipoise.rl.model import build_model, copy_model
-from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler
+from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler, to_routes
 from equipoise.rl.task import Arithmetic, CharTokenizer
 from tests.rl import work
 from tests.rl.test_model import tiny
@@ -44,7 +43,7 @@ def outside(**changes):
 
 
 def rollout_fields():
-    return {name: getattr(CONFIG, name) for name in RolloutConfig.__slots__}
+    return {name: getattr(CONFIG, name) for name in RolloutConfig.__struct_fields__}
 
 
 def assert_same(found, wanted):

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from equipoise.core import EquipoiseError
-from equipoise.rl.batch import Sample, to_routes
 from equipoise.rl.config import ModelConfig, change, read_config
 from equipoise.rl.model import build_model, family_config
 from equipoise.rl.preflight import check_places, check_resumed, check_settings, find_run, shape_of
-from equipoise.rl.run import prepare
+from equipoise.rl.rollout import Sample, to_routes
 from equipoise.rl.task import CharTokenizer, open_task
+from equipoise.rl.train import prepare
 from equipoise.routes import write_routes
 
 JUDGES = """
@@ -216,8 +216,6 @@ def test_places_that_are_taken_or_cannot_be_written_are_refused(here):
     ("setting", "words"),
     [
         ("seed=5", "setting seed is 5, the run in run has 0; a resumed run keeps it"),
-        ("ranks=4", "setting ranks is 4, the run in run has 2"),
-        ("ep=1", "setting ep is 1, the run in run has 0"),
         ("balance.mode=off", "setting balance.mode is 'off', the run in run has 'equipoise'"),
         ("model.layers=3", "setting model.layers is 3, the run in run has 2"),
         ("model.dtype=bfloat16", "setting model.dtype is 'bfloat16', the run in run has 'float32'"),
@@ -236,7 +234,10 @@ def test_what_a_checkpoint_depends_on_cannot_change_when_a_run_goes_on(here, set
     with pytest.raises(EquipoiseError) as error:
         check_resumed(changed, run)
     assert words in str(error.value)
-    for allowed in ("steps=3", "steps=200", "update.learning_rate=0.5", "checkpoint.every=1", "track.tensorboard=true"):
+    for allowed in (
+        *("ranks=4", "ranks=1", "ep=1", "steps=3", "steps=200", "update.learning_rate=0.5", "checkpoint.every=1"),
+        "track.tensorboard=true",
+    ):
         check_resumed(read_config(run / "config.toml", settings=[allowed]), run)
 
 

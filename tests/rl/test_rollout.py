@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from equipoise.adapters.transformers import inspect, record
 from equipoise.core import RoutesError
-from equipoise.rl.batch import Intake, Sample, from_routes, pack, to_routes, window_rows, with_ids
 from equipoise.rl.config import RolloutConfig
 from equipoise.rl.model import build_model, copy_model, packed_inputs
-from equipoise.rl.rollout import Request, Sampler
+from equipoise.rl.rollout import Request, Sample, Sampler, from_routes, to_routes
+from equipoise.rl.stages import Intake, pack, window_rows
 from equipoise.rl.task import Arithmetic, CharTokenizer
 from tests.rl.test_model import FAMILIES, tiny
 
@@ -117,7 +117,7 @@ def test_recompute_takes_micro_batches_as_they_end_and_the_update_in_their_own_o
     assert intake.recompute == [wanted[:3], wanted[3:]]
     # Known with the sample that completes it: not one later.
     assert list(known) == [ends[wanted[2]] + 1, 12]
-    in_order = [batch for window in intake.update for batch in window]
+    in_order = [intake.packed[number] for window in intake.update for number in window]
     for window, numbers in zip(known.values(), intake.recompute, strict=True):
         assert all(batch is in_order[number] for batch, number in zip(window, numbers, strict=True))
     assert [int(batch.sample_T[0]) for batch in in_order] == [0, 2, 4, 6, 8, 10]
@@ -128,7 +128,7 @@ def test_every_forwarded_token_stands_once_in_a_window_with_its_own_routes():
     intake, _ = taken(samples, range(len(samples)))
     windows = intake.update
     assert [len(window) for window in windows] == [3, 3]
-    batches = [batch for window in windows for batch in window]
+    batches = [intake.packed[number] for window in windows for number in window]
     for index, sample in enumerate(samples):
         batch = batches[index // 2]
         mine = batch.sample_T == index
@@ -147,6 +147,6 @@ def test_rows_are_counted_per_expert_and_unknown_ones_lower_coverage():
     assert rows.load_MLE[0].tolist() == wanted and rows.coverage_ML is None
     ids = batch.ids_LTK.clone()
     ids[1, 0] = -1
-    hurt = window_rows([with_ids(batch, ids)], stage="update")
+    hurt = window_rows([batch.with_ids(ids)], stage="update")
     assert hurt.load_MLE[0].sum() == sum(map(sum, wanted)) - 2
     assert hurt.coverage_ML[0].tolist() == [1.0, 1 - 1 / batch.num_tokens]

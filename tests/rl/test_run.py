@@ -1,7 +1,7 @@
 """Whole runs on ranks of the pool: one seed one result, resumed or not, replay and arrival proved, routes that pass."""
 
 import json
-from dataclasses import replace
+import shutil
 
 import pytest
 import torch
@@ -42,6 +42,37 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pool, tmp_pa
     assert lines_of(whole) == lines_of(halves)
     assert work.same_weights(newest_weights(whole), newest_weights(halves))
     assert sum(line["replicas"] for line in lines_of(whole)) > 0, "without replicas plans would not matter"
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_a_checkpoint_loads_the_same_bits_under_any_number_of_ranks_and_trains_on(pool, tmp_path, family):
+    config = work.small(model={"family": family})
+    saved = merged(pool.run(work.save_after, 2, config, tmp_path, 2))
+    assert any(name.endswith(".experts.7.gate_up.exp_avg") for name in saved)
+    drawn = {}
+    for ranks, ep in ((2, 0), (1, 0), (4, 0), (4, 2)):
+        sizes = {"ranks": ranks, "ep": ep}
+        found = pool.run(work.restored_state, ranks, change(config, **sizes), tmp_path)
+        assert work.same_weights(merged([state for state, _ in found]), saved), sizes
+        drawn[ranks] = [number for _, number in found]
+    assert len(set(drawn[4])) == 4, "ranks without a saved random state do not draw the same numbers"
+    for ranks, ep in ((4, 2), (1, 0)):
+        out = tmp_path / f"on {ranks}"
+        shutil.copytree(tmp_path / "checkpoints", out / "checkpoints")
+        pool.run(work.resume_run, ranks, change(config, ranks=ranks, ep=ep, steps=3), out)
+        (line,) = lines_of(out)
+        assert line["step"] == 2 and line["grad_norm"] > 0 and line["coverage"] == 1.0
+        assert not work.same_weights(newest_weights(out), newest_weights(tmp_path)), "it has learnt something more"
+
+
+def merged(states):
+    """All ranks' entries; those that several ranks have must have the same bits."""
+    whole = {}
+    for state in states:
+        for name, tensor in state.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
 
 
 @pytest.mark.dist(2)
@@ -95,7 +126,7 @@ def test_activation_checkpointing_changes_nothing(pool):
 def test_two_ep_groups_train_what_one_trains(pool):
     config = work.small(ranks=4, rollout={"prompts": 4}, balance={"mode": "static"})
     whole = pool.run(work.metrics_of, 4, config, 1)[0][1]
-    groups = pool.run(work.metrics_of, 4, replace(config, ep=2), 1)
+    groups = pool.run(work.metrics_of, 4, change(config, ep=2), 1)
     for _, weights in groups:
         for name, tensor in whole.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5)

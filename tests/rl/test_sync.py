@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.rl.learner import Part, find_trouble, owned_fingerprints
+from equipoise.rl.learner import Part, find_difference, owned_fingerprints
 from tests.rl import work
 from tests.rl.test_model import FAMILIES
 
@@ -26,9 +26,9 @@ def test_the_copy_has_the_bits_of_the_learner_in_every_family(pool, family):
 
 
 @pytest.mark.dist(4)
-@pytest.mark.parametrize("layout", [{"ranks_per_node": 2}, {"ep": 2}], ids=["two nodes", "two EP groups"])
-def test_every_node_and_every_group_has_a_store_of_all_experts(pool, layout):
-    results = pool.run(work.synced, 4, work.small(ranks=4, **layout))
+@pytest.mark.parametrize("groups", [{"ranks_per_node": 2}, {"ep": 2}], ids=["two nodes", "two EP groups"])
+def test_every_node_and_every_group_has_a_store_of_all_experts(pool, groups):
+    results = pool.run(work.synced, 4, work.small(ranks=4, **groups))
     assert len({version for _, _, version in results}) == 1
     for copied, _, _ in results:
         assert work.same_weights(copied, results[0][1])
@@ -56,8 +56,8 @@ def test_a_part_that_is_not_its_owners_is_named():
     weights = {"experts": torch.arange(12.0).view(4, 3), "gate": torch.ones(2)}
     held = [owned_fingerprints({Part("experts", 2 * rank, 2): weights["experts"][2 * rank :][:2]}) for rank in range(2)]
     held[0] |= owned_fingerprints({Part("gate"): weights["gate"]})
-    assert not find_trouble(weights, held)
+    assert not find_difference(weights, held)
     swapped = {**weights, "experts": weights["experts"][[0, 1, 3, 2]]}
-    assert find_trouble(swapped, held) == "experts [2, 3] of `experts` that are not those rank 1 owns"
+    assert find_difference(swapped, held) == "experts [2, 3] of `experts` that are not those rank 1 owns"
     stale = {**weights, "gate": weights["gate"] + 1}
-    assert find_trouble(stale, held) == "a `gate` that is not that of rank 0"
+    assert find_difference(stale, held) == "a `gate` that is not that of rank 0"

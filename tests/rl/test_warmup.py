@@ -1,4 +1,4 @@
-"""Warm-up and the ranks' layout: the same weights everywhere, groups that fit together, and a planner that is ready."""
+"""Warm-up and groups of ranks: the same weights everywhere, groups that fit together, and a planner that is ready."""
 
 import threading
 
@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from equipoise.core import InfeasiblePlanError, TopologyError
-from equipoise.rl import layout
-from equipoise.rl.config import change
-from equipoise.rl.launch import ignore, launch
-from equipoise.rl.layout import build_cluster
-from equipoise.rl.learner import StartedPlanner, balancer_options, start_planner
+from equipoise.rl import train
+from equipoise.rl.config import build_cluster, change
+from equipoise.rl.metrics import ignore
 from equipoise.rl.model import build_model
 from equipoise.rl.preflight import shape_of
+from equipoise.rl.train import StartedPlanner, launch, start_planner
 from tests.rl import work
 
 
@@ -50,7 +49,7 @@ def test_every_rank_is_in_one_ep_group_and_one_group_of_owners(pool):
 
 @pytest.mark.dist(2)
 def test_another_number_of_ranks_than_configured_is_refused(pool):
-    said = pool.run(work.layout_error, 2, work.small(ranks=4))
+    said = pool.run(work.ranks_error, 2, work.small(ranks=4))
     assert said == ["setting ranks is 4, but 2 ranks were started; make them equal"] * 2
 
 
@@ -60,8 +59,8 @@ def test_experts_that_do_not_divide_are_refused_before_anything_is_built():
         build_cluster(config, shape_of(config))
 
 
-def name_of_rank(config, layout, show, words):
-    return f"{words} {layout.rank} of {layout.ranks}"
+def name_of_rank(config, ranks, show, words):
+    return f"{words} {ranks.rank} of {ranks.size}"
 
 
 def test_under_torchrun_this_process_is_the_rank(monkeypatch, tmp_path):
@@ -95,16 +94,15 @@ class SlowWorker:
 
 def started(worker):
     config = work.small()
-    shape = shape_of(config)
-    return StartedPlanner(build_cluster(config, shape), shape, balancer_options(config), worker=worker)
+    return StartedPlanner(config, shape_of(config), worker=worker)
 
 
-def test_waiting_for_the_kernels_is_told_and_forgetting_opens_a_new_desk(monkeypatch):
-    monkeypatch.setattr(layout, "_PATIENCE_S", 0.01)
+def test_waiting_for_the_kernels_is_shown_and_forgetting_opens_a_new_plan_server(monkeypatch):
+    monkeypatch.setattr(train, "_PATIENCE_S", 0.01)
     worker, told = SlowWorker(), []
 
     def show(event):
-        told.append(event.values["words"])
+        told.append(event.values["message"])
         worker.gate.set()
 
     planner = started(worker)

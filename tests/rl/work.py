@@ -8,21 +8,20 @@ from functools import lru_cache
 from unittest import mock
 
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from equipoise.core import EquipoiseError
 from equipoise.planning.worker import PlanWorker
-from equipoise.rl import checkpoint
 from equipoise.rl import learner as learner_module
+from equipoise.rl import train
+from equipoise.rl.checkpoint import Checkpoints
 from equipoise.rl.compare import run_comparison
 from equipoise.rl.config import build_config
-from equipoise.rl.launch import ignore
-from equipoise.rl.layout import build_layout
-from equipoise.rl.learner import sync_weights
-from equipoise.rl.model import build_model
-from equipoise.rl.run import Places, run
-from equipoise.rl.stages import warm_up
+from equipoise.rl.learner import sync_weights, warm_up
+from equipoise.rl.metrics import ignore
+from equipoise.rl.model import build_like, build_model
 from equipoise.rl.task import CharTokenizer, open_task
-from equipoise.rl.train import Trainer
+from equipoise.rl.train import Places, Trainer, build_ranks, run
 
 SMALL = {
     "steps": 2,
@@ -65,12 +64,45 @@ def train_run(group, config, out, *, record=None, is_resumed=False, show=ignore)
     """A whole run on this rank, as `equipoise train` makes it."""
     worker = kept_worker() if config.balance.mode == "equipoise" else None
     places = Places(out=out, record=record, is_resumed=is_resumed)
-    return run(config, build_layout(config, group), show, places, worker)
+    return run(config, build_ranks(config, group), show, places, worker)
 
 
 def resume_run(group, config, out):
     """Go on with a run."""
     return train_run(group, config, out, is_resumed=True)
+
+
+def save_after(group, config, out, steps):
+    """Train some steps, write a checkpoint, and return this rank's weights and optimizer state as they were."""
+    trainer = trainer_of(group, config)
+    for step in range(steps):
+        trainer.step(step)
+    train._save(checkpoints_of(config, trainer.ranks, out), trainer, steps)
+    state = cloned(trainer.learner.training_state())
+    trainer.close()
+    return state
+
+
+def restored_state(group, config, out):
+    """This rank's weights and optimizer state after loading the newest checkpoint, and a number drawn then."""
+    checkpoints = checkpoints_of(config, build_ranks(config, group), out)
+    newest = checkpoints.newest()
+    ranks = build_ranks(config, group)
+    worker = kept_worker() if config.balance.mode == "equipoise" else None
+    trainer = Trainer(build_like(newest / "model", config.model), config, ranks, worker=worker)
+    trainer.restore(checkpoints.load(newest, needs=trainer.needs))
+    state, drawn = cloned(trainer.learner.training_state()), float(torch.rand(()))
+    trainer.close()
+    return state, drawn
+
+
+def checkpoints_of(config, ranks, out):
+    facts = {"seed": config.seed, "mode": config.balance.mode, "model": config.model.path or config.model.family}
+    return Checkpoints(out / "checkpoints", ranks, facts=facts, keep=2)
+
+
+def cloned(state):
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def record_run(group, config, out, record):
@@ -81,14 +113,14 @@ def record_run(group, config, out, record):
 def compare_run(group, config, modes):
     """Compare modes on this rank."""
     worker = kept_worker() if "equipoise" in modes else None
-    return run_comparison(config, build_layout(config, group), ignore, modes, worker)
+    return run_comparison(config, build_ranks(config, group), ignore, modes, worker)
 
 
 def trainer_of(group, config, **options):
     """A trainer of a random model, not warmed up."""
-    layout = build_layout(config, group)
+    ranks = build_ranks(config, group)
     worker = kept_worker() if config.balance.mode == "equipoise" else None
-    return Trainer(build_model(config.model, seed=config.seed), config, layout, worker=worker, **options)
+    return Trainer(build_model(config.model, seed=config.seed), config, ranks, worker=worker, **options)
 
 
 def metrics_of(group, config, steps):
@@ -104,11 +136,11 @@ def planned_in_the_tail(group, config):
     """What happened in a step whose rollout does not end before a plan was made: events in order, and its metrics."""
     trainer, events, is_planned = trainer_of(group, config), [], threading.Event()
     planner, generate = trainer.learner.balancer._planner, trainer.engine.generate
-    whole = planner._whole
+    plan = planner._plan
 
-    def planned(loads, shares):
-        made = whole(loads, shares)
-        events.append(f"planned {loads.stage}")
+    def planned(rows, dispatches):
+        made = plan(rows, dispatches)
+        events.append(f"planned {rows.stage}")
         is_planned.set()
         return made
 
@@ -119,7 +151,7 @@ def planned_in_the_tail(group, config):
         events.append("the last sample ends")
         yield last
 
-    planner._whole, trainer.engine.generate = planned, waiting
+    planner._plan, trainer.engine.generate = planned, waiting
     metrics = trainer.step(0)
     trainer.close()
     return events, metrics
@@ -158,21 +190,21 @@ def resume_error(group, config, out):
 
 def disk_full(group, config, out, how):
     """A run whose second rank finds no room for its second checkpoint; what every rank is told."""
-    real = checkpoint.write_torch
+    real = FileSystemWriter.write_data
 
-    def write(path, content):
-        if group.rank() != 1 or "step-000002" not in str(path):
-            return real(path, content)
+    def write(self, plan, planner):
+        if group.rank() != 1 or "step-000002" not in str(self.path):
+            return real(self, plan, planner)
         if how == "no space":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
         try:
-            return real(path, content)
+            return real(self, plan, planner)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    with mock.patch.object(checkpoint, "write_torch", write):
+    with mock.patch.object(FileSystemWriter, "write_data", write):
         try:
             train_run(group, config, out)
         except EquipoiseError as error:
@@ -190,7 +222,7 @@ def synced(group, config):
     """The rollout copy's weights after a step and a sync, the whole weights, and their name."""
     trainer = trainer_of(group, config)
     trainer.step(0)
-    version = sync_weights(trainer.learner, trainer.engine.model, trainer.layout)
+    version = sync_weights(trainer.learner, trainer.engine.model, trainer.ranks)
     copied = {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
     whole = gathered(trainer.learner)
     trainer.close()
@@ -232,7 +264,7 @@ def harmed_sync(group, config, harm):
         mock.patch.object(learner_module, "copy_weights", copied),
     ):
         try:
-            sync_weights(trainer.learner, trainer.engine.model, trainer.layout)
+            sync_weights(trainer.learner, trainer.engine.model, trainer.ranks)
         except EquipoiseError as error:
             return str(error)
         finally:
@@ -247,7 +279,7 @@ def warmed_up(group, config):
     warm_up(
         model,
         config,
-        build_layout(config, group),
+        build_ranks(config, group),
         task=open_task(config.task),
         tokenizer=CharTokenizer(),
         show=lambda done, loss: losses.append(loss),
@@ -257,14 +289,14 @@ def warmed_up(group, config):
 
 def groups_of(group, config):
     """The ranks of this rank's EP group, and those that own the same experts."""
-    layout = build_layout(config, group)
-    return [torch.distributed.get_process_group_ranks(one) for one in (layout.ep_group, layout.owner_group)]
+    ranks = build_ranks(config, group)
+    return [torch.distributed.get_process_group_ranks(one) for one in (ranks.ep_group, ranks.owner_group)]
 
 
-def layout_error(group, config):
+def ranks_error(group, config):
     """What a wrong number of ranks says."""
     try:
-        build_layout(config, group)
+        build_ranks(config, group)
     except EquipoiseError as error:
         return str(error)
     return None

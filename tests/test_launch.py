@@ -1,0 +1,123 @@
+"""Local ranks: results in order, the failed one named, no process left; they ignore Ctrl-C, their starter does not."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from equipoise.core import TopologyError, TransferError
+from equipoise.launch import RankOptions, ignored_interrupts, run_ranks
+from tests.pool import preloaded_context
+
+HEARS = "import signal; print(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
+
+
+def child_hears() -> str:
+    return subprocess.run([sys.executable, "-c", HEARS], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def interruptible():
+    """Let SIGINT interrupt this process, as in a terminal; processes that share tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_child_ignores_ctrl_c_and_its_starter_does_not_afterwards(interruptible):
+    with ignored_interrupts():
+        assert child_hears() == "False"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert child_hears() == "True"
+
+
+def test_the_starter_does_not_ignore_ctrl_c_after_an_error(interruptible):
+    with pytest.raises(ValueError, match="no such program"), ignored_interrupts():
+        raise ValueError("no such program")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_start_children_too(interruptible):
+    heard = []
+
+    def start() -> None:
+        with ignored_interrupts():
+            heard.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert heard == [signal.default_int_handler]
+
+
+def rank_squared(group, fail_at):
+    if group.rank() == fail_at:
+        raise ValueError("no square today")
+    return group.rank() ** 2
+
+
+def die_of_another(group):
+    """Rank 0 dies because of rank 1, which raises."""
+    if group.rank() == 0:
+        os._exit(1)
+    raise ValueError("it was me")
+
+
+def count_up(group, most, *, show):
+    for number in range(most):
+        show(number, most)
+    return group.rank()
+
+
+def test_what_rank_0_shows_arrives_in_order_before_the_results():
+    shown = []
+    assert run_ranks(count_up, 2, 3, show=lambda *value: shown.append(value)) == [0, 1]
+    assert shown == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_ranks_answer_in_order_and_report_what_failed():
+    assert run_ranks(rank_squared, 2, None) == [0, 1]
+    with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: no square today"):
+        run_ranks(rank_squared, 2, 1, context=preloaded_context())
+
+
+def test_of_a_rank_that_failed_and_one_that_died_of_it_the_first_is_named():
+    with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: it was me"):
+        run_ranks(die_of_another, 2, context=preloaded_context())
+
+
+def sleep(group, seconds):
+    """Rank 1 is late."""
+    if group.rank() == 1:
+        time.sleep(seconds)
+
+
+def test_a_rank_that_is_late_is_named_and_ended():
+    begin, before = time.monotonic(), multiprocessing.active_children()
+    with pytest.raises(TransferError, match=r"ranks \[1\] gave no result within 20 s"):
+        run_ranks(sleep, 2, 300, limit_s=20.0, context=preloaded_context())
+    assert time.monotonic() - begin < 60
+    assert multiprocessing.active_children() == before
+
+
+def refuse(group):
+    if group.rank() == 1:
+        raise TopologyError("two ranks are one too many")
+    group.barrier().wait()
+
+
+def test_an_error_of_ours_is_raised_as_it_is():
+    with pytest.raises(TopologyError, match="two ranks are one too many"):
+        run_ranks(refuse, 2, options=RankOptions(timeout_s=60.0), context=preloaded_context())
+
+
+def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TopologyError, match="2 ranks were asked for, but torchrun started 3; make them equal"):
+        run_ranks(rank_squared, 2, None)
