@@ -1,6 +1,8 @@
-"""Reading checkpoints: the newest whole one, by name; what is damaged or of another run is refused by name."""
+"""Checkpoints: the newest whole one is read, a damaged one or one of another run refused; one run at a time."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from equipoise.core import TrainingError
 from equipoise.launch import Ranks
-from equipoise.rl.checkpoint import FORMAT, Checkpoints, newest_checkpoint, trained_steps
+from equipoise.rl.checkpoint import FORMAT, Checkpoints, hold, newest_checkpoint, trained_steps
 
 FACTS = {"seed": 0}
 SECOND = Ranks(rank=1, size=2, world=None, ep_group=None, owner_group=None)
@@ -65,3 +67,44 @@ def test_one_that_is_damaged_is_refused_by_name(folder, file, content):
     words = str(error.value)
     assert words.startswith(f"checkpoint {folder / 'step-000010'} is damaged (") and "\n" not in words
     assert words.endswith("remove its folder to resume from the one before")
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from equipoise.rl.checkpoint import hold
+
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_that_is_held_is_refused_until_it_is_let_go(tmp_path):
+    folder = tmp_path / "deep" / "run"
+    with hold(folder):
+        words = "run is in use by a run that has not ended; wait for it, or give another folder"
+        with pytest.raises(TrainingError, match=words), hold(folder):
+            pass
+        with hold(tmp_path / "other"):
+            pass
+    with hold(folder):
+        assert not list(folder.iterdir()), "a lock leaves nothing"
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(TrainingError, match="in use"), hold(tmp_path):
+        pass
+    holder.kill()
+    holder.communicate()
+    with hold(tmp_path):
+        pass
+
+
+def test_a_place_that_is_no_folder_is_refused_by_name(tmp_path):
+    (tmp_path / "file").touch()
+    words = r"file/run cannot be made or opened \(Not a directory\)"
+    with pytest.raises(TrainingError, match=words), hold(tmp_path / "file" / "run"):
+        pass
