@@ -33,7 +33,7 @@ from equipoise.planning.rows import WindowRoutes
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.config import Mode, TrainConfig, build_cluster
 from equipoise.rl.model import packed_inputs
-from equipoise.rl.task import Task, Tokenizer
+from equipoise.rl.task import TaskSource, Tokenizer
 from equipoise.transfer.node import ExpertWeights
 
 _FIRST_QUESTION = 1_000_000
@@ -45,7 +45,7 @@ def warm_up(
     config: TrainConfig,
     ranks: Ranks,
     *,
-    task: Task,
+    task: TaskSource,
     tokenizer: Tokenizer,
     show: Callable[[int, float], None],
 ) -> None:

@@ -121,7 +121,7 @@ class Question:
     domain: str = ""
 
 
-class Task(Protocol):
+class TaskSource(Protocol):
     """A source of questions."""
 
     def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
@@ -176,7 +176,7 @@ class Dataset:
         return [self.listed[int(orders[p // size][p % size])] for p in places]
 
 
-def open_task(config: TaskConfig) -> Task:
+def open_task(config: TaskConfig) -> TaskSource:
     """Return the questions that the settings name."""
     return Dataset.read(config.data) if config.data else Arithmetic(config.domains)
 
