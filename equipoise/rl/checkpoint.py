@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from equipoise.core.errors import TrainingError
 from equipoise.launch import Ranks
+from equipoise.transfer.waits import all_or_none
 
 FORMAT = "equipoise-checkpoint-2"
 _LOG = logging.getLogger(__name__)
@@ -78,10 +79,6 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
 
-        def write_state() -> None:
-            writer = dcp.FileSystemWriter(partial / "state", sync_files=True)
-            dcp.save(dict(tensors), storage_writer=writer, process_group=self._ranks.world)
-
         def write_model() -> None:
             if self._ranks.is_first:
                 save_model(partial / "model")
@@ -99,17 +96,27 @@ class Checkpoints:
                 for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
                     shutil.rmtree(old)
 
-        failure = self._attempt(prepare) or self._attempt(write_state) or self._attempt(write_model)
-        if failure:
+        try:
+            self._on_all_ranks(prepare)
+            # An error of one rank is raised on all of them.
+            dcp.save(
+                dict(tensors),
+                storage_writer=dcp.FileSystemWriter(partial / "state", sync_files=True),
+                process_group=self._ranks.world,
+            )
+            self._on_all_ranks(write_model)
+        except (TrainingError, CheckpointException) as error:
             if self._ranks.is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             newest = self.newest()
             raise TrainingError(
-                f"checkpoint {target} could not be written: {failure}; "
+                f"checkpoint {target} could not be written: {_reason(error)}; "
                 + (f"{newest} is still valid, resume from it" if newest else "there is no earlier one")
-            )
-        if failure := self._attempt(finish):
-            raise TrainingError(f"checkpoint {target} could not be renamed into place: {failure}")
+            ) from error
+        try:
+            self._on_all_ranks(finish)
+        except TrainingError as error:
+            raise TrainingError(f"checkpoint {target} could not be renamed into place: {error}") from error
         return target
 
     def load(self, path: Path, *, needs: Callable[[str], bool]) -> State:
@@ -134,27 +141,29 @@ class Checkpoints:
             }
             dcp.load(tensors, storage_reader=reader, process_group=self._ranks.world)
         except (OSError, EOFError, ValueError, KeyError, UnpicklingError, RuntimeError, CheckpointException) as error:
-            reason = _reason(error).splitlines()[0].partition(". ")[0] or "it ends too early"
+            reason = _reason(error).splitlines()[0].partition(". ")[0]
             raise TrainingError(
                 f"checkpoint {path} is damaged ({reason}); remove its folder to resume from the one before"
             ) from error
         return State(step=meta["step"], tensors=tensors)
 
-    def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Do some work on every rank; return the first rank's failure, if one failed. Every rank must call this."""
-        failure = None
-        try:
-            work()
-        except (OSError, SafetensorError, CheckpointException) as error:
-            rank = min(error.failures) if isinstance(error, CheckpointException) else self._ranks.rank
-            failure = f"rank {rank}: {_reason(error)}"
-        return next((reason for reason in self._ranks.gather(failure) if reason), None)
+    def _on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Do some work on every rank; raise on all of them where it failed on one. Every rank must call this."""
+
+        def checked() -> None:
+            try:
+                work()
+            except (OSError, SafetensorError) as error:
+                raise TrainingError(_reason(error)) from error
+
+        all_or_none(checked, self._ranks.gather)
 
 
 def _reason(error: BaseException) -> str:
     """Return an error's message; of one that `torch.distributed.checkpoint` collected, the first failing rank's."""
     if isinstance(error, CheckpointException):
-        error = error.failures[min(error.failures)][0]
+        rank = min(error.failures)
+        return f"rank {rank}: {_reason(error.failures[rank][0])}"
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 

@@ -35,6 +35,7 @@ from equipoise.rl.config import Mode, TrainConfig, build_cluster
 from equipoise.rl.model import packed_inputs
 from equipoise.rl.task import TaskSource, Tokenizer
 from equipoise.transfer.node import ExpertWeights
+from equipoise.transfer.waits import all_or_none
 
 _FIRST_QUESTION = 1_000_000
 """RL steps count from 0; warm-up uses step numbers from here on, so that it asks other questions."""
@@ -358,13 +359,14 @@ def sync_weights(learner: Learner, target: nn.Module, ranks: Ranks) -> str:
     """
     copy_weights(learner.state_dict(), target)
     held_R: list[Held] = ranks.gather(owned_fingerprints(learner.owned_parts()))
-    differences = ranks.gather(find_difference(dict(target.state_dict()), held_R))
-    for rank, difference in enumerate(differences):
-        if difference:
+
+    def compare() -> None:
+        if difference := find_difference(dict(target.state_dict()), held_R):
             raise TransferError(
-                f"weight sync: the rollout copy of rank {rank} has {difference}; stop and resume from the last "
-                "checkpoint"
+                f"weight sync: the rollout copy has {difference}; stop and resume from the last checkpoint"
             )
+
+    all_or_none(compare, ranks.gather)
     parts = sorted(repr((part, tuple(found))) for held in held_R for part, found in held.items())
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 

@@ -169,7 +169,7 @@ def test_an_expert_that_is_not_its_owners_stops_every_rank_by_name(pool, harm, c
         said[0]
         == said[1]
         == (
-            f"weight sync: the rollout copy of rank {copy_of} has experts {experts} of "
+            f"rank {copy_of}: weight sync: the rollout copy has experts {experts} of "
             f"`model.layers.0.mlp.experts.gate_up_proj` that are not those rank {owner} owns; stop and resume from "
             "the last checkpoint"
         )
