@@ -1,12 +1,14 @@
 """What a page holds: the answer, key figures, charts, tables, and what is missing. Plain values, no HTML.
 
-The one description that the HTML file (`render.py`) and the terminal (`summary.py`) both draw, so that they cannot
-differ. Does not know where figures come from: `analysis.py`, `simulation.py` and `run.py` make pages.
+The HTML file (`render.py`) and the text (`summary.py`) are both made of this description, so that they cannot differ.
+Below it are figures as people read them, the binning of large matrices, and the definition of every word.
 
 Invariants (asserted by the tests):
 1. A chart has data: one without a single point cannot be made; what is not there is a `Missing`.
 2. Every chart says in its caption what is seen, has its data as a table, and names only words that are defined.
 3. Of a chart's views exactly one is shown, and each shows at least one trace.
+4. A figure that is not zero is never written as zero, nothing is written as minus zero, and three digits matter.
+5. A matrix within the limits is kept bit for bit; each binned cell is the mean of its block, and the page says so.
 """
 
 import math
@@ -18,11 +20,136 @@ import numpy as np
 
 from equipoise.core.value import plural as plural  # the other chapters of the room take it from here
 
-# Figures as people read them: shares, seconds, bytes, counts. ASCII, one way of writing each, for page and terminal.
-#
-# Invariants (asserted by the tests):
-# 1. What is not zero is never written as zero, and nothing is written as minus zero.
-# 2. Three digits that matter, never more.
+Cell = str | int | float | None
+Scale = Literal["", "diverging", "sequential"]
+"""Which colours a heat map takes from the theme."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartView:
+    """One choice of a chart's switch, such as before and after."""
+
+    label: str
+    visible: tuple[bool, ...]
+    """Whether each trace is shown."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """What changes in the layout with it, such as an axis title."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under named columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        odd = [row for row in self.rows if len(row) != len(self.columns)]
+        assert not odd, f"a row of {len(odd[0])} cells under {len(self.columns)} columns: {odd[0]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart, as plotly draws it, with its words and its data."""
+
+    name: str
+    """Its id in the page and the name of its data file: letters and dashes."""
+    title: str
+    caption: str
+    """What is seen, with the figure that matters."""
+    traces: tuple[dict[str, Any], ...]
+    layout: dict[str, Any]
+    data: Table
+    """What is drawn, for download; not binned."""
+    terms: tuple[str, ...]
+    """Words of the definitions that a reader of this chart needs."""
+    views: tuple[ChartView, ...] = ()
+    """Choices of the switch, the first one shown; none where there is nothing to switch."""
+    scale: Scale = ""
+    note: str = ""
+    """What was binned or left out to keep the page small."""
+    wide: bool = True
+    """Whether it takes the whole width of the page."""
+
+    @property
+    def legend(self) -> tuple[tuple[str, str, str], ...]:
+        """(name, colour, dash) of every series, once; nothing where there is only one, or where cells are coloured."""
+        found: dict[str, tuple[str, str]] = {}
+        for trace in self.traces:
+            if trace["type"] == "bar":
+                found[trace["name"]] = trace["marker"]["color"], "block"
+            elif trace["type"] != "heatmap":
+                found[trace["name"]] = trace["line"]["color"], trace["line"]["dash"]
+        return tuple((name, *ink) for name, ink in found.items()) if len(found) > 1 else ()
+
+    def __post_init__(self) -> None:
+        # Points and rows come from the result, which may be damaged; the words are ours.
+        has_points = all(np.size(trace["z"] if "z" in trace else trace["x"]) for trace in self.traces)
+        if not self.traces or not has_points or not self.data.rows:
+            raise ValueError(f"chart {self.name} has no data")
+        assert self.caption, f"chart {self.name} has no caption"
+        unknown = set(self.terms) - set(DEFINITIONS)
+        assert not unknown, f"chart {self.name} uses words without definition: {sorted(unknown)}"
+        for view in self.views:
+            assert len(view.visible) == len(self.traces) and any(view.visible), f"view {view.label} of {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A table to be read, such as the doctor's findings."""
+
+    name: str
+    title: str
+    caption: str
+    data: Table
+    terms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """A part this result cannot have, and the command that would give it; an empty one where none would."""
+
+    title: str
+    words: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One key number."""
+
+    label: str
+    value: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that is shown of one result."""
+
+    title: str
+    kind: str
+    """What was made: an analysis, a simulation, a training run."""
+    answer: str
+    """One sentence with its number."""
+    conditions: tuple[str, ...]
+    """Under which the answer holds, and what is predicted or measured."""
+    notes: tuple[str, ...]
+    """How it was computed, one click away."""
+    figures: tuple[Figure, ...]
+    sections: tuple[Chart | Listing, ...]
+    missing: tuple[Missing, ...]
+    document: dict[str, Any] = field(repr=False)
+    """The result itself, for download."""
+
+    def __post_init__(self) -> None:
+        names = [section.name for section in self.sections]
+        assert len(set(names)) == len(names), f"two sections of one name: {names}"
+
+    @property
+    def charts(self) -> tuple[Chart, ...]:
+        """The sections that are drawn."""
+        return tuple(section for section in self.sections if isinstance(section, Chart))
 
 
 _COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -111,14 +238,6 @@ def digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-# Make large arrays small enough for a page: cells of a matrix are averaged in blocks, and the page says so.
-#
-# Invariants (asserted by the tests):
-# 1. A matrix within the limits is kept bit for bit, and nothing is said.
-# 2. Blocks are of equal size but the last ones; each binned cell is the mean of its block.
-# 3. The words name how many rows and columns make one cell.
-
-
 MAX_CELLS = (192, 256)
 """Rows and columns of a heat map: about as many as a screen shows."""
 
@@ -148,7 +267,11 @@ def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Bi
     row_size, column_size = (-(-size // limit) for size, limit in zip(matrix.shape, limits, strict=True))
     cells = matrix
     for axis, size in enumerate((row_size, column_size)):
-        cells = cells if size == 1 else _blocks(cells, size, axis=axis)
+        if size > 1:
+            starts = np.arange(0, matrix.shape[axis], size)
+            lengths = np.diff(np.append(starts, matrix.shape[axis]))
+            sums = np.add.reduceat(cells.astype(float), starts, axis=axis)
+            cells = np.asarray(sums / (lengths[:, None] if axis == 0 else lengths))
     return Binned(cells=cells, row_size=row_size, column_size=column_size)
 
 
@@ -164,16 +287,6 @@ def binning_note(binned: Binned, rows: str, columns: str) -> str:
         return ""
     parts = [f"{n} {word}" for n, word in ((binned.row_size, rows), (binned.column_size, columns)) if n > 1]
     return f"Binned to keep the page small: a cell is the mean of {' and '.join(parts)}. The CSV has them all."
-
-
-def _blocks(matrix: np.ndarray, size: int, *, axis: int) -> np.ndarray:
-    starts = np.arange(0, matrix.shape[axis], size)
-    lengths = np.diff(np.append(starts, matrix.shape[axis]))
-    sums = np.add.reduceat(matrix.astype(float), starts, axis=axis)
-    return np.asarray(sums / (lengths[:, None] if axis == 0 else lengths))
-
-
-# Every word the page uses, defined once, in the words of the glossary (`equipoise/core/__init__.py`).
 
 
 DEFINITIONS = {
@@ -242,144 +355,3 @@ DEFINITIONS = {
     "coverage": "Share of forwarded tokens whose experts are known before the step.",
     "reward": "Mean reward of the step's samples, as the task gives it.",
 }
-
-
-Cell = str | int | float | None
-Scale = Literal["", "diverging", "sequential"]
-"""Which colours a heat map takes from the theme."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartView:
-    """One choice of a chart's switch, such as before and after."""
-
-    label: str
-    visible: tuple[bool, ...]
-    """Whether each trace is shown."""
-    layout: dict[str, Any] = field(default_factory=dict)
-    """What changes in the layout with it, such as an axis title."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Rows under named columns."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-
-    def __post_init__(self) -> None:
-        odd = [row for row in self.rows if len(row) != len(self.columns)]
-        assert not odd, f"a row of {len(odd[0])} cells under {len(self.columns)} columns: {odd[0]}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """One chart, as plotly draws it, with its words and its data."""
-
-    name: str
-    """Its id in the page and the name of its data file: letters and dashes."""
-    title: str
-    caption: str
-    """What is seen, with the figure that matters."""
-    traces: tuple[dict[str, Any], ...]
-    layout: dict[str, Any]
-    data: Table
-    """What is drawn, for download; not binned."""
-    terms: tuple[str, ...]
-    """Words of the definitions that a reader of this chart needs."""
-    views: tuple[ChartView, ...] = ()
-    """Choices of the switch, the first one shown; none where there is nothing to switch."""
-    scale: Scale = ""
-    note: str = ""
-    """What was binned or left out to keep the page small."""
-    wide: bool = True
-    """Whether it takes the whole width of the page."""
-
-    @property
-    def legend(self) -> tuple[tuple[str, str, str], ...]:
-        """(name, colour, dash) of every series, once; nothing where there is only one, or where cells are coloured."""
-        found = {trace["name"]: _ink(trace) for trace in self.traces if trace["type"] != "heatmap"}
-        return tuple((name, *ink) for name, ink in found.items()) if len(found) > 1 else ()
-
-    def __post_init__(self) -> None:
-        # Points and rows come from the result, which may be damaged; the words are ours.
-        if not self.traces or not all(_points(trace) for trace in self.traces) or not self.data.rows:
-            raise ValueError(f"chart {self.name} has no data")
-        assert self.caption, f"chart {self.name} has no caption"
-        unknown = set(self.terms) - set(DEFINITIONS)
-        assert not unknown, f"chart {self.name} uses words without definition: {sorted(unknown)}"
-        for view in self.views:
-            assert len(view.visible) == len(self.traces) and any(view.visible), f"view {view.label} of {self.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """A table to be read, such as the doctor's findings."""
-
-    name: str
-    title: str
-    caption: str
-    data: Table
-    terms: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
-    """A part this result cannot have, and the command that would give it; an empty one where none would."""
-
-    title: str
-    words: str
-    command: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One key number."""
-
-    label: str
-    value: str
-    words: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """Everything that is shown of one result."""
-
-    title: str
-    kind: str
-    """What was made: an analysis, a simulation, a training run."""
-    answer: str
-    """One sentence with its number."""
-    conditions: tuple[str, ...]
-    """Under which the answer holds, and what is predicted or measured."""
-    notes: tuple[str, ...]
-    """How it was computed, one click away."""
-    figures: tuple[Figure, ...]
-    sections: tuple[Chart | Listing, ...]
-    missing: tuple[Missing, ...]
-    document: dict[str, Any] = field(repr=False)
-    """The result itself, for download."""
-
-    def __post_init__(self) -> None:
-        names = [section.name for section in self.sections]
-        assert len(set(names)) == len(names), f"two sections of one name: {names}"
-
-    @property
-    def charts(self) -> tuple[Chart, ...]:
-        """The sections that are drawn."""
-        return tuple(section for section in self.sections if isinstance(section, Chart))
-
-
-def _ink(trace: dict[str, Any]) -> tuple[str, str]:
-    """Colour and dash of a series; a bar is a block."""
-    return (
-        (trace["marker"]["color"], "block")
-        if trace["type"] == "bar"
-        else (trace["line"]["color"], trace["line"]["dash"])
-    )
-
-
-def _points(trace: dict[str, Any]) -> int:
-    """How many points a trace has."""
-    values = trace["z"] if "z" in trace else trace["x"]
-    return len(values) and (len(values[0]) if "z" in trace else 1)

@@ -1,6 +1,6 @@
 """Make one HTML file of a page: template, styles and script from package data, plotly's script from its package.
 
-Nothing is fetched when the page is opened: everything stands in the file, and its content policy forbids the rest.
+Nothing is fetched when the page is opened: everything is in the file, and its content policy forbids the rest.
 Templates hold no figures and no logic beyond loops: what is shown was made in Python.
 
 How data travels:
@@ -10,8 +10,10 @@ How data travels:
 
 Invariants (asserted by the tests):
 1. The file names no address outside itself, and a browser asks for none.
-2. Text of the result cannot end the script it stands in, nor become markup.
+2. Text of the result cannot end the script it is in, nor become markup.
 3. The same page gives the same bytes.
+4. Light and dark differ in ink, grid and ground, never in the colour of a series.
+5. Ink stands out from its ground by a contrast of at least 7, series colours by at least 1.7.
 """
 
 import base64
@@ -26,13 +28,6 @@ from typing import Any
 from equipoise.core import EquipoiseError
 from equipoise.core.files import whole_file
 from equipoise.report.page import DEFINITIONS, Cell, Chart, Page, Table
-
-# Colours and type of the charts, light and dark: two plotly templates and the scales of heat maps.
-#
-# Invariants (asserted by the tests):
-# 1. Light and dark differ in ink, grid and ground, never in the colour of a series.
-# 2. Ink stands out from its ground by a contrast of at least 7, series colours by at least 1.7.
-
 
 BLUE, ORANGE, GREEN, VERMILION = "#0f7fc0", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#d1c21a", "#8c8c8c"
@@ -50,10 +45,22 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, s
 
 def themes() -> dict[str, dict[str, Any]]:
     """For each scheme: `template` for every chart, and `scales` for heat maps by their name."""
-    return {scheme: {"template": _template(scheme), "scales": _scales(scheme)} for scheme in ("light", "dark")}
+    spread = [[i / (len(CIVIDIS) - 1), colour] for i, colour in enumerate(CIVIDIS)]
+    found = {}
+    for scheme in ("light", "dark"):
+        diverging = [[0.0, BLUE], [0.5, MIDDLE[scheme]], [0.75, ORANGE], [1.0, VERMILION]]
+        found[scheme] = {"template": _template(scheme), "scales": {"diverging": diverging, "sequential": spread}}
+    return found
 
 
 def _template(scheme: str) -> dict[str, Any]:
+    colorbar = {
+        "thickness": 10,
+        "outlinewidth": 0,
+        "ticks": "",
+        "tickfont": {"size": 11, "color": QUIET[scheme]},
+        "title": {"side": "right", "font": {"size": 11, "color": QUIET[scheme]}},
+    }
     axis = {
         "gridcolor": GRID[scheme],
         "linecolor": GRID[scheme],
@@ -79,7 +86,7 @@ def _template(scheme: str) -> dict[str, Any]:
             "yaxis": axis,
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
             "hoverlabel": {"bgcolor": GROUND[scheme], "bordercolor": GRID[scheme], "font": {"color": INK[scheme]}},
-            "coloraxis": {"colorbar": _colorbar(scheme)},
+            "coloraxis": {"colorbar": colorbar},
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": QUIET[scheme], "activecolor": INK[scheme]},
             "annotationdefaults": {"font": {"color": QUIET[scheme], "size": 11}, "showarrow": False},
             "shapedefaults": {"line": {"color": QUIET[scheme]}},
@@ -87,28 +94,38 @@ def _template(scheme: str) -> dict[str, Any]:
     }
 
 
-def _colorbar(scheme: str) -> dict[str, Any]:
-    return {
-        "thickness": 10,
-        "outlinewidth": 0,
-        "ticks": "",
-        "tickfont": {"size": 11, "color": QUIET[scheme]},
-        "title": {"side": "right", "font": {"size": 11, "color": QUIET[scheme]}},
-    }
-
-
-def _scales(scheme: str) -> dict[str, list[list[Any]]]:
-    diverging = ((0.0, BLUE), (0.5, MIDDLE[scheme]), (0.75, ORANGE), (1.0, VERMILION))
-    spread = [[i / (len(CIVIDIS) - 1), colour] for i, colour in enumerate(CIVIDIS)]
-    return {"diverging": [list(stop) for stop in diverging], "sequential": spread}
-
-
 TEMPLATES = "templates"
 
 
 def render(page: Page) -> str:
     """Return the HTML of a page."""
-    jinja2, plotly_script = _libraries()
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise EquipoiseError(
+            f"a page needs {error.name}, which is not installed; run: pip install 'equipoise[report]'"
+        ) from error
+    # Step 1: charts as the script draws them, each with the first of its views.
+    charts = []
+    for chart in page.charts:
+        shown = chart.views[0].visible if chart.views else (True,) * len(chart.traces)
+        charts.append(
+            {
+                "name": chart.name,
+                "traces": [{**trace, "visible": visible} for trace, visible in zip(chart.traces, shown, strict=True)],
+                "layout": chart.layout,
+                "views": [{"visible": view.visible, "layout": view.layout} for view in chart.views],
+                "scale": chart.scale,
+            }
+        )
+    # Step 2: JSON that may be inside a script element: no character of it can end the element or open a comment.
+    data = json.dumps({"charts": charts, "themes": themes()}, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    # Step 3: the files the page offers, by name.
+    files = {"plotly.min.js": get_plotlyjs(), "result.json": json.dumps(page.document)}
+    files |= {f"{section.name}.csv": as_csv(section.data) for section in page.sections}
+    # Step 4: the template.
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("equipoise.report", TEMPLATES),
         autoescape=True,
@@ -117,15 +134,16 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters["shown"] = show_cell
+    templates = resources.files("equipoise.report") / TEMPLATES
     return str(
         environment.get_template("page.html").render(
             page=page,
             halves=pair_halves(page),
             definitions=DEFINITIONS,
-            style=_template_text("page.css"),
-            script=_template_text("page.js"),
-            page_data=_script_json({"charts": [_chart_data(c) for c in page.charts], "themes": themes()}),
-            files={"plotly.min.js": _pack(plotly_script), **_downloads(page)},
+            style=(templates / "page.css").read_text(encoding="utf-8"),
+            script=(templates / "page.js").read_text(encoding="utf-8"),
+            page_data=data,
+            files={name: _pack(text) for name, text in files.items()},
         )
     )
 
@@ -166,46 +184,5 @@ def as_csv(table: Table) -> str:
     return text.getvalue()
 
 
-def _libraries() -> tuple[Any, str]:
-    """The template engine and plotly's script, which a bare install does not have."""
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError as error:
-        raise EquipoiseError(
-            f"a page needs {error.name}, which is not installed; run: pip install 'equipoise[report]'"
-        ) from error
-    return jinja2, get_plotlyjs()
-
-
-def _template_text(name: str) -> str:
-    return (resources.files("equipoise.report") / TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def _chart_data(chart: Chart) -> dict[str, Any]:
-    """A chart as the script draws it, with the first of its views."""
-    shown = chart.views[0].visible if chart.views else (True,) * len(chart.traces)
-    return {
-        "name": chart.name,
-        "traces": [{**trace, "visible": visible} for trace, visible in zip(chart.traces, shown, strict=True)],
-        "layout": chart.layout,
-        "views": [{"visible": view.visible, "layout": view.layout} for view in chart.views],
-        "scale": chart.scale,
-    }
-
-
-def _downloads(page: Page) -> dict[str, str]:
-    """Packed text of every file the page offers, by its name."""
-    files = {"result.json": json.dumps(page.document)}
-    files |= {f"{section.name}.csv": as_csv(section.data) for section in page.sections}
-    return {name: _pack(text) for name, text in files.items()}
-
-
 def _pack(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
-
-
-def _script_json(document: dict[str, Any]) -> str:
-    """JSON that may stand inside a script element: no character of it can end the element or open a comment."""
-    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

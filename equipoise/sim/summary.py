@@ -65,7 +65,7 @@ def notes_of(
         f"All-to-all: modelled by the busiest link, at {profile.across_permille / 10:g} % of "
         f"{cluster.network_bytes_per_s * 8 / 1e9:,.4g} Gb/s across nodes and {profile.inside_permille / 10:g} % of "
         f"{cluster.nvlink_bytes_per_s / 1e9:,.4g} GB/s inside, per rank, and {profile.exchange_fixed_ns / 1000:g} us "
-        "for each; all ranks meet in it, and expert transfers stand still meanwhile.",
+        "for each; all ranks meet in it, and expert transfers pause meanwhile.",
     ]
     if setting.sends == "tokens" or not has_pairs:
         notes.append(CROSSING[setting.sends])
@@ -98,12 +98,12 @@ def notes_of(
     has_recompute = any(groups[0].stage == "recompute" for groups in windows)
     if options.cross_node:
         notes.append(
-            "Replicas of recompute may stand in any node; every node then needs host memory for all experts, which the "
+            "Replicas of recompute may be in any node; every node then needs host memory for all experts, which the "
             "memory per rank does not hold."
         )
     elif "equipoise" in names and cluster.num_ep_nodes > 1 and has_recompute:
         notes.append(
-            "Replicas stay in their node. With --cross-node those of recompute may stand in any, so that less crosses "
+            "Replicas stay in their node. With --cross-node those of recompute may be in any, so that less crosses "
             "nodes; every node then needs host memory for all experts."
         )
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.core.value import plural
 from equipoise.report import page
 
 
@@ -84,7 +85,7 @@ def test_counts(value, text):
 
 
 def test_plurals():
-    assert [page.plural(n, "slot") for n in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
+    assert [plural(n, "slot") for n in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
 
 
 @settings(max_examples=60, deadline=None)
