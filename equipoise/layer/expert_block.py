@@ -133,7 +133,9 @@ class _ExpertBlock(torch.autograd.Function):
         options: BlockOptions,
         *tensors: Tensor | None,
     ) -> Tensor:
-        now, home = _visit_now(visit), ExpertWeights(*tensors)
+        # A forward that runs inside a backward is activation recomputation, part of the layer's backward visit.
+        now = visit._replace(phase="backward") if _TRACKER.is_bw else visit
+        home = ExpertWeights(*tensors)
         transfers.wait_for(now)
         joined = transfers.joined(now)
         ctx.groups, ctx.transfers, ctx.visit, ctx.options = groups, transfers, visit, options
@@ -183,11 +185,6 @@ class _Part(NamedTuple):
     pre_NF: Tensor
     weights: ExpertWeights
     end_S: Tensor
-
-
-def _visit_now(visit: Visit) -> Visit:
-    """A forward that runs inside a backward is activation recomputation, part of the layer's backward visit."""
-    return visit._replace(phase="backward") if _TRACKER.is_bw else visit
 
 
 def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:

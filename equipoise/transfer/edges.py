@@ -16,7 +16,7 @@ Invariants (asserted by the tests):
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -42,10 +42,6 @@ class Move(NamedTuple):
     target: int
     target_slot: int
 
-    def back(self) -> "Move":
-        """The same move in the other direction."""
-        return Move(self.expert, self.target, self.target_slot, self.source, self.source_slot)
-
 
 def owner_to_home(plan: Plan, layer: int) -> list[Move]:
     """Every expert of a layer that changes its slot when a window begins, ascending."""
@@ -55,9 +51,9 @@ def owner_to_home(plan: Plan, layer: int) -> list[Move]:
     return [move for move in moves if move[1:3] != move[3:5]]
 
 
-def digest_moves(moves: Sequence[Sequence[Move]]) -> int:
-    """62 bits of a hash, so that the number and its negative fit 64."""
-    return int.from_bytes(hashlib.sha256(repr([list(m) for m in moves]).encode()).digest()[:8], "big") >> 2
+def digest(value: object) -> int:
+    """62 bits of a hash of nested lists of numbers, so that the result and its negative fit 64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
 
 
 class Relocator:
@@ -106,7 +102,7 @@ class Relocator:
             copy_expert(outbox, box, tensors, move.source_slot)
         messages: list[Message] = []
         transfers: list[Transfer] = []
-        buffer = self._buffer(dtype)
+        buffer = self._buffers[dtype]
         # Both sides go through the moves in the same order.
         for move in moves:
             is_leaving, is_coming = move.source == node.rank, move.target == node.rank
@@ -115,7 +111,8 @@ class Relocator:
             peer = move.target if is_leaving else move.source
             for tensor in (tensors if is_leaving else buffer).tensors():
                 row = tensor.detach()[move.source_slot if is_leaving else move.target_slot]
-                row = row.contiguous().cpu() if is_leaving else row
+                # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
+                row = row.to("cpu", copy=True) if is_leaving else row
                 messages.append(Message(row, peer, is_leaving))
                 transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
         if messages:
@@ -124,7 +121,7 @@ class Relocator:
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
-        facts = {"number": self._number, "moves": digest_moves([moves]), "bytes": num_bytes}
+        facts = {"number": self._number, "moves": digest(moves), "bytes": num_bytes}
         self._node.agree_equal(facts, transfer)
 
     def _write(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
@@ -135,7 +132,7 @@ class Relocator:
                 if move.target == node.rank:
                     copied = copy_expert(tensors, move.target_slot, outbox, box)
                     node.counters.arrive(node.direct_path, copied if source != node.rank else 0)
-        buffer = self._buffer(dtype)
+        buffer = self._buffers[dtype]
         for move in moves:
             if move.target == node.rank and self.crosses(move):
                 node.counters.arrive("p2p", copy_expert(tensors, move.target_slot, buffer, move.target_slot))
@@ -143,11 +140,6 @@ class Relocator:
     def _leaving_inside(self, moves: Sequence[Move], source: int) -> list[Move]:
         """Moves of a rank that stay in its node, in the order of its outbox."""
         return [move for move in moves if move.source == source and not self.crosses(move)]
-
-    def _buffer(self, dtype: torch.dtype) -> ExpertWeights:
-        if dtype not in self._buffers:
-            raise TransferError(f"gradients are {dtype}; give grad_dtype={dtype} when the node's memory is opened")
-        return self._buffers[dtype]
 
 
 class _CompleteGradient(NamedTuple):
@@ -178,6 +170,8 @@ class WindowEdges:
         """
         self._node, self._gradient_of = node, gradient_of or _grad_of
         self._moves: list[list[Move]] | None = None
+        self._back: list[list[Move]] = []
+        """By layer: experts that move from owners to homes, and back."""
         self._with_weights = True
         self._published: set[int] = set()
         self._collected: dict[int, list[_CompleteGradient]] = {}
@@ -194,28 +188,35 @@ class WindowEdges:
             with_weights: False only where the optimizer keeps masters of its own and overwrites every owned parameter
                 before anyone reads one; then the unchanged weights need not travel back
         """
+        node, layout = self._node, self._node.layout
         if self._moves is not None:
             raise TransferError("a window is already published; collect it before the next")
-        self._check_plan(plan)
-        moves = [owner_to_home(plan, layer) for layer in range(self._node.layout.layers)]
-        whole = Transfer("publish", path="p2p")
-        self._node.agree_equal({"placement": digest_moves(moves)}, whole)
-        has_gradients = self._layers_with_gradients(whole, range(len(moves)), is_any=_is_nonzero)
+        facts = {"layers": plan.home_LE.shape[0], "home slots": plan.home_slots, "nodes of ranks": plan.cluster.node_R}
+        wanted = {"layers": layout.layers, "home slots": layout.home_slots, "nodes of ranks": node.node_R}
+        for name, value in facts.items():
+            if value != wanted[name]:
+                raise TransferError(f"the plan has {name} {value}, the node's memory was opened for {wanted[name]}")
+        if plan.persistent:
+            raise TransferError(f"a plan of policy {plan.policy!r} is not executed: its homes are no permutation")
+        moves, whole = [owner_to_home(plan, layer) for layer in range(layout.layers)], Transfer("publish", path="p2p")
+        node.agree_equal({"placement": digest(moves)}, whole)
+        has_gradients = self._layers_with_gradients(whole, range(len(moves)), is_nonzero=True)
         for layer, layer_moves in enumerate(moves):
             if has_gradients[layer]:
                 self._relocator.relocate("publish", layer, layer_moves, self._gradients(layer))
-        self._node.counters.publishes += self._arrivals(moves)
+        every = [move for layer_moves in moves for move in layer_moves if move.source != move.target]
+        node.counters.publishes += sum(move.target == node.rank for move in every)
+        self.path = "p2p" if any(self._relocator.crosses(move) for move in every) else node.direct_path
         self._moves, self._with_weights = moves, with_weights
+        self._back = [[Move(m.expert, *m[3:5], *m[1:3]) for m in layer_moves] for layer_moves in moves]
         self._published, self._collected = set(), {}
-        crosses = any(self._relocator.crosses(move) for layer_moves in moves for move in layer_moves)
-        self.path = "p2p" if crosses else self._node.direct_path
 
     def publish_layer(self, layer: int) -> None:
         """Move a layer's weights to its homes, and its gradients if they were collected. Every rank must call this."""
         moves = self._open_moves()[layer]
         if layer in self._collected:
             del self._collected[layer]
-            if self._layers_with_gradients(Transfer("publish", layer), [layer], is_any=_is_there)[0]:
+            if self._layers_with_gradients(Transfer("publish", layer), [layer])[0]:
                 self._relocator.relocate("publish", layer, moves, self._gradients(layer))
         if layer not in self._published:
             self._relocator.relocate("publish", layer, moves, self._weights(layer))
@@ -227,8 +228,8 @@ class WindowEdges:
 
         Called in the thread that computes gradients, before `collect_layer`, which another thread may call.
         """
-        back, parameters = self._back(layer), list(self._node.homes[layer].tensors())
-        arriving = sum(move.target == self._node.rank for move in back)
+        parameters = list(self._node.homes[layer].tensors())
+        arriving = sum(move.target == self._node.rank for move in self._back[layer])
         if any(self._gradient_of(parameter) is not None for parameter in parameters):
             self._gradients(layer)
         found = [(parameter, self._gradient_of(parameter)) for parameter in parameters]
@@ -239,8 +240,8 @@ class WindowEdges:
 
         `end` collects gradients that are not complete yet.
         """
-        back, complete = self._back(layer), [layer] if layer in self._collected else []
-        if any(self._layers_with_gradients(Transfer("collect", layer), complete, is_any=_is_there)):
+        back, complete = self._back[layer], [layer] if layer in self._collected else []
+        if any(self._layers_with_gradients(Transfer("collect", layer), complete)):
             self._relocator.relocate("collect", layer, back, self._gradients(layer))
         if self._with_weights and layer in self._published:
             self._relocator.relocate("collect", layer, back, self._weights(layer))
@@ -249,17 +250,19 @@ class WindowEdges:
     def end(self) -> None:
         """Move to owners whatever is still with homes. Every rank of the group must call this."""
         moves, whole = self._open_moves(), Transfer("collect", path="p2p")
-        facts = {"layers collected": _digest(self._collected), "layers published": _digest(self._published)}
+        collected, published = sorted(self._collected), sorted(self._published)
+        facts = {"layers collected": digest(collected), "layers published": digest(published)}
         self._node.agree_equal(facts, whole)
         left = [layer for layer in range(len(moves)) if layer not in self._collected]
-        has_gradients = dict(zip(left, self._layers_with_gradients(whole, left, is_any=_is_there), strict=True))
+        has_gradients = dict(zip(left, self._layers_with_gradients(whole, left), strict=True))
         for layer in range(len(moves)):
-            back = self._back(layer)
+            back = self._back[layer]
             if has_gradients.get(layer, False):
                 self._relocator.relocate("collect", layer, back, self._gradients(layer))
             if self._with_weights and layer in self._published:
                 self._relocator.relocate("collect", layer, back, self._weights(layer))
-        self._node.counters.collects += self._arrivals([self._back(layer) for layer in range(len(moves))])
+        arriving = [m for back in self._back for m in back if m.target == self._node.rank and m.source != m.target]
+        self._node.counters.collects += len(arriving)
         self._moves = None
 
     @contextmanager
@@ -268,7 +271,7 @@ class WindowEdges:
         moves = self._moves or []
         layers = [layer for layer in range(len(moves)) if layer in self._published]
         for layer in layers:
-            self._relocator.relocate("collect", layer, self._back(layer), self._weights(layer))
+            self._relocator.relocate("collect", layer, self._back[layer], self._weights(layer))
         try:
             yield
         finally:
@@ -295,10 +298,6 @@ class WindowEdges:
             raise TransferError("no window is published; publish one before collecting")
         return self._moves
 
-    def _back(self, layer: int) -> list[Move]:
-        """A layer's moves from homes to owners."""
-        return [move.back() for move in self._open_moves()[layer]]
-
     def _weights(self, layer: int) -> ExpertWeights:
         # Not through the parameters: a layer may let them into the graph before their weights arrive, and autograd
         # would count that as a change in place, though nothing reads them until then.
@@ -319,39 +318,15 @@ class WindowEdges:
         return found
 
     def _layers_with_gradients(
-        self, transfer: Transfer, layers: Sequence[int], *, is_any: Callable[[torch.Tensor | None], bool]
+        self, transfer: Transfer, layers: Sequence[int], *, is_nonzero: bool = False
     ) -> list[bool]:
-        """Whether any rank has gradients in each of some layers, the same on all ranks."""
-        homes = [self._node.homes[layer] for layer in layers]
-        mine = [int(any(is_any(self._gradient_of(t)) for t in weights.tensors())) for weights in homes]
+        """Whether any rank has gradients in each of some layers, nonzero ones if asked for; the same on all ranks."""
+        mine: list[int] = []
+        for layer in layers:
+            gradients = [self._gradient_of(tensor) for tensor in self._node.homes[layer].tensors()]
+            mine.append(any(g is not None and (not is_nonzero or bool(g.any())) for g in gradients))
         return [value > 0 for value in self._node.agree(mine, transfer)] if mine else []
-
-    def _arrivals(self, moves: Sequence[Sequence[Move]]) -> int:
-        return sum(m.target == self._node.rank and m.source != m.target for layer in moves for m in layer)
-
-    def _check_plan(self, plan: Plan) -> None:
-        layout, node = self._node.layout, self._node
-        facts = {"layers": plan.home_LE.shape[0], "home slots": plan.home_slots, "nodes of ranks": plan.cluster.node_R}
-        wanted = {"layers": layout.layers, "home slots": layout.home_slots, "nodes of ranks": node.node_R}
-        for name, value in facts.items():
-            if value != wanted[name]:
-                raise TransferError(f"the plan has {name} {value}, the node's memory was opened for {wanted[name]}")
-        if plan.persistent:
-            raise TransferError(f"a plan of policy {plan.policy!r} is not executed: its homes are no permutation")
-
-
-def _digest(layers: Iterable[int]) -> int:
-    """A number that tells sets of layers apart."""
-    return digest_moves([[Move(layer, 0, 0, 0, 0) for layer in sorted(layers)]])
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad
-
-
-def _is_there(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None
-
-
-def _is_nonzero(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())

@@ -149,6 +149,7 @@ class TransferEngine:
             gradient_of: where a parameter's accumulated gradient lies, if not in its `grad`
         """
         self._node = NodeMemory(homes, group=group, node_R=node_R, options=options)
+        self.counters: Counters = self._node.counters
         self._paths: dict[str, PullPath] = {"peer": MappedPath(self._node), **(paths or {})}
         if options.path == "peer":
             self._paths = dict.fromkeys(PATHS, self._paths["peer"])
@@ -171,11 +172,6 @@ class TransferEngine:
         self._crossings: dict[int, list[Crossing]] = {}
 
     @property
-    def counters(self) -> Counters:
-        """What this rank's transfers moved so far."""
-        return self._node.counters
-
-    @property
     def registrations(self) -> tuple[Registration, ...]:
         """Where this rank's parameters are, or must be when a stage starts."""
         return self._node.registrations
@@ -194,13 +190,15 @@ class TransferEngine:
         self._check_running()
         schedule = PullSchedule(plan, rank=self._node.rank)
         # Step 1: if one rank cannot, all raise at once and nothing has moved.
-        self._node.all_or_none(partial(self._check_open, plan), Transfer("publish", path="p2p"))
-        if self._needs_store(plan):
+        used = {PATHS[index] for index in np.unique(plan.replica_table.path_P2)}
+        needs_store = bool(used & set(self._host_paths))
+        self._node.all_or_none(partial(self._check_open, plan, needs_store), Transfer("publish", path="p2p"))
+        if needs_store:
             self._open_store()
         # Step 2: gradients that owners hold already go to the homes.
         with self._exposed("publish"):
             self._edges.begin(plan, with_weights=with_weights)
-        # Step 3: layers are published one after the other in the background, the first first.
+        # Step 3: layers are published one after the other in the background, in layer order.
         self._plan, self._schedule, self._progress = plan, schedule, LayerProgress(plan)
         self._collected, self._window = set(), self._window + 1
         self._mailboxes.open_window(self._window)
@@ -251,14 +249,14 @@ class TransferEngine:
         plan = self._open_plan()
         self._begin(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.hand_in"):
-            self._count_wait(self._mailboxes.hand_in(plan, micro_step, layer, gradients))
+            self._mailboxes.hand_in(plan, micro_step, layer, gradients)
 
     def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Wait for what replicas of this rank's home experts returned and add it, in place, in ascending rank order."""
         plan = self._open_plan()
         self._begin(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.collect_returns"):
-            self._count_wait(self._mailboxes.collect(plan, micro_step, layer, gradients))
+            self._mailboxes.collect(plan, micro_step, layer, gradients)
         if self._progress is not None:
             self._progress.returned(micro_step, layer)
 
@@ -400,11 +398,6 @@ class TransferEngine:
             # Not before: until all have stopped, another rank may wait for an expert that this one has yet to write.
             self._refresher.pause()
 
-    def _needs_store(self, plan: Plan) -> bool:
-        """Whether any rank pulls from the host store under this plan; the same on all ranks."""
-        used = {PATHS[index] for index in np.unique(plan.replica_table.path_P2)}
-        return bool(used & set(self._host_paths))
-
     def _open_store(self) -> None:
         """Make the node's host store and the path from it, once. Every rank must call this."""
         if self._store is not None:
@@ -434,11 +427,6 @@ class TransferEngine:
             yield
         self.counters.wait(self._edges.path, time.monotonic() - begin)
 
-    def _count_wait(self, waited: float) -> None:
-        """Count what the caller waited; on a device a timer of its stream counts instead."""
-        if self._node.device.type == "cpu":
-            self.counters.wait(self._node.direct_path, waited)
-
     def _open_plan(self) -> Plan:
         if self._plan is None:
             raise TransferError("no window is open; call open_window(plan) first")
@@ -448,7 +436,7 @@ class TransferEngine:
         if self._is_suspended:
             raise TransferError("the engine is suspended; call resume() first: parameters may be anywhere")
 
-    def _check_open(self, plan: Plan) -> None:
+    def _check_open(self, plan: Plan, needs_store: bool) -> None:
         """Refuse a plan whose pulls or slots this engine cannot serve."""
         self._node.check()
         layout = self._node.layout
@@ -459,7 +447,7 @@ class TransferEngine:
                 f"{layout.depth}: open the engine with more or plan with less"
             )
         check_crossings(plan, rank=self._node.rank, host_paths=self._host_paths)
-        if self._needs_store(plan):
+        if needs_store:
             check_store_budget(layout, self._node.num_experts, self._node.options)
 
     def _check_close(self) -> None:

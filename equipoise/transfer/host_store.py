@@ -424,7 +424,8 @@ def send_crossings(node: NodeMemory, store: HostStore, needed: Sequence[Crossing
         experts = node.home(node.rank, layer) if is_leaving else store.experts(layer)
         for tensor in experts.tensors():
             row = tensor.detach()[source_slot if is_leaving else expert]
-            row = row.contiguous().cpu() if is_leaving else row
+            # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
+            row = row.to("cpu", copy=True) if is_leaving else row
             messages.append(Message(row, peer, is_leaving))
             transfers.append(Transfer("refresh", layer, expert, "p2p", peer))
             node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))

@@ -343,13 +343,17 @@ class NodeMemory:
         self.layout, self.options, self.group = ExpertLayout.of(homes, options), options, group
         self.rank, self.node_R = dist.get_rank(group), tuple(node_R)
         self.counters, self.homes = Counters(), tuple(homes)
+        self.device = self.layout.device
+        self.direct_path = "shm" if self.device.type == "cpu" else "peer"
+        """What counters and errors call memory that this node's ranks have mapped."""
         check_budget(self.layout, options)
         if len(self.node_R) != dist.get_world_size(group):
             raise TransferError(f"node_R names {len(self.node_R)} ranks, the group has {dist.get_world_size(group)}")
         self.peers = tuple(r for r, node in enumerate(self.node_R) if node == self.node_R[self.rank])
         self._homes: dict[int, tuple[ExpertWeights, ...]] = {}
-        self._mailboxes: dict[int, ExpertWeights] = {}
-        self._rest: dict[int, Span] = {}
+        self._outboxes: dict[tuple[int, torch.dtype], ExpertWeights] = {}
+        self.mailboxes: dict[int, ExpertWeights] = {}
+        """By rank of this node: [mailboxes, ...] replica gradients that it returns."""
         # Pages first, because they are the larger part: what does not fit is refused before anything is reserved.
         self._map_pages()
         control_bytes = self.layout.control_bytes
@@ -374,16 +378,6 @@ class NodeMemory:
         self.watchdog.watch_peers()
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.layout.device
-
-    @property
-    def direct_path(self) -> str:
-        """What counters and errors call memory that this node's ranks have mapped."""
-        return "shm" if self.device.type == "cpu" else "peer"
-
-    @property
     def num_experts(self) -> int:
         """Experts of a layer, of all ranks."""
         return self.layout.home_slots * len(self.node_R)
@@ -399,14 +393,9 @@ class NodeMemory:
 
     def outbox(self, rank: int, dtype: torch.dtype) -> ExpertWeights:
         """[home_slots, ...] staging of a rank of this node, read as `dtype`."""
-        layout = self.layout
-        if dtype.itemsize > max(layout.dtype.itemsize, layout.grad_dtype.itemsize):
-            raise TransferError(f"the outbox has no room for {dtype}; give it as grad_dtype")
-        return view_experts(layout, self._rest[rank].view, layout.layers * layout.bias_bytes, layout.home_slots, dtype)
-
-    def mailboxes(self, rank: int) -> ExpertWeights:
-        """[mailboxes, ...] replica gradients that a rank of this node returns."""
-        return self._mailboxes[rank]
+        if (rank, dtype) not in self._outboxes:
+            raise TransferError(f"gradients are {dtype}; give grad_dtype={dtype} when the node's memory is opened")
+        return self._outboxes[rank, dtype]
 
     def adopt(self, *, version: int) -> None:
         """Move the parameters and their values into shared memory; those already there stay as they are."""
@@ -476,13 +465,9 @@ class NodeMemory:
 
     def all_or_none(self, work: Callable[[], T], transfer: Transfer) -> list[T]:
         """Run `work` on every rank of the group, or raise on all of them what failed on one; bounded as `agree`."""
+        self.watchdog.check(transfer)
         finish = partial(self._finish, transfer=transfer)
-
-        def gather(value: Any) -> list[Any]:
-            self.watchdog.check(transfer)
-            return self._own_group.gather(value, finish)
-
-        return all_or_none(work, gather)
+        return all_or_none(work, partial(self._own_group.gather, finish=finish))
 
     def exchange(self, messages: Sequence[Message], transfers: Sequence[Transfer]) -> None:
         """Send and receive messages, bounded; `transfers` name them in errors."""
@@ -505,7 +490,7 @@ class NodeMemory:
         self._registrations = ()
         Mark.now(self.device).block()
         self.cells = {}
-        self._homes, self._mailboxes, self._rest = {}, {}, {}
+        self._homes, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()
         self.watchdog.close()
@@ -543,15 +528,20 @@ class NodeMemory:
 
         all_or_none(make, partial(gather_objects, group=self.group))
         self.buffers = made[0]
-        self._rest = {rank: spans[-1] for rank, spans in shared.spans.items()}
+        rest = {rank: spans[-1].view for rank, spans in shared.spans.items()}
         self._homes = {
             rank: tuple(self._home(rank, layer, spans, sizes) for layer in range(layout.layers))
             for rank, spans in shared.spans.items()
         }
-        offset = layout.layers * layout.bias_bytes + layout.outbox_bytes
-        self._mailboxes = {
-            rank: view_experts(layout, rest.view, offset, layout.num_mailboxes, layout.dtype)
-            for rank, rest in self._rest.items()
+        offset = layout.layers * layout.bias_bytes
+        self._outboxes = {
+            (rank, dtype): view_experts(layout, view, offset, layout.home_slots, dtype)
+            for rank, view in rest.items()
+            for dtype in {layout.dtype, layout.grad_dtype}
+        }
+        offset += layout.outbox_bytes
+        self.mailboxes = {
+            rank: view_experts(layout, view, offset, layout.num_mailboxes, layout.dtype) for rank, view in rest.items()
         }
 
     def _home(self, rank: int, layer: int, spans: Sequence[Span], sizes: Sequence[int]) -> ExpertWeights:

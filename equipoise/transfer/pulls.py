@@ -458,24 +458,18 @@ class Puller:
             if not fill.needs:
                 return fill
             transfer = self._transfer(fill.needs[0])
-            waited = self._wait(lambda: schedule.holds(fill), transfer)
+            self._wait(lambda: schedule.holds(fill), transfer)
             self._filled[fill.buffer].hold_up(self._node.device)
             timer.end()
-            if self._node.device.type == "cpu":
-                counters.wait(transfer.path, waited)
-            else:
-                counters.time(transfer.path, timer)
+            counters.time(transfer.path, timer)
             counters.on_demand += is_on_demand
         return fill
 
-    def _wait(self, is_ready: Callable[[], bool], transfer: Transfer) -> float:
+    def _wait(self, is_ready: Callable[[], bool], transfer: Transfer) -> None:
         """Wait until ready or failed, releasing the lock in between."""
-        waited = self._node.watchdog.wait(
-            lambda: self._failure is not None or is_ready(), transfer, pause=self._changed.wait
-        )
+        self._node.watchdog.wait(lambda: self._failure is not None or is_ready(), transfer, pause=self._changed.wait)
         if self._failure is not None:
             raise self._failure
-        return waited
 
     def _run(self) -> None:
         try:
@@ -506,44 +500,39 @@ class Puller:
 
     def _pull(self, fill: Fill) -> bool:
         """Copy a visit's replicas; False where a pause, or the layer's end, came before their weights were ready."""
-        slot, needs = 0, fill.needs
+        buffer, slot, needs = self._buffers.slots(fill.buffer), 0, fill.needs
         while slot < len(needs):
-            need = needs[slot]
-            self._node.watchdog.wait(partial(self._is_over, need), self._transfer(need))
+            first, path = needs[slot], self._paths[needs[slot].path]
+            self._node.watchdog.wait(partial(self._is_decided, first), self._transfer(first))
             # Replicas from this slot on that are ready and take the same path are copied together.
             together: dict[int, Need] = {}
-            for at, other in enumerate(needs[slot:], slot):
-                if self._paths[other.path] is not self._paths[need.path] or not self._is_ready(other):
+            for at, need in enumerate(needs[slot:], slot):
+                if self._paths[need.path] is not path or self._is_stopped(need):
                     break
-                together[at] = other
+                if not path.is_ready(need, self._version):
+                    break
+                together[at] = need
             if not together:
                 return False
-            self._copy(fill.buffer, together)
-            slot += len(together)
-        return True
-
-    def _is_over(self, need: Need) -> bool:
-        return self._is_closed or self._is_paused or not self._is_open(need) or self._is_ready(need)
-
-    def _is_open(self, need: Need) -> bool:
-        return self._schedule is not None and self._schedule.is_open(need.layer)
-
-    def _is_ready(self, need: Need) -> bool:
-        return self._is_open(need) and self._paths[need.path].is_ready(need, self._version)
-
-    def _copy(self, buffer: int, needs: Mapping[int, Need]) -> None:
-        first = next(iter(needs.values()))
-        path = self._paths[first.path]
-        with torch.profiler.record_function("equipoise.pull"):
             try:
-                copied = path.pull(needs, self._buffers.slots(buffer))
+                with torch.profiler.record_function("equipoise.pull"):
+                    copied = path.pull(together, buffer)
             except TransferError as error:
                 # Of several, the path's own message says which.
                 one = self._transfer(first)
-                whole = one if len(needs) == 1 else one._replace(expert=None, peer=None)
+                whole = one if len(together) == 1 else one._replace(expert=None, peer=None)
                 raise self._node.watchdog.abort(f"{whole} failed: {error}") from error
-        self._node.counters.arrive(path.name, copied)
-        self._node.counters.pulls += len(needs)
+            self._node.counters.arrive(path.name, copied)
+            self._node.counters.pulls += len(together)
+            slot += len(together)
+        return True
+
+    def _is_decided(self, need: Need) -> bool:
+        return self._is_stopped(need) or self._paths[need.path].is_ready(need, self._version)
+
+    def _is_stopped(self, need: Need) -> bool:
+        schedule = self._schedule
+        return self._is_closed or self._is_paused or schedule is None or not schedule.is_open(need.layer)
 
     def _transfer(self, need: Need) -> Transfer:
         return Transfer("pull", need.layer, need.expert, self._paths[need.path].name, need.source)

@@ -36,6 +36,7 @@ class Mailboxes:
 
     def __init__(self, node: NodeMemory) -> None:
         self._node = node
+        self._tags = {rank: cells[TAGS:] for rank, cells in node.cells.items()}
         self._announcer = Announcer(node.device)
         self._handed_in: set[tuple[int, int]] = set()
         self._window = 0
@@ -44,8 +45,8 @@ class Mailboxes:
         """Begin a window, counted from 1."""
         self._window, self._handed_in = window, set()
 
-    def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> float:
-        """Copy the gradients of this rank's replicas into free boxes; return the seconds waited for one.
+    def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
+        """Copy the gradients of this rank's replicas into free boxes, waiting for free ones.
 
         A box is free once its home has read it. Homes read in the order of the backward pass, as boxes are filled, so
         the wait is for layers behind this one and never for this one.
@@ -63,7 +64,7 @@ class Mailboxes:
         self._handed_in.add((micro_step, layer))
         self._check_same_node([need.source for need in needs], micro_step, layer)
         waited = 0.0
-        boxes, tags = self._node.mailboxes(self._node.rank), self._tags(self._node.rank)
+        boxes, tags = self._node.mailboxes[self._node.rank], self._tags[self._node.rank]
         for slot, need in enumerate(needs):
             transfer = Transfer("return", layer, need.expert, self._node.direct_path, need.source)
             waited += self._node.watchdog.wait(partial(_holds, tags, 0), transfer)
@@ -71,27 +72,28 @@ class Mailboxes:
             tags[box] = -name
             copy_expert(boxes, box, gradients, slot)
             self._announce(tags, box, name)
-        return waited
+        if self._node.device.type == "cpu":
+            self._node.counters.wait(self._node.direct_path, waited)
 
-    def collect(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> float:
-        """Add what replicas of this rank's home experts returned, in place; return the seconds waited."""
-        homes = plan.home_LE[layer]
-        mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == self._node.rank)
+    def collect(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
+        """Wait for what replicas of this rank's home experts returned, and add it in place."""
+        node, homes = self._node, plan.home_LE[layer]
+        mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == node.rank)
         self._check_same_node([replica.rank for replica in mine], micro_step, layer)
-        waited = 0.0
         for expert, rank in mine:
-            tags, name = self._tags(rank), self._name(micro_step, layer, expert)
-            transfer = Transfer("return", layer, expert, self._node.direct_path, rank)
-            timer = StreamTimer(self._node.device)
-            waited += self._node.watchdog.wait(partial(_holds, tags, name), transfer)
+            tags, name = self._tags[rank], self._name(micro_step, layer, expert)
+            transfer = Transfer("return", layer, expert, node.direct_path, rank)
+            timer = StreamTimer(node.device)
+            node.watchdog.wait(partial(_holds, tags, name), transfer)
             timer.end()
-            box = int(np.flatnonzero(tags == name)[0])
-            added = _add_expert(gradients, int(plan.home_slot_LE[layer, expert]), self._node.mailboxes(rank), box)
+            box, slot, added = int(np.flatnonzero(tags == name)[0]), int(plan.home_slot_LE[layer, expert]), 0
+            for total, returned in zip(gradients.tensors(), node.mailboxes[rank].tensors(), strict=True):
+                total[slot].add_(returned[box])
+                added += int(returned[box].nbytes)
             self._announce(tags, box, 0)
-            self._node.counters.time(self._node.direct_path, timer)
-            self._node.counters.arrive(self._node.direct_path, added)
-            self._node.counters.returns += 1
-        return waited
+            node.counters.time(node.direct_path, timer)
+            node.counters.arrive(node.direct_path, added)
+            node.counters.returns += 1
 
     def finish(self) -> None:
         """Wait until all tags announced so far have been set."""
@@ -101,12 +103,13 @@ class Mailboxes:
             raise self._node.watchdog.abort(f"{transfer} failed: {self._announcer.failure}")
 
     def close(self) -> None:
-        """End the announcer's thread. Closing twice is allowed."""
+        """End the announcer's thread and let go of the tags. Closing twice is allowed."""
         self._announcer.close()
+        self._tags = {}
 
     def check_empty(self) -> None:
         """Raise if a gradient of this rank was never read; called once all ranks have finished the window."""
-        occupied = self._tags(self._node.rank)
+        occupied = self._tags[self._node.rank]
         left = occupied[occupied != 0]
         if len(left):
             expert, layer, micro_step = int(left[0]) & 0xFFFF, int(left[0]) >> 16 & 0xFFF, int(left[0]) >> 28 & 0xFFF
@@ -128,9 +131,6 @@ class Mailboxes:
         """Set a box's tag once the device has finished its work on the box."""
         self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
 
-    def _tags(self, rank: int) -> np.ndarray:
-        return self._node.cells[rank][TAGS:]
-
     def _mark(self, tags: np.ndarray, box: int, name: int) -> None:
         """Set a tag: the last thing done to a box on either side."""
         tags[box] = name
@@ -145,12 +145,3 @@ class Mailboxes:
 
 def _holds(tags: np.ndarray, name: int) -> bool:
     return bool((tags == name).any())
-
-
-def _add_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
-    """Add one expert's gradients to those in a slot and return the bytes read."""
-    added = 0
-    for into, out_of in zip(target.tensors(), source.tensors(), strict=True):
-        into[target_slot].add_(out_of[source_slot])
-        added += int(out_of[source_slot].nbytes)
-    return added

@@ -263,30 +263,27 @@ class Lane:
 
 
 class StreamTimer:
-    """Seconds that the current stream takes between two points; 0 on the CPU, where the caller's clock counts."""
+    """Seconds between two points: in the current stream's work on a device, by the clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._begin = device, self._point(device)
-        self._end: torch.cuda.Event | None = None
+        """Record the first point."""
+        self._device, self._events = device, list[torch.cuda.Event]()
+        self._begin_s = self._end_s = time.monotonic()
+        self.end()
 
     def end(self) -> None:
         """Record the second point."""
-        self._end = self._point(self._device)
+        self._end_s = time.monotonic()
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> float:
         """Seconds between the two points; waits for the second."""
-        if self._begin is None or self._end is None:
-            return 0.0
-        self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1e3
-
-    @staticmethod
-    def _point(device: torch.device) -> torch.cuda.Event | None:
-        if device.type == "cpu":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
+        if not self._events:
+            return self._end_s - self._begin_s
+        self._events[-1].synchronize()
+        return self._events[0].elapsed_time(self._events[-1]) / 1e3
 
 
 class Announcer:
@@ -569,12 +566,12 @@ class Counters:
             self.bytes["store"] += num_bytes
 
     def time(self, path: str, timer: StreamTimer) -> None:
-        """Keep a timer of a device's stream; `flush` counts its seconds."""
+        """Keep a timer of what training waited; `flush` counts its seconds, once a device has passed both points."""
         with self._lock:
             self._timers.append((path, timer))
 
     def flush(self) -> None:
-        """Count the seconds of the timers kept, once their streams have passed the second point."""
+        """Count the seconds of the timers kept."""
         with self._lock:
             timers, self._timers = self._timers, []
         for path, timer in timers:

@@ -58,7 +58,7 @@ def test_only_the_prepared_layer_is_held_to_the_limit():
 def test_replicas_take_half_of_an_experts_rows(replicas):
     ids_TK = Inputs.random(SHAPE, 40, BENCH).ids_TK
     moved_TK = move_to_replicas(ids_TK, homes=SHAPE.homes, replicas=replicas)
-    dispatch = prepare_with_replicas(moved_TK, homes=SHAPE.homes, replicas=replicas).dispatch
+    dispatch = prepare_with_replicas(moved_TK, homes=SHAPE.homes, replicas=replicas)
     ends = dispatch.groups.replica_end_S.tolist()
     for replica, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         assert end - start == int((ids_TK[::2] == replica).sum()) > 0

@@ -13,10 +13,10 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 9])
-@pytest.mark.parametrize(("way", "is_pinned"), [("kernel", False), ("parallel", False), ("parallel", True)])
-def test_copies_come_after_what_was_before_and_before_what_comes_after(count, way, is_pinned):
-    copier, stream = make_copier(DEVICE, way), torch.cuda.Stream(DEVICE)
-    assert copier.name == way
+@pytest.mark.parametrize(("method", "is_pinned"), [("kernel", False), ("parallel", False), ("parallel", True)])
+def test_copies_come_after_what_was_before_and_before_what_comes_after(count, method, is_pinned):
+    copier, stream = make_copier(DEVICE, method), torch.cuda.Stream(DEVICE)
+    assert copier.name == method
     targets = [torch.full((2**20 + n,), torch.nan, device=DEVICE) for n in range(count + 1)]
     sources = [torch.zeros(2**20 + n, device=DEVICE) for n in range(count)]
     wanted = [torch.randn(2**20 + n, device=DEVICE) for n in range(count)]
@@ -34,10 +34,10 @@ def test_copies_come_after_what_was_before_and_before_what_comes_after(count, wa
     assert seen[-1].isnan().all()
 
 
-@pytest.mark.parametrize("way", ["plain", "kernel", "parallel"])
-def test_copies_on_the_default_stream_are_the_same(way):
+@pytest.mark.parametrize("method", ["plain", "kernel", "parallel"])
+def test_copies_on_the_default_stream_are_the_same(method):
     targets, sources = torch.zeros(5, 2**18, device=DEVICE), torch.randn(5, 2**18, device=DEVICE)
-    make_copier(DEVICE, way).copy([Copy(*pair) for pair in zip(targets, sources, strict=True)])
+    make_copier(DEVICE, method).copy([Copy(*pair) for pair in zip(targets, sources, strict=True)])
     assert torch.equal(targets, sources)
 
 
