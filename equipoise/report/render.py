@@ -157,7 +157,7 @@ def write_page(page: Page, path: Path) -> int:
 
 
 def pair_halves(page: Page) -> frozenset[str]:
-    """Sections that stand side by side: narrow charts that follow each other, two and two; one left over is wide."""
+    """Sections beside each other: narrow charts that follow one another, two and two; one left over is wide."""
     halves: list[str] = []
     waiting: str | None = None
     for section in page.sections:

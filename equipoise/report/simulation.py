@@ -460,9 +460,9 @@ def _shown_micro_step(document: Document) -> str:
 
 
 def _stages_added(document: Document) -> str:
-    """What a rank of the EP group stands for, where there are pipeline stages."""
+    """What a rank of the EP group means, where there are pipeline stages."""
     stages = document["setting"]["pipeline_stages"]
-    return "" if stages == 1 else f" Rank r stands for rank r of each of the {stages} pipeline stages, added up."
+    return "" if stages == 1 else f" Rank r is rank r of each of the {stages} pipeline stages, added up."
 
 
 def _stages_counted(document: Document) -> str:

@@ -3,7 +3,7 @@
     step.py        `simulate`: an RL step replayed under policies or plans
     windows.py     what goes in: the setting of a step, its windows, and where their plans are from
     replay.py      one EP group's window on the clock (`cost.clock`), and what a page shows of it
-    result.py      what comes out: the result types and the JSON document
+    result.py      the results: their types and the JSON document
     summary.py     the result as plain text, and the notes beside its figures
     sweep.py       the same step at other widths, slots and sizes, and from where on a plan pays
     analysis.py    `analyze_loads`: the short form, for `equipoise analyze`

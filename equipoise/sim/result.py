@@ -1,7 +1,5 @@
 """What a simulation says: frozen result types, and the JSON document they make together.
 
-Knows figures and their names. Computes only sums and ratios of what it holds. Knows no terminal and no page.
-
 `Simulation.to_dict()`, format "equipoise-simulation-1" (seconds are floats, loads whole rows, arrays nested lists):
     format         "equipoise-simulation-1"
     model          {name, experts, top_k, layers, hidden, expert_width, expert_bytes}
@@ -10,7 +8,7 @@ Knows figures and their names. Computes only sums and ratios of what it holds. K
     profile        {device, kind}: whose figures the seconds are predicted with; kind is "measured" or "derived"
     setting        what was assumed: every field of `StepSetting`, and depth, slots and cross_node of planning
     layer_numbers  [L] global numbers of the MoE layers
-    shown          {window, micro_step, group}: whose arrays and timeline stand below; of several groups the one whose
+    shown          {window, micro_step, group}: whose arrays and timeline are below; of several groups the one whose
                    busiest ranks have most rows, unless another was asked for
     notes          list of sentences: what is modelled and how, to be shown beside the figures
     windows        one per window of the step, the same for all policies. Arrays are those of the shown group:
@@ -61,6 +59,7 @@ Invariants (asserted by the tests):
 2. Of every path, exposed + hidden = moved, and neither is negative.
 3. The six kinds of seconds of a rank add up to its group's seconds.
 4. The document is plain JSON: it survives a round trip, without NaN.
+5. The break-even is the least number of tokens from which on *every* larger number tried pays.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,88 +73,6 @@ from equipoise.core.value import Value
 from equipoise.cost import Profile
 from equipoise.cost.clock import Lane
 
-# Results of a sweep: its points, and from which tokens per rank on a plan pays.
-#
-# Invariants (asserted by the tests):
-# 1. The break-even is the least number of tokens from which on *every* larger number tried pays.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepPoint:
-    """One corner of a sweep."""
-
-    ep: int
-    slots: int
-    micro: int | None
-    tokens: int
-    """Per rank and micro-step."""
-    skew: float
-    """Mean before."""
-    seconds: dict[str, float]
-    """Seconds of expert layers by policy."""
-
-    @property
-    def saved_share(self) -> float:
-        """What equipoise saves of static's seconds."""
-        return 1 - ratio(self.seconds["equipoise"], self.seconds["static"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        balanced = self.seconds.get("balanced")
-        of_balanced = None if balanced is None else ratio(balanced, self.seconds["equipoise"])
-        return {**asdict(self), "saved_share": self.saved_share, "of_balanced": of_balanced}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakEvenCurve:
-    """What a plan saves at one skew, over tokens per rank."""
-
-    skew: float
-    points: tuple[tuple[int, float], ...]
-    """(tokens per rank and micro-step, saved share), ascending."""
-    worth: float
-
-    @property
-    def tokens(self) -> int | None:
-        """The least tokens per rank from which on every larger number tried pays; None if the largest does not."""
-        found = None
-        for tokens, saved in reversed(self.points):
-            if saved < self.worth:
-                break
-            found = tokens
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        points = [{"tokens": tokens, "saved_share": saved} for tokens, saved in self.points]
-        return {"skew": self.skew, "tokens": self.tokens, "points": points}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """Points of a sweep and the break-even curves."""
-
-    axes: dict[str, tuple[int, ...]]
-    points: tuple[SweepPoint, ...]
-    curves: tuple[BreakEvenCurve, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        break_even = None
-        if self.curves:
-            break_even = {"worth": self.curves[0].worth, "curves": [curve.to_dict() for curve in self.curves]}
-        return {
-            "axes": {name: list(values) for name, values in self.axes.items()},
-            "points": [point.to_dict() for point in self.points],
-            "break_even": break_even,
-        }
-
-
-def ratio(part: float, whole: float) -> float:
-    """`part / whole`, and 1 where both are nothing."""
-    return part / whole if whole else 1.0
-
-
 FORMAT = "equipoise-simulation-1"
 WORTH = 0.01
 """Share of the seconds that a plan must save to be worth its trouble."""
@@ -166,6 +83,17 @@ Groups = Sequence[LoadMatrix]
 PathName = Literal["peer", "host", "return", "edges"]
 RANK_PARTS = ("compute", "attention", "all_to_all", "edges", "wait", "bubble")
 """What a rank does with its seconds; the first four are busy, the others idle."""
+
+
+def ratio(part: float, whole: float) -> float:
+    """`part / whole`, and 1 where both are nothing."""
+    return part / whole if whole else 1.0
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as plain JSON content, arrays as nested lists."""
+    found = {f.name: getattr(value, f.name) for f in fields(value)}
+    return {name: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for name, v in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +196,7 @@ class Balance(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """The arrays, for JSON."""
-        return {f.name: getattr(self, f.name).tolist() for f in fields(self)}
+        return _plain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -284,14 +212,7 @@ class WindowLoads(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        return {
-            "stage": self.stage,
-            "micro_steps": self.micro_steps,
-            "groups": self.groups,
-            "tokens_per_rank": self.tokens_per_rank,
-            "load_LE": self.load_LE.tolist(),
-            "before": self.before.to_dict(),
-        }
+        return {**_plain(self), "before": self.before.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -336,7 +257,7 @@ class Memory(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        return {f.name: np.asarray(getattr(self, f.name)).tolist() for f in fields(self)}
+        return _plain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -377,6 +298,77 @@ class PolicyResult(Value):
             "memory": self.memory.to_dict(),
             "windows": [window.to_dict() for window in self.windows],
             "timeline": [event._asdict() for event in self.timeline],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint:
+    """One corner of a sweep."""
+
+    ep: int
+    slots: int
+    micro: int | None
+    tokens: int
+    """Per rank and micro-step."""
+    skew: float
+    """Mean before."""
+    seconds: dict[str, float]
+    """Seconds of expert layers by policy."""
+
+    @property
+    def saved_share(self) -> float:
+        """What equipoise saves of static's seconds."""
+        return 1 - ratio(self.seconds["equipoise"], self.seconds["static"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        balanced = self.seconds.get("balanced")
+        of_balanced = None if balanced is None else ratio(balanced, self.seconds["equipoise"])
+        return {**asdict(self), "saved_share": self.saved_share, "of_balanced": of_balanced}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEvenCurve:
+    """What a plan saves at one skew, over tokens per rank."""
+
+    skew: float
+    points: tuple[tuple[int, float], ...]
+    """(tokens per rank and micro-step, saved share), ascending."""
+    worth: float
+
+    @property
+    def tokens(self) -> int | None:
+        """The least tokens per rank from which on every larger number tried pays; None if the largest does not."""
+        found = None
+        for tokens, saved in reversed(self.points):
+            if saved < self.worth:
+                break
+            found = tokens
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        points = [{"tokens": tokens, "saved_share": saved} for tokens, saved in self.points]
+        return {"skew": self.skew, "tokens": self.tokens, "points": points}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Points of a sweep and the break-even curves."""
+
+    axes: dict[str, tuple[int, ...]]
+    points: tuple[SweepPoint, ...]
+    curves: tuple[BreakEvenCurve, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        break_even = None
+        if self.curves:
+            break_even = {"worth": self.curves[0].worth, "curves": [curve.to_dict() for curve in self.curves]}
+        return {
+            "axes": {name: list(values) for name, values in self.axes.items()},
+            "points": [point.to_dict() for point in self.points],
+            "break_even": break_even,
         }
 
 

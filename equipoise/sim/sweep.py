@@ -7,7 +7,7 @@ How sizes change without new routes (both are compositions, and the result says 
 The break-even looks at a few layers and micro-steps of one window, spread over it: what a plan saves is much the same
 in all of them, and a curve needs many points.
 
-Knows loads, policies and results. Does not know files: other EP widths and packings come from a function that is given.
+Other EP widths and packings are made by a function that is given.
 
 Invariants (asserted by the tests):
 1. A point with the step's own figures has the seconds of `simulate`.
@@ -222,7 +222,7 @@ def distinct_mixes(loads: LoadMatrix) -> list[LoadMatrix]:
 
 
 def sampled(loads: LoadMatrix, model: ModelShape) -> tuple[LoadMatrix, ModelShape, np.ndarray]:
-    """A few layers and micro-steps, spread over the window, the model of so many layers, and which they are."""
+    """A few layers and micro-steps, spread over the window, the model with that many layers, and which they are."""
     layers, steps = (
         np.unique(np.linspace(0, size - 1, min(size, CURVE_ENTRIES)).round().astype(int))
         for size in (loads.num_layers, loads.num_micro_steps)

@@ -24,7 +24,7 @@ from equipoise.planner.layer import complete
 from equipoise.sim.result import Groups, Shown
 
 Planning = Literal["hidden", "exposed"]
-"""`hidden`: a window is planned while what comes before it runs (rollout, or the window before, once that has its own
+"""`hidden`: a window is planned while what is before it runs (rollout, or the window before, once that has its own
 plan), and only what is left then counts; `exposed`: all of it counts."""
 
 

@@ -159,7 +159,7 @@ def test_the_timeline_is_said_to_be_the_layers_that_it_holds(sizes, words):
 def test_charts_of_pipeline_stages_say_what_a_rank_is():
     page = build_page(simulation(stages=2, layers=4), title="x")
     for name in ("traffic", "rank-heat-map"):
-        assert "Rank r stands for rank r of each of the 2 pipeline stages, added up." in chart(page, name).caption
+        assert "Rank r is rank r of each of the 2 pipeline stages, added up." in chart(page, name).caption
     for name in ("rank-seconds", "memory"):
         assert "Ranks are counted stage by stage, 8 to each of 2 pipeline stages." in chart(page, name).caption
     assert "pipeline" not in " ".join(c.caption for c in build_page(simulation(), title="x").charts)
