@@ -268,7 +268,13 @@ class Plan(Value):
                 raise InfeasiblePlanError(f"{name} has shape {array.shape}, expected {wanted}")
             object.__setattr__(self, name, array)
         for name in ("edge_ns_2L", "edge_slow_2L"):
-            self._check_edges(name)
+            given = getattr(self, name) if np.size(getattr(self, name)) else np.zeros((2, shape_ML[1]), dtype=np.int64)
+            edges = int64_array(name, given, ndim=2, error=InfeasiblePlanError)
+            if edges.shape != (2, shape_ML[1]):
+                raise InfeasiblePlanError(f"{name} has shape {edges.shape}, expected {(2, shape_ML[1])}")
+            if edges.min() < 0:
+                raise InfeasiblePlanError(f"{name} holds {int(edges.min())}; no transfer takes negative time")
+            object.__setattr__(self, name, edges)
         if self.loads.num_ranks != self.cluster.ep:
             raise InfeasiblePlanError(f"loads have {self.loads.num_ranks} ranks, the EP group {self.cluster.ep}")
         if (self.loads.num_layers, self.loads.num_experts) != (self.model.layers, self.model.experts):
@@ -305,16 +311,6 @@ class Plan(Value):
     def saved_seconds(self) -> float:
         """Predicted seconds saved against contiguous expert parallelism; negative if the plan loses."""
         return self.static_seconds - self.seconds.total
-
-    def _check_edges(self, name: str) -> None:
-        wanted, given = (2, self.loads.num_layers), getattr(self, name)
-        given = given if np.size(given) else np.zeros(wanted, dtype=np.int64)
-        edges = int64_array(name, given, ndim=2, error=InfeasiblePlanError)
-        if edges.shape != wanted:
-            raise InfeasiblePlanError(f"{name} has shape {edges.shape}, expected {wanted}")
-        if edges.min() < 0:
-            raise InfeasiblePlanError(f"{name} holds {int(edges.min())}; no transfer takes negative time")
-        object.__setattr__(self, name, edges)
 
     def _check_homes(self) -> None:
         ranks = self.cluster.ep
@@ -543,29 +539,27 @@ class Explanation(Value):
 
     def __str__(self) -> str:
         lines = [self.title, "", f"{'':<28}{'busiest':>12}{'mean':>12}{'skew':>9}"]
-        lines += [_summary(*line) for line in self._stages()]
-        lines += ["", f"Replicas: {len(self.replicas)}; gate {self.gate}. " + self._seconds()]
+        mean = float(self.plan_R.mean())
+        for label, busiest in (
+            ("experts at their owners", int(self.static_R.max())),
+            ("homes, without replicas", int(self.home_R.max())),
+            ("planned", int(self.plan_R.max())),
+            ("bound of these homes", self.bound),
+        ):
+            lines.append(f"{label:<28}{busiest:>12}{mean:>12.1f}{busiest / mean if mean else 1.0:>9.4f}")
+        planned, closed, saved = (ns / 1e6 for ns in (self.ns, self.closed_ns, self.closed_ns - self.ns))
+        seconds = f"{planned:.3f} ms as planned, {closed:.3f} ms without replicas: {saved:.3f} ms saved."
+        lines += ["", f"Replicas: {len(self.replicas)}; gate {self.gate}. {seconds}"]
         lines += [f"What binds: {self.binds} ({_BINDS_TEXT[self.binds]})."]
         if self.estimated_share > 0:
             lines += [f"{self.estimated_share:.1%} of the window's rows are estimated: their routes are unknown."]
         lines += ["", f"{'rank':>5}{'node':>6}{'at owners':>12}{'at homes':>12}{'planned':>12}  replicas"]
-        return "\n".join(lines + [self._rank_line(rank) for rank in range(len(self.node_R))])
-
-    def _stages(self) -> list[tuple[str, int, float]]:
-        mean = float(self.plan_R.mean())
-        named = (("experts at their owners", self.static_R), ("homes, without replicas", self.home_R))
-        stages = [(words, int(rows_R.max()), mean) for words, rows_R in named]
-        stages.append(("planned", int(self.plan_R.max()), mean))
-        return [*stages, ("bound of these homes", self.bound, mean)]
-
-    def _seconds(self) -> str:
-        planned, closed, saved = (ns / 1e6 for ns in (self.ns, self.closed_ns, self.closed_ns - self.ns))
-        return f"{planned:.3f} ms as planned, {closed:.3f} ms without replicas: {saved:.3f} ms saved."
-
-    def _rank_line(self, rank: int) -> str:
-        held = "; ".join(f"expert {r.expert} of rank {r.home}: {r.rows} rows" for r in self.replicas if r.rank == rank)
-        figures = f"{self.static_R[rank]:>12}{self.home_R[rank]:>12}{self.plan_R[rank]:>12}"
-        return f"{rank:>5}{self.node_R[rank]:>6}{figures}  {held}".rstrip()
+        for rank, node in enumerate(self.node_R):
+            own = (replica for replica in self.replicas if replica.rank == rank)
+            held = "; ".join(f"expert {r.expert} of rank {r.home}: {r.rows} rows" for r in own)
+            figures = f"{self.static_R[rank]:>12}{self.home_R[rank]:>12}{self.plan_R[rank]:>12}"
+            lines.append(f"{rank:>5}{node:>6}{figures}  {held}".rstrip())
+        return "\n".join(lines)
 
 
 def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
@@ -579,8 +573,18 @@ def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
     bound = max(-(-int(home_R[domain_R == n].sum()) // int((domain_R == n).sum())) for n in set(domain_R.tolist()))
     held_R = np.bincount(np.array([r.rank for r in replicas], dtype=np.int64), minlength=ranks)
     free_R = plan.home_slots + plan.slots - np.bincount(home_E, minlength=ranks) - held_R
+    gate: Gate = "closed" if plan.slots else "no slots"
+    if replicas:
+        gate = "open"
+    elif home_R.max() <= bound:
+        gate = "not needed"
+    numbers = plan.loads.layer_numbers_L
+    number = layer if numbers is None else int(numbers[layer])
     return Explanation(
-        title=_title(plan, micro_step, layer),
+        title=(
+            f"Micro-step {micro_step}, layer index {layer} (layer {number}) of {plan.model.name}, {plan.loads.stage}: "
+            f"{ranks} ranks on {plan.cluster.num_ep_nodes} nodes, replica slots per rank: {plan.slots}"
+        ),
         static_R=_by_rank(load_E, plan.owner_E, ranks),
         home_R=home_R,
         plan_R=plan_R,
@@ -589,7 +593,7 @@ def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
         bound=bound,
         closed_ns=int(plan.closed_ns_ML[micro_step, layer]),
         ns=int(plan.ns_ML[micro_step, layer]),
-        gate=_gate(plan, home_R, bound, used=bool(replicas)),
+        gate=gate,
         binds=_binds(plan_R, free_R, domain_R, bound, used=bool(replicas)),
         estimated_share=plan.estimated_share,
     )
@@ -599,14 +603,6 @@ def _by_rank(load_E: np.ndarray, rank_E: np.ndarray, ranks: int) -> np.ndarray:
     rows_R = np.zeros(ranks, dtype=np.int64)
     np.add.at(rows_R, rank_E, load_E)
     return rows_R
-
-
-def _gate(plan: Plan, home_R: np.ndarray, bound: int, *, used: bool) -> Gate:
-    if used:
-        return "open"
-    if home_R.max() <= bound:
-        return "not needed"
-    return "closed" if plan.slots else "no slots"
 
 
 def _binds(plan_R: np.ndarray, free_R: np.ndarray, domain_R: np.ndarray, bound: int, *, used: bool) -> Binds:
@@ -619,17 +615,3 @@ def _binds(plan_R: np.ndarray, free_R: np.ndarray, domain_R: np.ndarray, bound: 
     if not (free_R[takers_R] > 0).any():
         return "slots"
     return "homes" if used else "gate"
-
-
-def _title(plan: Plan, micro_step: int, layer: int) -> str:
-    numbers = plan.loads.layer_numbers_L
-    number = layer if numbers is None else int(numbers[layer])
-    return (
-        f"Micro-step {micro_step}, layer index {layer} (layer {number}) of {plan.model.name}, {plan.loads.stage}: "
-        f"{plan.cluster.ep} ranks on {plan.cluster.num_ep_nodes} nodes, replica slots per rank: {plan.slots}"
-    )
-
-
-def _summary(words: str, busiest: int, mean: float) -> str:
-    skew = busiest / mean if mean else 1.0
-    return f"{words:<28}{busiest:>12}{mean:>12.1f}{skew:>9.4f}"

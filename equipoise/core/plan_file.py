@@ -106,7 +106,11 @@ def load_plan(path: str | Path) -> Plan:
     arrays = read_npz(path, wanted=FORMAT, error=InfeasiblePlanError, older=OLDER)
     try:
         facts = _read_facts(arrays)
-        _check_names(arrays, has_itinerary=facts["depth"] is not None)
+        needed = {"format", "facts", *_LOADS, *_TABLE, *_ENTRIES, *(() if facts["depth"] is None else _VISITS)}
+        wrong = sorted((set(arrays) ^ needed) - set(_LOADS_OPTIONAL))
+        if wrong:
+            state = "unknown" if wrong[0] in arrays else "missing"
+            raise InfeasiblePlanError(f"array {wrong[0]!r} is {state}; a plan holds {', '.join(sorted(needed))}")
         return _build(arrays, facts)
     except (EquipoiseError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
         if isinstance(error, InfeasiblePlanError):
@@ -134,14 +138,6 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise InfeasiblePlanError(f"{name} is {value!r}; it must be a number from 0")
     return float(value)
-
-
-def _check_names(arrays: Mapping[str, np.ndarray], *, has_itinerary: bool) -> None:
-    needed = {"format", "facts", *_LOADS, *_TABLE, *_ENTRIES, *(_VISITS if has_itinerary else ())}
-    wrong = sorted((set(arrays) ^ needed) - set(_LOADS_OPTIONAL))
-    if wrong:
-        state = "unknown" if wrong[0] in arrays else "missing"
-        raise InfeasiblePlanError(f"array {wrong[0]!r} is {state}; a plan holds {', '.join(sorted(needed))}")
 
 
 def _build(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> Plan:

@@ -61,8 +61,18 @@ class SampleRoutes(Value):
         object.__setattr__(self, "num_tokens", tokens)
         object.__setattr__(self, "known_TL", self._mask("known_TL", self.known_TL, ids.shape[:2]))
         object.__setattr__(self, "padding_T", self._mask("padding_T", self.padding_T, ids.shape[:1]))
-        self._check_tokens()
-        self._check_segments()
+        if self.tokens_T is not None:
+            array = int64_array(f"sample {self.name!r}: tokens_T", self.tokens_T, ndim=1, error=RoutesError)
+            if len(array) != tokens:
+                raise RoutesError(f"sample {self.name!r}: {len(array)} token ids for {tokens} tokens")
+            object.__setattr__(self, "tokens_T", array)
+        edges = [0, *(s.stop for s in self.segments)]
+        starts, is_backward = [s.start for s in self.segments], any(s.stop < s.start for s in self.segments)
+        if self.segments and (starts != edges[:-1] or edges[-1] != self.num_rows or is_backward):
+            raise RoutesError(
+                f"sample {self.name!r}: segments must tile rows 0..{self.num_rows} in order, got "
+                f"{[(s.start, s.stop) for s in self.segments]}"
+            )
 
     def _mask(self, name: str, mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
         if mask is None:
@@ -73,25 +83,6 @@ class SampleRoutes(Value):
                 f"sample {self.name!r}: {name} must be bool of shape {shape}, got {array.dtype} of shape {array.shape}"
             )
         return frozen_array(array)
-
-    def _check_tokens(self) -> None:
-        if self.tokens_T is None:
-            return
-        tokens = int64_array(f"sample {self.name!r}: tokens_T", self.tokens_T, ndim=1, error=RoutesError)
-        if len(tokens) != self.num_tokens:
-            raise RoutesError(f"sample {self.name!r}: {len(tokens)} token ids for {self.num_tokens} tokens")
-        object.__setattr__(self, "tokens_T", tokens)
-
-    def _check_segments(self) -> None:
-        if not self.segments:
-            return
-        edges = [0, *(s.stop for s in self.segments)]
-        starts = [s.start for s in self.segments]
-        if starts != edges[:-1] or edges[-1] != self.num_rows or any(s.stop < s.start for s in self.segments):
-            raise RoutesError(
-                f"sample {self.name!r}: segments must tile rows 0..{self.num_rows} in order, got "
-                f"{[(s.start, s.stop) for s in self.segments]}"
-            )
 
     @property
     def num_rows(self) -> int:

@@ -95,7 +95,12 @@ def count_routes(
     unknown: list[np.ndarray] = []
     padding: dict[int, np.ndarray] = {}
     for b, sample in enumerate(routes):
-        _check_shape(sample, model=model, num_layers=layers)
+        require_kind("a sample of routes", sample, SampleRoutes, error=RoutesError)
+        if sample.ids_TLK.shape[1:] != (layers, model.top_k):
+            raise RoutesError(
+                f"sample {sample.name!r}: routes have {sample.ids_TLK.shape[1]} layers and "
+                f"top-{sample.ids_TLK.shape[2]}; {model.name!r} here needs {layers} layers and top-{model.top_k}"
+            )
         found = count_sample(sample, experts)
         if b == len(count_BLE):
             # The number of samples is not known ahead: add room for half as many again.
@@ -142,16 +147,6 @@ def _shape_of(
     if model is None:
         raise RoutesError("counting bare samples needs model=, the shape whose experts their ids are")
     return model, tuple(layer_numbers or model.layer_numbers)
-
-
-def _check_shape(sample: SampleRoutes, *, model: ModelShape, num_layers: int) -> None:
-    require_kind("a sample of routes", sample, SampleRoutes, error=RoutesError)
-    _, layers, top_k = sample.ids_TLK.shape
-    if layers != num_layers or top_k != model.top_k:
-        raise RoutesError(
-            f"sample {sample.name!r}: routes have {layers} layers and top-{top_k}; "
-            f"{model.name!r} here needs {num_layers} layers and top-{model.top_k}"
-        )
 
 
 def _row_range(sample: SampleRoutes, start: int, stop: int) -> tuple[int, int]:

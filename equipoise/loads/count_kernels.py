@@ -4,23 +4,12 @@ Every kernel masks an id by `width - 1`, where `width` is the power of two that 
 write outside its histogram, and returns the bitwise or of all ids, so that the caller notices an id that was masked.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile on first call; keep machine code on disk if a folder for it can be written."""
-    try:
-        return numba.njit(cache=True)(function)
-    except RuntimeError:
-        # numba refuses to cache when it finds no writable folder; compiling in each process still works.
-        return numba.njit(function)
+from equipoise.core.compiled import compiled
 
 
-@_compiled
+@compiled
 def add_ids(ids_TC: np.ndarray, base_C: np.ndarray, mask: np.uint64, count: np.ndarray) -> np.uint64:
     """Count flat routes: column c of every token adds to the histogram at `base_C[c]`; return the or of all ids.
 
@@ -36,7 +25,7 @@ def add_ids(ids_TC: np.ndarray, base_C: np.ndarray, mask: np.uint64, count: np.n
     return seen
 
 
-@_compiled
+@compiled
 def add_bytes(word_TL: np.ndarray, base_L: np.ndarray, mask: np.uint64, count: np.ndarray) -> np.uint64:
     """Count routes of eight one-byte ids, each route read as one 64-bit word; return the or of all words.
 
@@ -55,7 +44,7 @@ def add_bytes(word_TL: np.ndarray, base_L: np.ndarray, mask: np.uint64, count: n
     return seen
 
 
-@_compiled
+@compiled
 def add_masked(
     ids_TLK: np.ndarray, known_TL: np.ndarray, mask: np.uint64, count_LW: np.ndarray, known_L: np.ndarray
 ) -> np.uint64:
@@ -74,7 +63,7 @@ def add_masked(
     return seen
 
 
-@_compiled
+@compiled
 def add_pairs(ids_TLK: np.ndarray, known_TL: np.ndarray, pair_LEE: np.ndarray) -> None:
     """Add each token's pairs of distinct experts, diagonal included; every known id must be in range."""
     tokens, layers, top_k = ids_TLK.shape

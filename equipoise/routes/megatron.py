@@ -52,7 +52,7 @@ def _matches_trace(source: Source) -> bool:
 
 
 def _trace_files(source: Source) -> list[Source]:
-    """The trace files of a folder, in the order of their names; any other source as it is."""
+    """Return the trace files of a folder, in the order of their names; any other source as it is."""
     if source.path is None or not source.path.is_dir():
         return [source]
     return [Source.of(file) for file in sorted(source.path.glob("*.jsonl"))]
@@ -63,23 +63,18 @@ def _read_trace(source: Source, model: ModelShape) -> Iterator[Recording]:
     if not files:
         raise RoutesError(f"{source.name} holds no .jsonl file")
     for file in files:
-        yield from _read_trace_file(file, model)
+        records = (_trace_record(f"{file.name} {place}", record) for place, record in file.nonempty_records())
+        decoder = (record for record in records if record[0] is not None)
+        for (rank, step), group in groupby(decoder, key=lambda record: record[0]):
+            for m, layers in enumerate(_micro_batches((layer, ids) for _, layer, ids in group)):
+                name = f"rank {rank} step {step} micro-batch {m}"
+                # A stage of a pipeline counts its layers from 0, so only a full set of numbers can be trusted.
+                is_full = tuple(sorted(layers)) == model.layer_numbers
+                yield _stack(name, layers, source=file, is_named=is_full)
 
 
-def _read_trace_file(source: Source, model: ModelShape) -> Iterator[Recording]:
-    records = (_trace_record(source, place, record) for place, record in source.nonempty_records())
-    decoder = (record for record in records if record[0] is not None)
-    for (rank, step), group in groupby(decoder, key=lambda record: record[0]):
-        for m, layers in enumerate(_micro_batches((layer, ids) for _, layer, ids in group)):
-            name = f"rank {rank} step {step} micro-batch {m}"
-            # A stage of a pipeline counts its layers from 0, so only a full set of numbers can be trusted.
-            is_full = tuple(sorted(layers)) == model.layer_numbers
-            yield _stack(name, layers, source=source, is_named=is_full)
-
-
-def _trace_record(source: Source, place: str, record: Any) -> tuple[tuple[int, int] | None, int, np.ndarray]:
-    """((rank, step), layer, ids) of one line; no rank and step for an MTP block."""
-    title = f"{source.name} {place}"
+def _trace_record(title: str, record: Any) -> tuple[tuple[int, int] | None, int, np.ndarray]:
+    """Return ((rank, step), layer, ids) of one line; no rank and step for an MTP block."""
     if not isinstance(record, Mapping):
         raise RoutesError(f"{title} holds a {type(record).__name__}; a trace record is an object")
     missing = [key for key in _TRACE_KEYS if key not in record]
@@ -89,24 +84,20 @@ def _trace_record(source: Source, place: str, record: Any) -> tuple[tuple[int, i
         require_int(f"{title}: {key}", value, low=0, error=RoutesError)
         for key, value in (("step", record["step"]), ("layer", record["layer"]), ("rank", record.get("rank", 0)))
     )
-    ids = _trace_ids(title, record)
+    if record["top_indices"] == [] and isinstance(record.get("topk"), int):
+        ids = np.zeros((0, max(int(record["topk"]), 0)), dtype=np.int64)
+    else:
+        ids = integer_array(f"{title}: top_indices", record["top_indices"], ndim=2)
+        for key, size in (("num_tokens", ids.shape[0]), ("topk", ids.shape[1])):
+            if record.get(key, size) != size:
+                raise RoutesError(f"{title}: {key} is {record[key]!r}, top_indices has {size}; was the line cut?")
     if record.get("block", "decoder") != "decoder" or "mtp_idx" in record:
         return None, layer, ids
     return (rank, step), layer, ids
 
 
-def _trace_ids(title: str, record: Mapping[str, Any]) -> np.ndarray:
-    value = record["top_indices"]
-    if value == [] and isinstance(record.get("topk"), int):
-        return np.zeros((0, max(int(record["topk"]), 0)), dtype=np.int64)
-    ids = integer_array(f"{title}: top_indices", value, ndim=2)
-    for key, size in (("num_tokens", ids.shape[0]), ("topk", ids.shape[1])):
-        if record.get(key, size) != size:
-            raise RoutesError(f"{title}: {key} is {record[key]!r}, top_indices has {size}; was the line cut?")
-    return ids
-
-
 def _micro_batches(records: Iterable[tuple[int, np.ndarray]]) -> Iterator[Layers]:
+    """Split the records of a step where a layer appears again."""
     layers: Layers = {}
     for layer, ids in records:
         if layer in layers:
@@ -118,7 +109,7 @@ def _micro_batches(records: Iterable[tuple[int, np.ndarray]]) -> Iterator[Layers
 
 
 def _stack(name: str, layers: Layers, *, source: Source, is_named: bool) -> Recording:
-    """One recording of the layers in ascending order."""
+    """Make one recording of the layers, in ascending order."""
     numbers = tuple(sorted(layers))
     shapes = {layer: layers[layer].shape for layer in numbers}
     for layer, shape in shapes.items():
@@ -141,7 +132,7 @@ def _matches_replay(source: Source) -> bool:
         return _are_layers(record)
     if record is None and source.content is None:
         return False
-    # A bare [T, K] array is a layer of a list, not a dump of its own.
+    # A bare [T, K] array is a layer of a list, not a whole dump.
     content = source.opened().content
     return isinstance(content, list | tuple) and _are_layers(content)
 
@@ -158,7 +149,7 @@ def _is_layer(value: Any) -> bool:
 
 
 def _named(key: Any) -> tuple[int, int] | None:
-    """(micro-batch, layer) of a key, None if it is no layer's."""
+    """Return (micro-batch, layer) of a key, None if it is not a layer's."""
     if isinstance(key, int) and not isinstance(key, bool):
         return 0, key
     match = _NPZ_KEY.fullmatch(key) if isinstance(key, str) else None
@@ -166,14 +157,18 @@ def _named(key: Any) -> tuple[int, int] | None:
 
 
 def _read_replay(source: Source, model: ModelShape) -> Iterator[Recording]:
-    batches = _replay_batches(source)
-    for m, (layers, is_named) in enumerate(batches):
-        name = f"micro-batch {m}"
-        yield _stack(name, _fill(f"{source.name}: {name}", layers), source=source, is_named=is_named)
+    for m, (layers, is_named) in enumerate(_replay_batches(source)):
+        name, title = f"micro-batch {m}", f"{source.name}: micro-batch {m}"
+        found = {n: integer_array(f"{title}: layer {n}", v, ndim=2) for n, v in layers.items() if v is not None}
+        if not found:
+            raise RoutesError(f"{title}: no router recorded anything; was the action set to RECORD?")
+        # A router that did not run gets rows of -1.
+        missing = np.full(next(iter(found.values())).shape, -1, dtype=np.int64)
+        yield _stack(name, {n: found.get(n, missing) for n in layers}, source=source, is_named=is_named)
 
 
 def _replay_batches(source: Source) -> Iterator[tuple[dict[int, Any], bool]]:
-    """(layers, whether they are named) of each micro-batch."""
+    """Yield (layers, whether they are named) of each micro-batch."""
     bare: dict[int, Any] = {}
     for place, record in source.nonempty_records():
         if isinstance(record, Mapping):
@@ -199,15 +194,6 @@ def _named_batches(title: str, record: Mapping[Any, Any]) -> list[dict[int, Any]
     if sorted(batches) != list(range(len(batches))):
         raise RoutesError(f"{title}: micro-batches must be numbered from 0 without gaps, got {sorted(batches)[:8]}")
     return [batches[m] for m in range(len(batches))]
-
-
-def _fill(title: str, layers: dict[int, Any]) -> Layers:
-    """Arrays of all layers; a router that did not run gets rows of -1."""
-    found = {n: integer_array(f"{title}: layer {n}", v, ndim=2) for n, v in layers.items() if v is not None}
-    if not found:
-        raise RoutesError(f"{title}: no router recorded anything; was the action set to RECORD?")
-    shape = next(iter(found.values())).shape
-    return {n: found.get(n, np.full(shape, -1, dtype=np.int64)) for n in layers}
 
 
 FORMATS = (

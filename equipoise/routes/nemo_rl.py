@@ -63,13 +63,21 @@ def matches_text(source: Source) -> bool:
 def read_text(source: Source, model: ModelShape) -> Iterator[Recording]:
     """Decode every envelope."""
     for place, record in source.nonempty_records():
+        name, tokens = place, None
         if isinstance(record, str):
             rows = _decode_envelope(record, place=place)
-            response = Response(name=place, num_tokens=len(rows))
         else:
             rows = _decode_envelope(field(record, "routed_experts"), place=place)
-            response = _record_response(record, num_rows=len(rows), place=place)
-        yield from recordings(_without_last(rows, response.num_tokens), response)
+            prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
+            generated = token_array(field(record, "generation_token_ids"), "generation_token_ids", place=place)
+            tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+            if tokens is not None and len(tokens) != len(rows):
+                raise RoutesError(
+                    f"{place}: the envelope has {len(rows)} rows for {len(tokens)} tokens; it must have one each"
+                )
+            name = given_name(field(record, "id"), field(record, "request_id"), place=place)
+        response = Response(name=name, num_tokens=len(rows), tokens=tokens)
+        yield from recordings(_without_last(rows), response)
 
 
 def matches_batch(source: Source) -> bool:
@@ -91,15 +99,36 @@ def read_batch(source: Source, model: ModelShape) -> Iterator[Recording]:
         if field(record, "input_lengths") is None:
             raise RoutesError(f"{place} has no input_lengths, which separate rows from padding; add them")
         lengths = integer_array(f"{place}: input_lengths", field(record, "input_lengths"), ndim=1)
-        _check_lengths(lengths, batch.shape, place=place)
+        samples, width = batch.shape[:2]
+        if len(lengths) != samples:
+            raise RoutesError(f"{place}: {len(lengths)} input_lengths for {samples} samples")
+        if lengths.size and (int(lengths.min()) < 0 or int(lengths.max()) > width):
+            raise RoutesError(
+                f"{place}: input_lengths go from {int(lengths.min())} to {int(lengths.max())}; "
+                f"routed_experts has {width} rows per sample"
+            )
         tokens = field(record, "input_ids")
         tokens = None if tokens is None else integer_array(f"{place}: input_ids", tokens, ndim=2)
         if tokens is not None and tokens.shape != batch.shape[:2]:
             raise RoutesError(f"{place}: input_ids has shape {tokens.shape}, routed_experts {batch.shape}")
-        names = _names(record, len(batch), place=place)
+        given, names = field(record, "names"), [f"row {b}" for b in range(samples)]
+        if given is not None:
+            names = [str(name) for name in given] if isinstance(given, np.ndarray | list | tuple) else []
+        elif place != "record 0":
+            names = [f"{name} of {place}" for name in names]
+        if len(names) != samples:
+            raise RoutesError(f"{place}: {len(names)} names for {samples} samples")
         for b, rows in enumerate(batch):
             length = int(lengths[b])
-            yield _batch_recording(rows, names[b], length=length, tokens=None if tokens is None else tokens[b, :length])
+            own = _without_last(rows[:length])
+            padding = np.arange(len(own) + width - length) >= len(own)
+            yield Recording(
+                name=names[b],
+                rows=own if length == width else np.concatenate([own, rows[length:]]),
+                num_tokens=length,
+                tokens=None if tokens is None else tokens[b, :length].astype(np.int64),
+                padding=padding if padding.any() else None,
+            )
 
 
 def _decode_envelope(text: Any, *, place: str) -> np.ndarray:
@@ -115,57 +144,10 @@ def _decode_envelope(text: Any, *, place: str) -> np.ndarray:
     return shape_bytes(raw, dtype=np.dtype(DTYPES[parts["dtype"]]), shape=shape, place=place)
 
 
-def _record_response(record: Any, *, num_rows: int, place: str) -> Response:
-    prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
-    generated = token_array(field(record, "generation_token_ids"), "generation_token_ids", place=place)
-    tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
-    if tokens is not None and len(tokens) != num_rows:
-        raise RoutesError(f"{place}: the envelope has {num_rows} rows for {len(tokens)} tokens; it must have one each")
-    name = given_name(field(record, "id"), field(record, "request_id"), place=place)
-    return Response(name=name, num_tokens=num_rows, tokens=tokens)
-
-
-def _without_last(rows: np.ndarray, num_tokens: int | None) -> np.ndarray:
-    """Rows without the last token's, where it holds the filler or -1."""
-    if not len(rows) or len(rows) != num_tokens:
-        return rows
-    return rows[:-1] if _is_filler(rows[-1]) else rows
-
-
-def _is_filler(row_LK: np.ndarray) -> bool:
-    return bool((row_LK == -1).all() or (row_LK == np.arange(row_LK.shape[1])).all())
-
-
-def _batch_recording(rows: np.ndarray, name: str, *, length: int, tokens: np.ndarray | None) -> Recording:
-    own = _without_last(rows[:length], length)
-    padding = np.arange(len(own) + len(rows) - length) >= len(own)
-    return Recording(
-        name=name,
-        rows=own if length == len(rows) else np.concatenate([own, rows[length:]]),
-        num_tokens=length,
-        tokens=None if tokens is None else tokens.astype(np.int64),
-        padding=padding if padding.any() else None,
-    )
-
-
-def _check_lengths(lengths: np.ndarray, shape: tuple[int, ...], *, place: str) -> None:
-    if len(lengths) != shape[0]:
-        raise RoutesError(f"{place}: {len(lengths)} input_lengths for {shape[0]} samples")
-    if lengths.size and (int(lengths.min()) < 0 or int(lengths.max()) > shape[1]):
-        raise RoutesError(
-            f"{place}: input_lengths go from {int(lengths.min())} to {int(lengths.max())}; "
-            f"routed_experts has {shape[1]} rows per sample"
-        )
-
-
-def _names(record: Any, count: int, *, place: str) -> list[str]:
-    names = field(record, "names")
-    if names is None:
-        return [f"row {b}" if place == "record 0" else f"row {b} of {place}" for b in range(count)]
-    texts = [str(name) for name in names] if isinstance(names, np.ndarray | list | tuple) else []
-    if len(texts) != count:
-        raise RoutesError(f"{place}: {len(texts)} names for {count} samples")
-    return texts
+def _without_last(rows: np.ndarray) -> np.ndarray:
+    """Return the rows of a sample without the last token's, if that is the filler or -1."""
+    is_filler = len(rows) and ((rows[-1] == -1).all() or (rows[-1] == np.arange(rows.shape[2])).all())
+    return rows[:-1] if is_filler else rows
 
 
 FORMATS = (

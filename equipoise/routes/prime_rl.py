@@ -52,7 +52,11 @@ def read(source: Source, model: ModelShape) -> Iterator[Recording]:
     """Decode every wire object."""
     for place, record in source.nonempty_records():
         if field(record, "choices") is not None:
-            yield from _read_response(record, place=place)
+            choices = items(record, "choices", place=place)
+            for position, choice in enumerate(choices):
+                where = choice_name(place, choice, position=position, count=len(choices))
+                response = http_response(record, choice, position=position, place=place)
+                yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
         elif _is_wire_object(record):
             yield from recordings(*_decode(record, Response(name=place), place=place))
         else:
@@ -70,7 +74,7 @@ def _is_wire_object(value: Any) -> bool:
 
 
 def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, Response]:
-    """The rows of a wire object, and `response` with its start."""
+    """Return the rows of a wire object, and `response` with its start."""
     if not _is_wire_object(value):
         raise RoutesError(
             f"{place} has no routed_experts with data, shape and dtype; was the request aborted, or "
@@ -88,14 +92,6 @@ def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, 
         # The transport object has a row for every token.
         num_tokens = len(rows)
     return rows, replace(response, start=start, num_tokens=num_tokens)
-
-
-def _read_response(record: Any, *, place: str) -> Iterator[Recording]:
-    choices = items(record, "choices", place=place)
-    for position, choice in enumerate(choices):
-        where = choice_name(place, choice, position=position, count=len(choices))
-        response = http_response(record, choice, position=position, place=place)
-        yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
 
 
 FORMATS = (

@@ -67,7 +67,10 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
-        yield from recordings(rows, _native_response(record, meta, place=place))
+        prompt = find_field("input_ids", record, field(record, "request"))
+        tokens = _Tokens.of(meta, prompt, field(record, "output_ids"), place=place)
+        name = given_name(field(meta, "id"), place=place)
+        yield from recordings(rows, _response(name, record, meta, tokens, place=place))
 
 
 def matches_openai(source: Source) -> bool:
@@ -127,19 +130,6 @@ def _check_divides(count: int, row: tuple[int, ...], *, what: str, place: str) -
         )
 
 
-def _native_response(record: Any, meta: Any, *, place: str) -> Response:
-    prompt = find_field("input_ids", record, field(record, "request"))
-    tokens = _Tokens.of(meta, prompt, field(record, "output_ids"), place=place)
-    return Response(
-        name=given_name(field(meta, "id"), place=place),
-        start=_start(record, meta, place=place),
-        num_prompt=tokens.num_prompt,
-        num_tokens=tokens.num_tokens,
-        tokens=tokens.ids,
-        versions=_versions(record, meta),
-    )
-
-
 def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> Response:
     count = len(field(record, "choices"))
     meta = field(choice, "meta_info")
@@ -150,14 +140,8 @@ def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> 
     prompt = find_field("input_ids", field(record, "request")) if prompt is None else prompt
     tokens = _Tokens.of(counts, prompt, field(choice, "token_ids"), place=place)
     owner = given_name(field(record, "id"), field(meta, "id"), place=place)
-    return Response(
-        name=choice_name(owner, choice, position=position, count=count),
-        start=_start(record, meta, place=place),
-        num_prompt=tokens.num_prompt,
-        num_tokens=tokens.num_tokens,
-        tokens=tokens.ids,
-        versions=_versions(record, meta),
-    )
+    name = choice_name(owner, choice, position=position, count=count)
+    return _response(name, record, meta, tokens, place=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,17 +169,20 @@ class _Tokens:
         return cls(num_prompt=num_prompt, num_tokens=num_tokens, ids=ids if covers else None)
 
 
-def _start(record: Any, meta: Any, *, place: str) -> int:
+def _response(name: str, record: Any, meta: Any, tokens: _Tokens, *, place: str) -> Response:
     start = find_field("routed_experts_start_len", record, field(record, "request"), meta)
-    return optional_count(start, "routed_experts_start_len", place=place) or 0
-
-
-def _versions(record: Any, meta: Any) -> Any:
-    spans = field(meta, "weight_versions")
-    if spans is not None:
-        return spans
-    version = find_field("weight_version", meta, field(record, "metadata"))
-    return None if version is None else str(version)
+    versions = field(meta, "weight_versions")
+    if versions is None:
+        version = find_field("weight_version", meta, field(record, "metadata"))
+        versions = None if version is None else str(version)
+    return Response(
+        name=name,
+        start=optional_count(start, "routed_experts_start_len", place=place) or 0,
+        num_prompt=tokens.num_prompt,
+        num_tokens=tokens.num_tokens,
+        tokens=tokens.ids,
+        versions=versions,
+    )
 
 
 FORMATS = (

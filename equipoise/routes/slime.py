@@ -45,7 +45,10 @@ def _matches(source: Source) -> bool:
 def _read(source: Source, model: ModelShape) -> Iterator[Recording]:
     seen: set[str] = set()
     for place, sample in _samples(source):
-        name = _name(sample, place)
+        metadata, index = field(sample, "metadata"), field(sample, "index")
+        name = metadata.get("name") if isinstance(metadata, Mapping) else None
+        if not isinstance(name, str) or not name:
+            name = f"sample {index}" if isinstance(index, int) and not isinstance(index, bool) else place
         # Samples split from one rollout can share its index; a name must identify one sample.
         name = f"{name} ({place})" if name in seen else name
         seen.add(name)
@@ -53,74 +56,47 @@ def _read(source: Source, model: ModelShape) -> Iterator[Recording]:
 
 
 def _samples(source: Source) -> Iterator[tuple[str, Any]]:
-    """(place, sample) from any of the three containers."""
+    """Yield (place, sample) from any of the three containers."""
     for place, record in source.nonempty_records():
-        if isinstance(record, Mapping) and "samples" in record:
-            if not isinstance(record["samples"], list):
-                raise RoutesError(f"{source.name} {place}: samples must be a list, got {_type(record['samples'])}")
-            for i, sample in enumerate(record["samples"]):
+        title, held = f"{source.name} {place}", record if isinstance(record, Mapping) else {}
+        tokens, routes, versions = (held.get(key) for key in ("tokens", _KEY, "weight_versions"))
+        if "samples" in held:
+            if not isinstance(held["samples"], list):
+                raise RoutesError(f"{title}: samples must be a list, got a {type(held['samples']).__name__}")
+            for i, sample in enumerate(held["samples"]):
                 yield f"sample {i}" if place == "record 0" else f"{place} sample {i}", sample
-        elif isinstance(record, Mapping) and _is_training_form(record):
-            yield from _training_samples(f"{source.name} {place}", record)
+        elif isinstance(tokens, list) and tokens and hasattr(tokens[0], "__len__"):
+            # The training data: the tokens of each sample are themselves a list or an array.
+            if not isinstance(routes, list) or len(routes) != len(tokens):
+                count = len(routes) if isinstance(routes, list) else "no list of"
+                raise RoutesError(f"{title}: {len(tokens)} samples in tokens, {count} in {_KEY}")
+            if not isinstance(versions, list) or len(versions) != len(tokens):
+                versions = [None] * len(tokens)
+            for i, (own, rows, version) in enumerate(zip(tokens, routes, versions, strict=True)):
+                yield f"sample {i}", {"tokens": own, _KEY: rows, "weight_versions": version}
         else:
             yield place, record
 
 
-def _is_training_form(record: Mapping[str, Any]) -> bool:
-    """Lists over samples: the tokens of the first are themselves a list or an array."""
-    tokens = record.get("tokens")
-    return isinstance(tokens, list) and bool(tokens) and hasattr(tokens[0], "__len__")
-
-
-def _training_samples(title: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    tokens, routes = record["tokens"], record.get(_KEY)
-    if not isinstance(routes, list) or len(routes) != len(tokens):
-        count = len(routes) if isinstance(routes, list) else "no list of"
-        raise RoutesError(f"{title}: {len(tokens)} samples in tokens, {count} in {_KEY}")
-    versions = record.get("weight_versions")
-    if not isinstance(versions, list) or len(versions) != len(tokens):
-        versions = [None] * len(tokens)
-    for i, (sample_tokens, rows, version) in enumerate(zip(tokens, routes, versions, strict=True)):
-        yield f"sample {i}", {"tokens": sample_tokens, _KEY: rows, "weight_versions": version}
-
-
-def _name(sample: Any, place: str) -> str:
-    metadata = field(sample, "metadata")
-    given = metadata.get("name") if isinstance(metadata, Mapping) else None
-    if isinstance(given, str) and given:
-        return given
-    index = field(sample, "index")
-    return f"sample {index}" if isinstance(index, int) and not isinstance(index, bool) else place
-
-
 def _recording(sample: Any, name: str, *, title: str, model: ModelShape) -> Recording:
     if not _has(sample, "tokens") or not _has(sample, _KEY):
-        raise RoutesError(f"{title}: a slime sample has tokens and {_KEY}; got {_type(sample)}")
+        raise RoutesError(f"{title}: a slime sample has tokens and {_KEY}; got a {type(sample).__name__}")
     tokens = integer_array(f"{title}: tokens", field(sample, "tokens"), ndim=1)
-    rows = field(sample, _KEY)
+    rows, versions = field(sample, _KEY), field(sample, "weight_versions")
+    versions = () if versions is None else versions
     if rows is None:
         rows = np.full((max(len(tokens) - 1, 0), model.hidden_layers, model.top_k), -1, dtype=np.int32)
     else:
         rows = integer_array(f"{title}: {_KEY}", rows, ndim=3)
+    if not isinstance(versions, list | tuple) or not all(isinstance(v, str | int) for v in versions):
+        raise RoutesError(f"{title}: weight_versions must be a list of names, got a {type(versions).__name__}")
     return Recording(
         name=name,
         rows=rows,
         num_tokens=len(tokens),
         tokens=tokens if not len(tokens) or (tokens != -1).any() else None,
-        weight_version=_version(title, field(sample, "weight_versions")),
+        weight_version=",".join(dict.fromkeys(str(v) for v in versions)),
     )
-
-
-def _version(title: str, versions: Any) -> str:
-    if versions is None:
-        return ""
-    if not isinstance(versions, list | tuple) or not all(isinstance(v, str | int) for v in versions):
-        raise RoutesError(f"{title}: weight_versions must be a list of names, got {_type(versions)}")
-    return ",".join(dict.fromkeys(str(v) for v in versions))
-
-
-def _type(value: Any) -> str:
-    return f"a {type(value).__name__}"
 
 
 FORMATS = (
