@@ -26,7 +26,7 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
     memory      see `MemoryForecast.to_dict`; place.group beside it names the EP group
 
 Invariants (asserted by the tests):
-1. Stages stand apart: skew is never taken over recompute and update together.
+1. Stages are kept apart: skew is never taken over recompute and update together.
 2. Widths that do not divide the experts are left out, never rounded.
 3. Groups are never added up: two opposite groups of skew s have mean skew s.
 4. Where sources are not the ranks of the EP group, compute is still priced and the all-to-all is not: None, never 0.
@@ -361,10 +361,20 @@ def analyze_loads(
     """
     shape = _check(windows, model)
     groups = [_groups(window, cluster.ep) for window in windows]
-    memory, group = _forecast(groups, model, ep=cluster.ep, limit_gib=memory_gib, activations=activations)
-    no_trial = _why_not(windows, cluster.ep, slots)
-    trial = None
-    if not no_trial and slots is not None:
+    # Memory: the worst of all windows and groups.
+    flat = [(w, g, loads) for w, window in enumerate(groups) for g, loads in enumerate(window)]
+    memory = forecast_memory(
+        [loads for *_, loads in flat], model, ep=cluster.ep, limit_gib=memory_gib, activations=activations
+    )
+    worst_window, worst_group, _ = flat[memory.place.window]
+    # Seconds: of a plan, where one is wanted and can be made, and of static and balanced.
+    odd = [w.num_ranks for w in windows if w.num_ranks % cluster.ep]
+    trial, no_trial = None, ""
+    if slots is None:
+        no_trial = "not asked for"
+    elif odd:
+        no_trial = f"the loads have {odd[0]} source ranks, which do not fill EP groups of {cluster.ep}"
+    else:
         trial = try_plans(groups, cluster=cluster, model=shape, slots=slots, progress=progress)
     predictions = [predict(window, cluster=cluster, model=shape) for window in groups]
     if trial is not None:
@@ -384,8 +394,8 @@ def analyze_loads(
         stages=_stages(windows, predictions, model=model, ep=cluster.ep),
         trial=trial,
         no_trial=no_trial,
-        memory=memory,
-        memory_group=group,
+        memory=replace(memory, place=memory.place._replace(window=worst_window)),
+        memory_group=worst_group,
     )
 
 
@@ -405,29 +415,9 @@ def _check(windows: Sequence[LoadMatrix], model: ModelShape) -> ModelShape:
     return model if model.layers == layers else model.replace(layers=layers)
 
 
-def _why_not(windows: Sequence[LoadMatrix], ep: int, slots: int | None) -> str:
-    """Why no plan can or shall be made; empty if one can."""
-    if slots is None:
-        return "not asked for"
-    odd = [w.num_ranks for w in windows if w.num_ranks % ep]
-    if odd:
-        return f"the loads have {odd[0]} source ranks, which do not fill EP groups of {ep}"
-    return ""
-
-
 def _groups(window: LoadMatrix, ep: int) -> Groups:
     """The window's EP groups; the whole window where its ranks do not fill such groups."""
     return window.split_groups(ep) if window.num_ranks % ep == 0 else (window,)
-
-
-def _forecast(
-    groups: Sequence[Groups], model: ModelShape, *, ep: int, limit_gib: float | None, activations: Activations
-) -> tuple[MemoryForecast, int]:
-    """The worst of all windows and groups, and the group it is in."""
-    flat = [(w, g, loads) for w, window in enumerate(groups) for g, loads in enumerate(window)]
-    found = forecast_memory([loads for *_, loads in flat], model, ep=ep, limit_gib=limit_gib, activations=activations)
-    window, group, _ = flat[found.place.window]
-    return replace(found, place=found.place._replace(window=window)), group
 
 
 def _stages(
