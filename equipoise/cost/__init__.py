@@ -2,11 +2,10 @@
 
     profile.py   hardware profiles: JSON files with a source for each figure
     model.py     CostModel: compute, all-to-all, transfers, window edges, in whole nanoseconds
-    kernels.py   the same arithmetic, compiled, for the planner's inner loops; links.py counts the rows that it prices,
-                 exchange.py finds the links that all wait for
-    edges.py     publish and collect: what of them nothing hides
-    ranks.py     what every rank of an entry does, by the same kernels; between.py, the rows from rank to rank
-    reference.py what the kernels compute, in plain words
+    links.py     rows on links, and which link is busiest, compiled; the split itself is `core.split`
+    kernels.py   the price of one (micro-step, layer), compiled, for the planner's inner loops
+    window.py    prices of whole windows by the same kernels: entries, ranks, visits, edges
+    clock.py     a window run visit by visit: the one predictor of its seconds
     profiles/    h200 (measured by equipoise calibrate), h100, a100 and b200 (derived by benchmarks/derive_profile.py)
 
 To add a device: measure it with `equipoise calibrate -o <name>.json`, put the file into `profiles/`, and

@@ -37,7 +37,7 @@ from equipoise.core.plan import Itinerary, ReplicaTable, Seconds
 from equipoise.core.value import Value
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import CostModel, Tables
-from equipoise.cost.ranks import Edges, RankRows, level_rows, rank_rows, visit_ns
+from equipoise.cost.window import Edges, RankWork, level_work, rank_work, visit_ns
 
 NANO = 10**9
 REACTIVE_PLAN_NS, REACTIVE_PUSH_NS = 80_000, 255_000
@@ -135,7 +135,7 @@ def work_of(
     """
     # Step 1: rows and busy slots of every rank, and the rows of the busiest links.
     shape_ML = (loads.num_micro_steps, loads.num_layers)
-    found = _rank_rows(cost, loads, home_LE, replicas, policy == "balanced", persistent, pair_LEE)
+    found = _rank_work(cost, loads, home_LE, replicas, policy == "balanced", persistent, pair_LEE)
     rows_MLR, busy_MLR, inside_ML, across_ML = (np.stack(arrays, axis=1) for arrays in zip(*found, strict=True))
     # Step 2: their prices.
     tables = cost.tables(1)
@@ -170,7 +170,7 @@ def work_of(
     )
 
 
-def _rank_rows(
+def _rank_work(
     cost: CostModel,
     loads: LoadMatrix,
     home_LE: np.ndarray,
@@ -178,12 +178,12 @@ def _rank_rows(
     is_level: bool,
     persistent: bool,
     pair_LEE: np.ndarray | None,
-) -> list[RankRows]:
+) -> list[RankWork]:
     """Rows of every rank, layer by layer."""
     cluster, top_k, by_tokens = cost.cluster, cost.model.top_k, cost.sends == "tokens"
     node_R, none_EE = cluster.node_array_R, np.zeros((0, 0), dtype=np.int64)
     expert_MLRS, rows_MLRS = replica_slots(replicas, (loads.num_micro_steps, loads.num_layers, cluster.ep))
-    found: list[RankRows] = []
+    found: list[RankWork] = []
     for layer in range(loads.num_layers):
         # Copies, because a read-only array would compile the kernels a second time.
         load_MRE, home_E = np.array(loads.load_MLRE[:, layer]), np.array(home_LE[layer])
@@ -192,10 +192,10 @@ def _rank_rows(
         if is_level:
             # Tokens choose as many experts together as they do at the owners.
             mean_keep = int(keep_N.mean())
-            found.append(level_rows(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
+            found.append(level_work(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
         else:
             slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
-            found.append(rank_rows(load_MRE, home_E, node_R, *slots, keep_N, persistent, top_k, by_tokens))
+            found.append(rank_work(load_MRE, home_E, node_R, *slots, keep_N, persistent, top_k, by_tokens))
     return found
 
 

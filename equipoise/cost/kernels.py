@@ -1,4 +1,4 @@
-"""Compiled pricing of one (micro-step, layer): the arithmetic of `model.py` for the planner's inner loops.
+"""Prices of one (micro-step, layer), compiled: the arithmetic of `model.py` for the planner's inner loops.
 
 Integers only. A holder table names what each rank computes beyond its homes: `rep_expert_RS` (-1: empty slot) and
 `rep_rows_RS`. Rows split over holders exactly as `core.split` does: local first, or in proportion where persistent.
@@ -17,15 +17,15 @@ from equipoise.cost.links import (
     RECEIVED_ACROSS,
     SENT_ACROSS,
     Holders,
-    Traffic,
+    LinkRows,
     busiest,
     even_out,
     finish_near,
     home_nodes,
+    link_rows,
     nodes_of,
     reroute,
     reroute_near,
-    traffic,
 )
 from equipoise.cost.model import Tables
 
@@ -36,7 +36,7 @@ INSIDE, ACROSS, HOST_PULLS, PEER_PULLS = range(4, 8)
 COLUMNS = 8
 
 
-class Settled(NamedTuple):
+class EntryWork(NamedTuple):
     """What every rank does in one (micro-step, layer)."""
 
     rows_R: np.ndarray
@@ -84,10 +84,10 @@ def price(
 
     Args:
         load_RE: [R, E] rows by source
-        keep_permille_N: [N] thousandths of the rows into a node that cross at most; see `exchange.kept_permille`
+        keep_permille_N: [N] thousandths of the rows into a node that cross at most; see `links.kept_permille`
         persistent: replicas stay for the whole window, so nothing is pulled or returned here
     """
-    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), tables.forwards == 1)
+    base = link_rows(load_RE, home_E, node_R, home_nodes(home_E, node_R), tables.forwards == 1)
     holders = Holders(home_E, nodes_of(node_R), rep_expert_RS, rep_rows_RS)
     return price_holders(load_RE, base, holders, keep_permille_N, tables, persistent, line)
 
@@ -95,36 +95,36 @@ def price(
 @compiled
 def price_holders(
     load_RE: np.ndarray,
-    base: Traffic,
+    base: LinkRows,
     holders: Holders,
     keep_permille_N: np.ndarray,
     tables: Tables,
     persistent: bool,
     line: np.ndarray,
 ) -> int:
-    """`price` for traffic already added up, so that several holder tables on the same homes share that work."""
-    settled = settle(load_RE, base, holders, persistent)
-    return price_settled(settled, base, holders, keep_permille_N, tables, persistent, line)
+    """`price` for rows already added up by link, which several holder tables on the same homes share."""
+    work = count_links(load_RE, base, holders, persistent)
+    return price_work(work, base, holders, keep_permille_N, tables, persistent, line)
 
 
 @compiled
-def price_settled(
-    settled: Settled,
-    base: Traffic,
+def price_work(
+    work: EntryWork,
+    base: LinkRows,
     holders: Holders,
     keep_permille_N: np.ndarray,
     tables: Tables,
     persistent: bool,
     line: np.ndarray,
 ) -> int:
-    """`price_holders` for whoever needs to know what is settled, too."""
+    """`price_holders` where the work of every rank is known already."""
     home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     line[:] = 0
-    compute_R = np.zeros(len(settled.rows_R), dtype=np.int64)
+    compute_R = np.zeros(len(work.rows_R), dtype=np.int64)
     for r in range(len(compute_R)):
-        compute_R[r] = compute_ns(tables, settled.rows_R[r], settled.busy_R[r])
+        compute_R[r] = compute_ns(tables, work.rows_R[r], work.busy_R[r])
     line[COMPUTE] = compute_R.max()
-    links = busiest(settled.link_R4, settled.to_RN, base.row_R, nodes, keep_permille_N, tables.top_k)
+    links = busiest(work.link_R4, work.to_RN, base.row_R, nodes, keep_permille_N, tables.top_k)
     line[INSIDE], line[ACROSS] = links.all_inside, links.all_across
     busiest_ps = max(links.inside * tables.inside_ps, links.across * tables.across_ps)
     line[EXCHANGE] = tables.exchanges * (tables.exchange_fixed_ns + busiest_ps // 1000)
@@ -135,8 +135,8 @@ def price_settled(
 
 
 @compiled
-def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: bool) -> Settled:
-    """Say what every rank computes, and what its links carry, once replicas have taken their rows."""
+def count_links(load_RE: np.ndarray, base: LinkRows, holders: Holders, persistent: bool) -> EntryWork:
+    """Count what every rank computes, and the rows on its links, once replicas have taken their rows."""
     home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     ranks, slots = rep_expert_RS.shape
     node_R = nodes.node_R
@@ -171,7 +171,7 @@ def settle(load_RE: np.ndarray, base: Traffic, holders: Holders, persistent: boo
                 finish_near(link_R4, load_RE, holders, e, node_R[home_E[e]], part_E3X[e], is_dealt)
             elif is_dealt and quota_E[e] == 0:
                 even_out(link_R4, load_RE, holders, e, quota_E[e], part_E3X[e])
-    return Settled(rows_R, busy_R, link_R4, to_RN)
+    return EntryWork(rows_R, busy_R, link_R4, to_RN)
 
 
 @compiled

@@ -1,13 +1,17 @@
-"""Compiled links: which rows travel over which link in one (micro-step, layer).
+"""Rows on links in one (micro-step, layer), compiled: how many rows each link carries, and which link is busiest.
 
-`traffic` adds up the rows if everything goes to the experts' homes; `reroute` then moves the rows of one replicated
-expert to its holders, and `even_out` deals those from other nodes anew, all split exactly as `core.split` does: local
-first, or in proportion where copies stay for a window. Which of these links all wait for is found in `exchange.py`.
-
-Integers only. Knows rows, ranks and nodes. Does not know seconds.
+1. `link_rows` adds up the rows if everything goes to the experts' homes.
+2. `reroute` moves the rows of one replicated expert from the links to its home to those to its holders; `reroute_near`
+   and `finish_near` do so faster where all holders are in the home's node. Rows split exactly as `core.split` says, but
+   only their sums per link are kept: the planner counts links for every set of replicas that it tries.
+3. `busiest` finds the links that all ranks wait for. Every row crosses nodes on its own; or, where engines send a token
+   once per node (DeepEP), a token goes to the rank with its source's place in that node, which hands it on to every
+   rank there that computes rows of it. How many tokens have rows in a node is then taken by chance (`tokens_to`).
 
 Invariants (asserted by the tests):
 1. Rows on the links equal those of the split that `core.split` makes.
+2. Sending tokens once per node never sends more across than sending every row, and more rows never fewer tokens.
+3. Pairs of experts chosen together never raise what crosses.
 """
 
 from typing import NamedTuple
@@ -47,7 +51,7 @@ class Holders(NamedTuple):
     rep_rows_RS: np.ndarray
 
 
-class Traffic(NamedTuple):
+class LinkRows(NamedTuple):
     """What one (micro-step, layer) sends if every row goes to its expert's home."""
 
     total_E: np.ndarray
@@ -62,9 +66,9 @@ class Traffic(NamedTuple):
 
 
 @compiled
-def traffic(
+def link_rows(
     load_RE: np.ndarray, home_E: np.ndarray, node_R: np.ndarray, node_mask_NE: np.ndarray, forwards: bool
-) -> Traffic:
+) -> LinkRows:
     """Add up rows by link; `node_mask_NE` is -1 where an expert's home is in the node, else 0 (see `home_nodes`).
 
     `forwards`: a token crosses to each node once and is handed on there, so rows are added up by node, too.
@@ -94,7 +98,7 @@ def traffic(
         link_R4[home, SENT_INSIDE] -= own
         link_R4[home, RECEIVED_INSIDE] += near - own
         link_R4[home, RECEIVED_ACROSS] += total_E[e] - near
-    return Traffic(total_E, node_NE, row_R, link_R4, to_RN)
+    return LinkRows(total_E, node_NE, row_R, link_R4, to_RN)
 
 
 @compiled
@@ -111,7 +115,7 @@ def reroute(
     link_R4: np.ndarray,
     to_RN: np.ndarray,
     load_RE: np.ndarray,
-    base: Traffic,
+    base: LinkRows,
     holders: Holders,
     expert: int,
     home_rows: int,
@@ -138,7 +142,7 @@ def reroute(
 def reroute_near(
     link_R4: np.ndarray,
     load_RE: np.ndarray,
-    base: Traffic,
+    base: LinkRows,
     holders: Holders,
     expert: int,
     home_rows: int,
@@ -161,9 +165,9 @@ def reroute_near(
 def _split_in_node(
     load_RE: np.ndarray, holders: Holders, expert: int, home_rows: int, node: int, part_3X: np.ndarray
 ) -> None:
-    """Fill [3, X] for the ranks of a node that has all holders: rows each computes, those from afar if local first.
+    """Fill [3, X] for the ranks of a node that has all holders: rows each computes; those from other nodes; scratch.
 
-    The third line is scratch.
+    Rows from other nodes are those of splitting local first.
     """
     nodes = holders.nodes
     start = nodes.start_N[node]
@@ -191,7 +195,7 @@ def finish_near(
     part_3X: np.ndarray,
     is_dealt: bool,
 ) -> None:
-    """Deal the rows from afar anew where `is_dealt`, and let those of the holders' node follow; see `core.split`."""
+    """Deal rows from other nodes evenly where `is_dealt`, then those of the node: step 4 of `core.split`."""
     home, nodes = holders.home_E[expert], holders.nodes
     start = nodes.start_N[node]
     count = nodes.start_N[node + 1] - start
@@ -218,7 +222,7 @@ def finish_near(
 def even_out(
     link_R4: np.ndarray, load_RE: np.ndarray, holders: Holders, expert: int, home_rows: int, part_3X: np.ndarray
 ) -> None:
-    """Deal a rerouted expert's rows from other nodes anew, where its holders share a node that is not its home's."""
+    """Deal a rerouted expert's rows from other nodes evenly, where its holders share a node that is not its home's."""
     nodes = holders.nodes
     node = _common_node(holders, expert, home_rows)
     if node < 0:
@@ -249,7 +253,7 @@ def _common_node(holders: Holders, expert: int, home_rows: int) -> int:
 
 
 @compiled
-def _take_off(link_R4: np.ndarray, load_RE: np.ndarray, base: Traffic, holders: Holders, expert: int) -> None:
+def _take_off(link_R4: np.ndarray, load_RE: np.ndarray, base: LinkRows, holders: Holders, expert: int) -> None:
     """Take an expert's rows off the links into its home."""
     home = holders.home_E[expert]
     near = base.node_NE[holders.nodes.node_R[home], expert]
@@ -276,7 +280,7 @@ def _split_in_proportion(
     node_R: np.ndarray,
     share_R: np.ndarray,
 ) -> None:
-    """Every source splits its rows over the holders as their room is; see `core.split.split_in_proportion`."""
+    """Every source splits its rows over the holders as their room is; see `core.split`."""
     ranks = len(room_R)
     for s in range(ranks):
         fill_shares(load_R[s], room_R, share_R, ranks)
@@ -294,7 +298,7 @@ def _split_in_proportion(
 def _split_local_first(
     link_R4: np.ndarray, to_RN: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: Nodes
 ) -> None:
-    """Own rank first, then own node in proportion, then the rest; see `core.split.split_rows`."""
+    """Own rank first, then own node in proportion, then the rest; see `core.split`."""
     own_R = np.minimum(left_R, room_R)
     for s in range(len(to_RN)):
         to_RN[s, nodes.node_R[s]] += left_R[s]
@@ -334,21 +338,6 @@ def _add_far(to_RN: np.ndarray, left_R: np.ndarray, room_R: np.ndarray, nodes: N
                 share_R[holder] -= rows
                 left -= rows
                 holder += share_R[holder] == 0
-
-
-# Compiled exchanges: the links that all ranks wait for in one all-to-all, given the rows that travel (`links.py`).
-#
-# What crosses nodes is every row, straight to the rank that computes it; or, where engines send a token once per
-# node, a
-# token goes to the rank with its source's place in that node, which hands it on to every rank there that computes
-# rows of
-# it, once to each (DeepEP). How many tokens have rows in a node, or at a rank, is then taken by chance (`tokens_to`).
-#
-# Integers only. Knows rows, ranks and nodes. Does not know seconds.
-#
-# Invariants (asserted by the tests):
-# 1. Sending tokens once per node never sends more across than sending every row, and more rows never fewer tokens.
-# 2. Pairs of experts chosen together never raise what crosses.
 
 
 @compiled

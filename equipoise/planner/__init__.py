@@ -1,20 +1,17 @@
 """From loads to a plan.
 
-    plan.py       plan, plan_step: the story of the room
-    options.py    PlanOptions: the deeper knobs
-    reference.py  the inner functions specified: short, plain, never optimised; fill_reference.py and
-                  trade_reference.py are its second and third part
+    plan.py       plan, plan_step: the story of the room; completing loads that are partly unknown
     layer.py      one layer: which homes are tried, and which win
-    fast.py       its inner functions, compiled, the same bit for bit; _level.py, _near.py, _fill.py and _trade.py are
-                  its parts
-    assemble.py   decisions to a checked Plan: slots, paths, edges, seconds, bytes
-    itinerary.py  visits in execution order and their buffers
-    estimate.py   loads that are partly unknown
-    policies.py   the baselines: static, eplb-history, eplb-oracle, lplb, reactive, balanced (eplb.py, lplb.py,
-                  pricing.py are their parts)
+    homes.py      the search for homes, compiled
+    replicas.py   replicas and their rows for given homes, compiled
+    assemble.py   decisions to a checked Plan: itinerary, slots, paths, edges, seconds, bytes
+    baselines.py  the other policies: static, eplb-history, eplb-oracle, lplb, reactive, balanced
     bounds.py     what no plan can beat
 
-To add a policy: write a function from `Task` to `Draft` and name it in `POLICIES`.
+Planning decides in integers: same input, same plan, on every machine. The compiled functions are specified by plain
+ones in `tests/planner`, and run as plain Python themselves with `NUMBA_DISABLE_JIT=1`.
+
+To add a policy: write a function from `WindowTask` to `Draft` and name it in `POLICIES`.
 """
 
 from equipoise.core.options import PlanOptions

@@ -1,14 +1,13 @@
-"""From decisions to a checked `Plan`: slots, replica table, paths, window edges, seconds and bytes.
+"""From a policy's decisions to a checked `Plan`: itinerary, slots, replica table, window edges, seconds and bytes.
 
-All policies end here, so all are charged alike. A `Draft` holds what a policy decided and each (micro-step, layer)'s
-price line; nothing here decides anything but the path of a pull. What edges cost follows from each layer's own busiest
-link and what hides it in the window's first and last pass (`cost.edges`).
-
-Knows cost and core. Does not know how homes or replicas were chosen.
+All policies end here, so all are charged alike: seconds are those of the clock (`cost.clock`).
+1. `build_itinerary` lists the (micro-step, phase, layer) visits in execution order and assigns buffers ahead, like
+   registers.
+2. `build_plan` adds the replica table with a path for each pull, prices the window's edges, and asks the clock.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,16 +23,7 @@ from equipoise.cost.kernels import (
     INSIDE,
     PEER_PULLS,
 )
-from equipoise.cost.ranks import Edges
-
-# The itinerary of a window: visits in execution order, and buffers assigned ahead like registers.
-#
-# Steps:
-# 1. `visits_of` lists the (micro-step, phase, layer) visits of the execution order.
-# 2. `assign` walks them once. A visit that needs replicas takes the buffer they are still in (its own forward
-# visit's, if
-#    nothing overwrote it), else the buffer that has been idle longest, so that its pulls can start earliest.
-
+from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges
 
 FORWARD, BACKWARD = 0, 1
 
@@ -87,7 +77,11 @@ def build_itinerary(stage: Stage, needs_ML: np.ndarray, options: PlanOptions) ->
 
 
 def assign(visits_V3: np.ndarray, pulls_V: np.ndarray, *, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Assign buffers: (buffer_V, ready_from_V, resident_V)."""
+    """Assign buffers: (buffer_V, ready_from_V, resident_V).
+
+    A visit takes the buffer its replicas are still in (from its own forward visit, if nothing overwrote it), else the
+    one that has been idle longest.
+    """
     count = len(visits_V3)
     buffer_V, ready_from_V = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     resident_V = np.zeros(count, dtype=np.bool_)
@@ -109,7 +103,7 @@ def assign(visits_V3: np.ndarray, pulls_V: np.ndarray, *, depth: int) -> tuple[n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class WindowTask:
     """What is being planned."""
 
     loads: LoadMatrix
@@ -156,17 +150,6 @@ class Draft:
     executable: bool = True
 
 
-class Links(NamedTuple):
-    """Experts over the links at a window edge: each layer travels by itself."""
-
-    inside_L: np.ndarray
-    """[L] over the busiest link inside nodes."""
-    across_L: np.ndarray
-    all_inside: int
-    """Over all links, of all layers."""
-    all_across: int
-
-
 def home_slots_of(home_LE: np.ndarray, ranks: int) -> np.ndarray:
     """[L, E] slot of each expert: its owner's slot if it stays at home, else the rank's freed slots, by expert id."""
     layers, experts = home_LE.shape
@@ -182,42 +165,12 @@ def home_slots_of(home_LE: np.ndarray, ranks: int) -> np.ndarray:
     return slot_LE
 
 
-def edge_links(holds_LER: np.ndarray, cluster: Cluster) -> Links:
-    """Count the copies of experts that are not on their owner, per link.
-
-    Args:
-        holds_LER: [L, E, R] bool, where a copy stands
-        cluster: ranks and their nodes
-    """
-    layers, experts, ranks = holds_LER.shape
-    owner_E, node_R = np.arange(experts) // (experts // ranks), cluster.node_array_R
-    away_LER = holds_LER & (owner_E[:, None] != np.arange(ranks))
-    is_inside_ER = node_R[owner_E][:, None] == node_R
-    busiest, everything = [], []
-    for chosen_LER in (away_LER & is_inside_ER, away_LER & ~is_inside_ER):
-        sent_LR = chosen_LER.reshape(layers, ranks, -1).sum(axis=2)
-        busiest.append(np.maximum(sent_LR.max(axis=1), chosen_LER.sum(axis=1).max(axis=1)))
-        everything.append(int(sent_LR.sum()))
-    return Links(*busiest, *everything)
-
-
-def home_links(home_LE: np.ndarray, cluster: Cluster) -> Links:
+def home_links(home_LE: np.ndarray, cluster: Cluster) -> ExpertLinks:
     """Count displaced experts per link."""
-    return edge_links(home_LE[:, :, None] == np.arange(cluster.ep), cluster)
+    return edge_links(home_LE[:, :, None] == np.arange(cluster.ep), cluster.node_array_R)
 
 
-def price_edges(cost: CostModel, publish: Links, collect: Links) -> Edges:
-    """Price both edges of each layer, by its busiest link."""
-    ns, slow = [], []
-    for edge, links in (("publish", publish), ("collect", collect)):
-        pairs = zip(links.inside_L.tolist(), links.across_L.tolist(), strict=True)
-        given = [{"inside_experts": near, "across_experts": far, "edge": edge} for near, far in pairs]
-        ns.append([cost.edge_ns(**one) for one in given])
-        slow.append([cost.edge_slow_ns(**one) for one in given])
-    return Edges(np.array(ns), np.array(slow))
-
-
-def build_plan(task: Task, draft: Draft) -> Plan:
+def build_plan(task: WindowTask, draft: Draft) -> Plan:
     """Assemble and check the plan of one window; its seconds are the clock's (`cost.clock`)."""
     table, edges = _replica_table(task, draft), _edges(task, draft)
     needs_ML = np.diff(table.start_ML).reshape(draft.line_MLC.shape[:2]) > 0
@@ -251,12 +204,12 @@ def build_plan(task: Task, draft: Draft) -> Plan:
     )
 
 
-def _clock_seconds(task: Task, policy: str, itinerary: Itinerary, **decided: Any) -> Seconds:
+def _clock_seconds(task: WindowTask, policy: str, itinerary: Itinerary, **decided: Any) -> Seconds:
     work = work_of(task.cost, task.loads, itinerary, policy=policy, pair_LEE=task.pair_LEE, **decided)
     return replay([work]).seconds
 
 
-def _edges(task: Task, draft: Draft) -> Edges:
+def _edges(task: WindowTask, draft: Draft) -> Edges:
     """Each layer's publish and collect."""
     if draft.persistent:
         return draft.edges
@@ -265,7 +218,7 @@ def _edges(task: Task, draft: Draft) -> Edges:
     return Edges(draft.edges.ns_2L + displaced.ns_2L, draft.edges.slow_2L + displaced.slow_2L)
 
 
-def _bytes(task: Task, draft: Draft) -> Bytes:
+def _bytes(task: WindowTask, draft: Draft) -> Bytes:
     parts, cost = draft.line_MLC.reshape(-1, draft.line_MLC.shape[-1]).sum(axis=0), task.cost
     model, per_edge = cost.model, cost.edge_bytes("publish") + cost.edge_bytes("collect")
     exchanges = 4 if cost.stage == "update" else 2
@@ -283,7 +236,7 @@ def _bytes(task: Task, draft: Draft) -> Bytes:
     )
 
 
-def _replica_table(task: Task, draft: Draft) -> ReplicaTable:
+def _replica_table(task: WindowTask, draft: Draft) -> ReplicaTable:
     """All replicas in (micro-step, layer, rank, slot) order, with a path for each."""
     micro_steps, layers, ranks, slots = draft.rep_expert_MLRS.shape
     held = (draft.rep_expert_MLRS >= 0) & (draft.rep_rows_MLRS > 0)

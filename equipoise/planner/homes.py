@@ -1,9 +1,12 @@
-"""Compiled `level` and `polish`: which experts share a group. The specification is `reference.py`, same names.
+"""Search for homes: which experts share a group, a node or a rank of it.
+
+`level` is a tabu search over swaps of two experts. The swap that lowers the sum of squared group loads most is taken,
+even where that sum rises; every state is judged by the true objective, the fullest group's rows per rank in every
+micro-step plus the price of displaced experts. `polish` then takes single swaps that lower the true objective.
 
 Experts are kept sorted by group ("positions", P), so that the scan for the best swap is one contiguous add-and-min per
-row, and all tables are updated in O(experts) after a swap.
-
-Integers only; ties by expert id. Knows rows. Does not know seconds, ranks' slots or replicas.
+row, and all tables are updated in O(experts) after a swap. Integers only; ties by expert id.
+`tests/planner/reference.py` specifies both functions in plain Python.
 """
 
 import numpy as np
@@ -27,14 +30,14 @@ def level(
     patience: int,
     max_checks: int,
 ) -> np.ndarray:
-    """Swap experts between groups until no group stands out in any micro-step. See `reference.level`."""
+    """Swap experts between groups to level them in every micro-step. See `reference.level`."""
     experts, groups = len(share_EM), len(ranks_G)
     order = np.argsort(group_E, kind="mergesort")
     start_G = np.searchsorted(group_E[order], np.arange(groups + 1))
     common = common_multiple(ranks_G)
     weight_G = common // ranks_G
     rows_GM, cost, away = _state(group_E, load_EM, groups, cost_EG, owner_E)
-    dot_EE, bow_PP, square_P, pull_GP = _tables(share_EM, affinity_EE, order, start_G, weight_G)
+    dot_EE, swap_gain_PP, square_P, pull_GP = _tables(share_EM, affinity_EE, order, start_G, weight_G)
     best, since, swap = BIG, 0, 0
     best_order, best_rows_GM, best_away = order.copy(), rows_GM.copy(), away
     tabu_P, edge_P = np.zeros(experts, dtype=np.int64), np.zeros(experts, dtype=np.int64)
@@ -49,11 +52,11 @@ def level(
             break
         else:
             since += 1
-        p, q, change = _best_swap(start_G, pull_GP, bow_PP, square_P, tabu_P, swap, order, edge_P)
+        p, q, change = _best_swap(start_G, pull_GP, swap_gain_PP, square_P, tabu_P, swap, order, edge_P)
         if p < 0:
             if tabu_P.max() <= swap:
                 break
-            # All that could be swapped rests: wait.
+            # All experts that could be swapped rest: wait.
             swap += 1
             continue
         a, b = group_of(start_G, p), group_of(start_G, q)
@@ -62,7 +65,7 @@ def level(
         _move_pull(pull_GP, dot_EE, order, weight_G, e, f, a, b)
         cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
         away += more_away(owner_E, e, f, a, b)
-        _swap_positions(order, tabu_P, square_P, bow_PP, pull_GP, p, q)
+        _swap_positions(order, tabu_P, square_P, swap_gain_PP, pull_GP, p, q)
         swap += 1
         if change >= 0:
             # An uphill swap is kept from being undone at once.
@@ -93,7 +96,7 @@ def _state(
 
 @compiled
 def _move_rows(rows_GM: np.ndarray, load_EM: np.ndarray, e: int, f: int, a: int, b: int) -> None:
-    """Expert e leaves group a for b, and f comes back."""
+    """Move expert e from group a to b, and f from b to a."""
     for m in range(rows_GM.shape[1]):
         d = load_EM[f, m] - load_EM[e, m]
         rows_GM[a, m] += d
@@ -138,10 +141,8 @@ def rests(swap: int, tenure: int) -> tuple[int, int]:
 @compiled
 def more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
     """How many more experts are away from their owner's group once e moves from a to b and f from b to a."""
-    change = np.int64(0)
-    change += (owner_E[e] == a) - (owner_E[e] == b)
-    change += (owner_E[f] == b) - (owner_E[f] == a)
-    return change
+    leave = int(owner_E[e] == a) + int(owner_E[f] == b)
+    return leave - int(owner_E[e] == b) - int(owner_E[f] == a)
 
 
 @compiled
@@ -179,7 +180,7 @@ def _tables(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Inner products by expert; by position what a swap adds by itself, in two parts, and products with group sums.
 
-    Swapping positions p and q adds `bow_PP[p, q] + square_P[p] + square_P[q]` beside what the groups pull.
+    Swapping positions p and q adds `swap_gain_PP[p, q] + square_P[p] + square_P[q]` beside what the groups pull.
     """
     experts, micro_steps = share_EM.shape
     dot_EE = affinity_EE.copy()
@@ -192,24 +193,24 @@ def _tables(
             if e != f:
                 dot_EE[f, e] += s
     top_weight = weight_G.max()
-    bow_PP, square_P = np.zeros((experts, experts), dtype=np.int64), np.zeros(experts, dtype=np.int64)
+    swap_gain_PP, square_P = np.zeros((experts, experts), dtype=np.int64), np.zeros(experts, dtype=np.int64)
     for p in range(experts):
         square_P[p] = top_weight * dot_EE[order[p], order[p]]
         for q in range(experts):
-            bow_PP[p, q] = -2 * top_weight * dot_EE[order[p], order[q]]
+            swap_gain_PP[p, q] = -2 * top_weight * dot_EE[order[p], order[q]]
     pull_GP = np.zeros((len(weight_G), experts), dtype=np.int64)
     for g in range(len(weight_G)):
         for q in range(start_G[g], start_G[g + 1]):
             for p in range(experts):
                 pull_GP[g, p] += weight_G[g] * dot_EE[order[q], order[p]]
-    return dot_EE, bow_PP, square_P, pull_GP
+    return dot_EE, swap_gain_PP, square_P, pull_GP
 
 
 @compiled
 def _best_swap(
     start_G: np.ndarray,
     pull_GP: np.ndarray,
-    bow_PP: np.ndarray,
+    swap_gain_PP: np.ndarray,
     square_P: np.ndarray,
     tabu_P: np.ndarray,
     swap: int,
@@ -226,7 +227,7 @@ def _best_swap(
         for p in range(start_G[a], start_G[a + 1]):
             if tabu_P[p] > swap:
                 continue
-            row = bow_PP[p]
+            row = swap_gain_PP[p]
             for b in range(a + 1, groups):
                 lo, hi = start_G[b], start_G[b + 1]
                 constant = pull_GP[b, p] - pull_GP[a, p] + square_P[p]
@@ -299,7 +300,7 @@ def _after_swap(
     a: int,
     b: int,
 ) -> int:
-    """Sum over micro-steps of the fullest group once expert e leaves a for b and f comes back."""
+    """Sum over micro-steps of the fullest group once e moves from a to b and f from b to a."""
     value = np.int64(0)
     if weight_G[a] == 1 and weight_G[b] == 1:
         for m in range(len(rest_M)):
@@ -347,7 +348,7 @@ def _swap_positions(
     order: np.ndarray,
     tabu_P: np.ndarray,
     square_P: np.ndarray,
-    bow_PP: np.ndarray,
+    swap_gain_PP: np.ndarray,
     pull_GP: np.ndarray,
     p: int,
     q: int,
@@ -359,6 +360,6 @@ def _swap_positions(
     for g in range(pull_GP.shape[0]):
         pull_GP[g, p], pull_GP[g, q] = pull_GP[g, q], pull_GP[g, p]
     for i in range(len(order)):
-        bow_PP[p, i], bow_PP[q, i] = bow_PP[q, i], bow_PP[p, i]
+        swap_gain_PP[p, i], swap_gain_PP[q, i] = swap_gain_PP[q, i], swap_gain_PP[p, i]
     for i in range(len(order)):
-        bow_PP[i, p], bow_PP[i, q] = bow_PP[i, q], bow_PP[i, p]
+        swap_gain_PP[i, p], swap_gain_PP[i, q] = swap_gain_PP[i, q], swap_gain_PP[i, p]

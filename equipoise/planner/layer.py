@@ -9,10 +9,8 @@
 3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, and with
    ranks level in what crosses, too (`with_far`).
 
-The inner functions, `level` and `evaluate`, come in two forms that return the same to the bit: plain ones in
-`reference.py`, which specify them, and compiled ones in `fast.py`.
-
-Knows rows and prices. Does not know windows, slots in memory or itineraries.
+The inner functions, `level` and `evaluate`, are compiled; the plain ones of `tests/planner/reference.py` return the
+same to the bit.
 
 Invariants (asserted by the tests):
 1. No more than `budget` experts of a layer are displaced, and each rank keeps its number of homes.
@@ -25,111 +23,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from equipoise.core import LoadMatrix
 from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
-
-# Partial knowledge: loads whose routes are partly unknown, completed from what the window does know.
-#
-# Steps, per layer and source rank:
-# 1. Where a share c of a micro-step's tokens is known (c > 0), its rows are scaled by 1 / c.
-# 2. Where nothing is known (c = 0), the mean of the known micro-steps of that layer and source stands in, or of the
-#    layer's other sources, or nothing.
-#
-# Integers after the shares are read in millionths, so every rank estimates alike.
-#
-# Invariants (asserted by the tests):
-# 1. Full coverage changes nothing.
-# 2. Known rows never shrink.
-
-
-MILLION = 10**6
-
-
-def complete(loads: LoadMatrix) -> tuple[LoadMatrix, float]:
-    """Return loads with unknown rows estimated, and the share of all rows that is an estimate."""
-    if loads.coverage_MLR is None or bool(np.all(loads.coverage_MLR == 1.0)):
-        return loads, 0.0
-    known_MLR = np.round(loads.coverage_MLR * MILLION).astype(np.int64)
-    full = loads.load_MLRE * MILLION // np.maximum(known_MLR, 1)[..., None]
-    full = np.where(known_MLR[..., None] == 0, loads.load_MLRE, np.maximum(full, loads.load_MLRE))
-    seen_MLR = known_MLR > 0
-    count_LR = seen_MLR.sum(axis=0)
-    mean_LRE = (full * seen_MLR[..., None]).sum(axis=0) // np.maximum(count_LR, 1)[..., None]
-    layer_LE = mean_LRE.sum(axis=1) // np.maximum((count_LR > 0).sum(axis=1), 1)[:, None]
-    stand_in_LRE = np.where((count_LR > 0)[..., None], mean_LRE, layer_LE[:, None, :])
-    full = np.where(seen_MLR[..., None], full, np.maximum(stand_in_LRE[None], full))
-    total = int(full.sum())
-    share = (total - int(loads.load_MLRE.sum())) / total if total else 0.0
-    completed = LoadMatrix(
-        full, stage=loads.stage, padding_MLRE=loads.padding_MLRE, layer_numbers_L=loads.layer_numbers_L
-    )
-    return completed, share
-
+from equipoise.cost.window import mean_visit_ns, row_prices
+from equipoise.planner import homes
+from equipoise.planner.assemble import WindowTask
+from equipoise.planner.replicas import LayerPlan, LayerProblem, evaluate
 
 Level = Callable[..., np.ndarray]
-"""`reference.level` or its compiled twin."""
-
-SLACKS = (0, 4, 8, 16, 24, 32, 48)
-"""How level micro plans are tried to be, in 64ths of the excess that may stay: less level, fewer replicas."""
-CHEAP = 32
-"""Pulls and returns that cost no more than one in so many parts of an entry are not worth saving."""
-
-
-class LayerProblem(NamedTuple):
-    """What every layer of a window shares."""
-
-    node_R: np.ndarray
-    domain_DR: np.ndarray
-    """[D, R] what replicas stay in: the node of each rank; then, where they may cross nodes, 0 for all."""
-    trades_across: int
-    """1: where replicas may cross nodes, they are also traded for what then does not cross."""
-    slots: int
-    min_rows: int
-    by_skew: int
-    """1: minimise the busiest rank's rows; 0: minimise nanoseconds."""
-    gated: int
-    """1: replicas only where they pay."""
-    is_warm: int
-    """1: the search starts from an earlier window's homes."""
-    budget: int
-    """Most experts of a layer that may be displaced."""
-    patience: int
-    """Swaps without improvement before `level` stops."""
-    max_checks: int
-    """Swaps `polish` may look at."""
-    link_ratio: int
-    """Price of one more row on the busiest link across nodes, in rows that a rank computes."""
-    cost_inside: int
-    """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
-    cost_across: int
-    layers: int
-    """Layers of the window, behind which edges hide."""
-    edge_ns_22: np.ndarray
-    """[2, 2] publish and collect of one expert over one link, inside a node and across."""
-    edge_fixed_ns: int
-    """What an edge takes beyond that."""
-    crossing_ns: int
-    """Bringing one expert to the host store of another node when its layer is published, over one link."""
-    hides_2: np.ndarray
-    """[2] what another layer's mean visit hides of a publish, and of a collect, in nanoseconds."""
-    edge_slow_22: np.ndarray
-    """[2, 2] how much longer publish and collect of one expert make the compute beside them, inside and across."""
-
-
-class LayerPlan(NamedTuple):
-    """What one layer's planning decided."""
-
-    home_E: np.ndarray
-    rep_expert_MRS: np.ndarray
-    """[M, R, S] expert of each replica slot; -1: empty."""
-    rep_rows_MRS: np.ndarray
-    line_MC: np.ndarray
-    """[M, COLUMNS] price line of each micro-step, as chosen."""
-    closed_MC: np.ndarray
-    """[M, COLUMNS] the same homes without replicas."""
-    static_MC: np.ndarray
-    """[M, COLUMNS] contiguous homes without replicas."""
+"""`homes.level`, or the plain one of the tests."""
 
 
 class Inputs(NamedTuple):
@@ -144,10 +46,13 @@ class Inputs(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The inner functions of a plan, compiled or plain."""
+    """The inner functions of a plan: the compiled ones, or those of `tests/planner/reference.py`."""
 
     level: Level
     evaluate: Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
+
+
+COMPILED = Kernels(homes.level, evaluate)
 
 
 def plan_layer(
@@ -156,7 +61,7 @@ def plan_layer(
     pair_EE: np.ndarray,
     problem: LayerProblem,
     tables: Tables,
-    kernels: Kernels,
+    kernels: Kernels = COMPILED,
 ) -> LayerPlan:
     """Plan one layer of one window.
 
@@ -166,7 +71,7 @@ def plan_layer(
         pair_EE: [E, E] tokens that chose both experts, for the price of crossing nodes; empty where not counted
         problem: what all layers share
         tables: prices
-        kernels: the inner functions, compiled or plain
+        kernels: the inner functions
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E = owners(experts, ranks)
@@ -196,6 +101,63 @@ def _variants(problem: LayerProblem) -> Iterator[LayerProblem]:
         yield problem._replace(trades_across=0)
     if problem.trades_across:
         yield problem
+
+
+def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> LayerProblem:
+    """What all layers of a window share, in integers."""
+    by_skew = task.objective == "skew"
+    cost = task.cost
+    node_R = task.cluster.node_array_R
+    domains = [node_R]
+    if task.options.cross_node and task.loads.stage == "recompute":
+        domains.append(np.zeros_like(node_R))
+    fixed_ns, one = cost.profile.peer_fixed_ns, [{"inside_experts": 1 - far, "across_experts": far} for far in (0, 1)]
+    edge_ns_22, edge_slow_22 = (
+        np.array([[price(**each, edge=edge) for each in one] for edge in ("publish", "collect")])
+        for price in (cost.edge_ns, cost.edge_slow_ns)
+    )
+    edge_ns_22 -= fixed_ns
+    # Rows of a mean rank in one (micro-step, layer).
+    loads, layers = task.loads, task.model.layers
+    mean_rows = max(1, int(loads.load_MLRE.sum()) // (loads.num_micro_steps * layers * loads.num_ranks))
+    row, hides_2 = row_prices(cost, mean_rows), mean_visit_ns(cost, mean_rows)
+    # An expert's price while homes are searched for: its part of what would be late if a rank's were all displaced.
+    homes = task.cluster.home_slots(task.model)
+    late_22 = np.maximum(0, homes * edge_ns_22 - hides_2[:, None]) // homes
+    each_2 = ((edge_ns_22 + (layers - 1) * late_22) // layers + edge_slow_22).sum(axis=0)
+    cost_2 = (each_2 * 1000 * 1024 // (row.slope_ps * task.cluster.ep)).tolist()
+    patience = _patience(task.model.experts, by_skew) * task.options.effort
+    return LayerProblem(
+        node_R=node_R,
+        domain_DR=np.stack(domains),
+        trades_across=int(len(domains) > 1 and not by_skew),
+        slots=task.slots,
+        min_rows=1 if by_skew else row.min_rows,
+        by_skew=int(by_skew),
+        gated=int(task.options.gate and not by_skew),
+        is_warm=int(is_warm),
+        budget=budget,
+        patience=patience,
+        max_checks=6_000 * task.options.effort,
+        link_ratio=row.crossing_ps // row.compute_ps,
+        cost_inside=0 if by_skew else cost_2[0],
+        cost_across=0 if by_skew else cost_2[1],
+        layers=layers,
+        edge_ns_22=edge_ns_22,
+        edge_fixed_ns=fixed_ns,
+        crossing_ns=int(edge_ns_22[0, 1]),
+        hides_2=hides_2,
+        edge_slow_22=edge_slow_22,
+    )
+
+
+def _patience(experts: int, by_skew: bool) -> int:
+    """States without improvement before the search for homes stops: more for few experts, whose swaps are coarse.
+
+    Skew is asked for offline, and the last permille cost most: up to 64 experts it is searched for eight times as long.
+    """
+    patience = max(200, min(4000, 25 * 2**31 // experts**4))
+    return patience * 8 if by_skew and experts <= 64 else patience
 
 
 def owners(experts: int, ranks: int) -> np.ndarray:
@@ -306,7 +268,7 @@ def level_nodes(
     )
     node_E = np.empty_like(owner_E)
     node_E[turn_E] = level(inputs.load_EM[turn_E], inputs.share_EM[turn_E], *groups, *limits)
-    return settle_in(node_E, np.array(start_E), owner_E, node_R)
+    return assign_ranks(node_E, np.array(start_E), owner_E, node_R)
 
 
 def node_prices(owner_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
@@ -329,7 +291,7 @@ def with_far(inputs: Inputs, load_MRE: np.ndarray, home_E: np.ndarray, problem: 
 
 
 @compiled
-def settle_in(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
+def assign_ranks(node_E: np.ndarray, start_E: np.ndarray, owner_E: np.ndarray, node_R: np.ndarray) -> np.ndarray:
     """[E] a rank of its node for every expert: its owner's, else where it was, else the first rank with a free slot."""
     experts, ranks = len(node_E), len(node_R)
     free_R = np.full(ranks, experts // ranks)
@@ -356,7 +318,7 @@ def level_ranks(inputs: Inputs, start_E: np.ndarray, problem: LayerProblem, leve
         index_R = np.full(len(node_R), -1)
         index_R[members] = np.arange(len(members))
         own_E = index_R[owner_E[here]]
-        # An expert from another node is displaced wherever it stands here.
+        # An expert from another node is displaced on any rank of this one.
         cost_EG = np.where((own_E[:, None] == np.arange(len(members))) | (own_E[:, None] < 0), 0, problem.cost_inside)
         elsewhere = int((home_E != owner_E).sum() - (home_E[here] != owner_E[here]).sum())
         limits = problem.budget - elsewhere, problem.patience // 16, problem.max_checks // 16

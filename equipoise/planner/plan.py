@@ -2,18 +2,16 @@
 
 Steps of `plan`:
 1. Check that loads, cluster and model belong together; complete unknown loads.
-2. Hand over to the policy. For "equipoise": plan every layer on its own (`fast.plan_layer`), in threads if asked to;
-   then look once more at the window's first visit, whose pulls have nothing before them to hide behind.
+2. Call the policy. For "equipoise": plan every layer on its own (`layer.plan_layer`), in threads if asked to; then
+   price the window's first visit again, whose pulls have nothing before them to hide behind.
 3. Assemble the checked plan (`assemble.build_plan`).
 4. With the seconds objective: never worse than contiguous expert parallelism, whatever the homes promised.
-
-Knows loads, cost and core. Does not know routes, torch or any runtime.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,11 +22,11 @@ from equipoise.core.value import int64_array
 from equipoise.cost.kernels import price
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
-from equipoise.cost.ranks import Edges, visit_ns
-from equipoise.planner.assemble import Draft, Task, build_plan, home_slots_of
+from equipoise.cost.window import Edges
+from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.baselines import POLICIES, draft_baseline
-from equipoise.planner.layer import LayerPlan, LayerProblem, complete, crossings
-from equipoise.planner.replicas import plan_layer
+from equipoise.planner.layer import crossings, layer_problem, plan_layer
+from equipoise.planner.replicas import LayerPlan, LayerProblem
 
 LayerPlanner = Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 """From loads, starting homes, pairs, problem and prices of one layer to its plan."""
@@ -67,7 +65,7 @@ def plan(
     _check_kinds(loads=loads, cluster=cluster, model=model, options=options)
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
     completed, estimated = complete(loads)
-    task = Task(
+    task = WindowTask(
         loads=completed,
         cluster=cluster,
         model=model,
@@ -120,6 +118,32 @@ def plan_step(
     return tuple(plans)
 
 
+def complete(loads: LoadMatrix) -> tuple[LoadMatrix, float]:
+    """Return loads with unknown rows estimated, and the share of all rows that is an estimate.
+
+    Per layer and source rank: where a share c of a micro-step's tokens is known, its rows are scaled by 1 / c and never
+    shrink. Where nothing is known, the mean of the known micro-steps of that layer and source is taken, or of the
+    layer's other sources, or nothing. Shares are read in millionths, so every rank estimates alike.
+    """
+    if loads.coverage_MLR is None or bool(np.all(loads.coverage_MLR == 1.0)):
+        return loads, 0.0
+    known_MLR = np.round(loads.coverage_MLR * 10**6).astype(np.int64)
+    full = loads.load_MLRE * 10**6 // np.maximum(known_MLR, 1)[..., None]
+    full = np.where(known_MLR[..., None] == 0, loads.load_MLRE, np.maximum(full, loads.load_MLRE))
+    seen_MLR = known_MLR > 0
+    count_LR = seen_MLR.sum(axis=0)
+    mean_LRE = (full * seen_MLR[..., None]).sum(axis=0) // np.maximum(count_LR, 1)[..., None]
+    layer_LE = mean_LRE.sum(axis=1) // np.maximum((count_LR > 0).sum(axis=1), 1)[:, None]
+    stand_in_LRE = np.where((count_LR > 0)[..., None], mean_LRE, layer_LE[:, None, :])
+    full = np.where(seen_MLR[..., None], full, np.maximum(stand_in_LRE[None], full))
+    total = int(full.sum())
+    share = (total - int(loads.load_MLRE.sum())) / total if total else 0.0
+    completed = LoadMatrix(
+        full, stage=loads.stage, padding_MLRE=loads.padding_MLRE, layer_numbers_L=loads.layer_numbers_L
+    )
+    return completed, share
+
+
 def _check_kinds(**given: object) -> None:
     kinds = {"loads": LoadMatrix, "cluster": Cluster, "model": ModelShape, "options": PlanOptions}
     for name, value in given.items():
@@ -165,12 +189,12 @@ def _check_pairs(pair_LEE: np.ndarray, wanted: tuple[int, int, int]) -> None:
         raise LoadsError("pair_LEE must count tokens that chose both experts: symmetric and not negative")
 
 
-def _budget(task: Task) -> int:
+def _budget(task: WindowTask) -> int:
     limit = task.options.max_displaced
     return task.model.experts if limit is None else min(limit, task.model.experts)
 
 
-def _start(task: Task, warm: Plan | None) -> np.ndarray:
+def _start(task: WindowTask, warm: Plan | None) -> np.ndarray:
     """[L, E] the homes that the search starts from: the warm plan's, or the owners."""
     layers, experts, ranks = task.model.layers, task.model.experts, task.cluster.ep
     if warm is None:
@@ -185,7 +209,7 @@ def _start(task: Task, warm: Plan | None) -> np.ndarray:
 
 
 def _draft(
-    task: Task,
+    task: WindowTask,
     start_LE: np.ndarray,
     *,
     budget: int,
@@ -232,7 +256,7 @@ def _draft(
     )
 
 
-def _without_replicas(task: Task, draft: Draft) -> Draft:
+def _without_replicas(task: WindowTask, draft: Draft) -> Draft:
     """The same homes, and nothing that is pulled or published for replicas."""
     return replace(
         draft,
@@ -248,7 +272,7 @@ def _without_replicas(task: Task, draft: Draft) -> Draft:
 def _check_first_visit(
     first: LayerPlan, load_MRE: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
-    """Price the first micro-step of the first layer anew: no visit before it hides its pulls. Close it if it loses."""
+    """Price the first visit again: none before it hides its pulls. Drop its replicas if they lose."""
     if first.rep_expert_MRS[0].max(initial=-1) < 0:
         return first
     node_R, line_MC = problem.node_R, first.line_MC.copy()
@@ -264,7 +288,7 @@ def _check_first_visit(
     return first._replace(rep_expert_MRS=expert_MRS, rep_rows_MRS=rows_MRS, line_MC=line_MC)
 
 
-def _crossing_charges(task: Task, crossing_L2R: np.ndarray) -> dict[str, Any]:
+def _crossing_charges(task: WindowTask, crossing_L2R: np.ndarray) -> dict[str, Any]:
     """What it costs to bring experts to the host stores of other nodes: they follow each layer's displaced ones."""
     cost, edges = task.cost, Edges.none(task.model.layers)
     for layer, most in enumerate(crossing_L2R.max(axis=(1, 2)).tolist()):
@@ -272,104 +296,3 @@ def _crossing_charges(task: Task, crossing_L2R: np.ndarray) -> dict[str, Any]:
         edges.slow_2L[0, layer] = cost.edge_slow_ns(inside_experts=0, across_experts=most, edge="publish")
     moved = int(crossing_L2R[:, 0].sum()) * cost.edge_bytes("publish")
     return {"edges": edges, "moved": Bytes(edge_across=moved)}
-
-
-def layer_problem(task: Task, *, budget: int, is_warm: bool = False) -> LayerProblem:
-    """What all layers of a window share, in integers."""
-    by_skew = task.objective == "skew"
-    cost = task.cost
-    node_R = task.cluster.node_array_R
-    domains = [node_R]
-    if task.options.cross_node and task.loads.stage == "recompute":
-        domains.append(np.zeros_like(node_R))
-    fixed_ns, one = cost.profile.peer_fixed_ns, [{"inside_experts": 1 - far, "across_experts": far} for far in (0, 1)]
-    edge_ns_22, edge_slow_22 = (
-        np.array([[price(**each, edge=edge) for each in one] for edge in ("publish", "collect")])
-        for price in (cost.edge_ns, cost.edge_slow_ns)
-    )
-    edge_ns_22 -= fixed_ns
-    row = _row_prices(task)
-    hides_2, layers = _hides(task), task.model.layers
-    # An expert's price while homes are searched for: its part of what would be late if a rank's were all displaced.
-    homes = task.cluster.home_slots(task.model)
-    late_22 = np.maximum(0, homes * edge_ns_22 - hides_2[:, None]) // homes
-    each_2 = ((edge_ns_22 + (layers - 1) * late_22) // layers + edge_slow_22).sum(axis=0)
-    cost_2 = (each_2 * 1000 * 1024 // (row.slope_ps * task.cluster.ep)).tolist()
-    patience = _patience(task.model.experts, by_skew) * task.options.effort
-    return LayerProblem(
-        node_R=node_R,
-        domain_DR=np.stack(domains),
-        trades_across=int(len(domains) > 1 and not by_skew),
-        slots=task.slots,
-        min_rows=1 if by_skew else row.min_rows,
-        by_skew=int(by_skew),
-        gated=int(task.options.gate and not by_skew),
-        is_warm=int(is_warm),
-        budget=budget,
-        patience=patience,
-        max_checks=6_000 * task.options.effort,
-        link_ratio=row.crossing_ps // row.compute_ps,
-        cost_inside=0 if by_skew else cost_2[0],
-        cost_across=0 if by_skew else cost_2[1],
-        layers=layers,
-        edge_ns_22=edge_ns_22,
-        edge_fixed_ns=fixed_ns,
-        crossing_ns=int(edge_ns_22[0, 1]),
-        hides_2=hides_2,
-        edge_slow_22=edge_slow_22,
-    )
-
-
-def _hides(task: Task) -> np.ndarray:
-    """[2] nanoseconds of a mean visit, exchanges left out, that hides a publish, and that hides a collect."""
-    mean_111 = np.full((1, 1, 1), _mean_rows(task))
-    busy_111 = np.full_like(mean_111, task.cluster.home_slots(task.model))
-    visit = visit_ns(task.cost, rows_MLR=mean_111, busy_MLR=busy_111, sent_MLR=mean_111)
-    forward = int(visit.forward_MLR[0, 0, 0] + visit.attention_MLR[0, 0, 0])
-    backward = int(visit.backward_MLR[0, 0, 0] + visit.attention_backward_MLR[0, 0, 0])
-    return np.array([forward, backward if task.loads.stage == "update" else forward])
-
-
-def _mean_rows(task: Task) -> int:
-    """Rows of a mean rank in one (micro-step, layer), at least one."""
-    loads = task.loads
-    entries = loads.num_micro_steps * loads.num_layers * loads.num_ranks
-    return max(1, int(loads.load_MLRE.sum()) // entries)
-
-
-def _patience(experts: int, by_skew: bool) -> int:
-    """States without improvement before the search for homes stops: more for few experts, whose swaps are coarse.
-
-    Skew is asked for offline, and the last permille cost most: up to 64 experts it is searched for eight times as long.
-    """
-    patience = max(200, min(4000, 25 * 2**31 // experts**4))
-    return patience * 8 if by_skew and experts <= 64 else patience
-
-
-class _RowPrices(NamedTuple):
-    """What one more row costs, in picoseconds."""
-
-    compute_ps: int
-    """On a mean rank."""
-    crossing_ps: int
-    """On a link across nodes, in all exchanges."""
-    slope_ps: int
-    """On the busiest rank: compute, and its way there, across nodes for all but 1/N of the rows."""
-    min_rows: int
-    """The least rows that pay for one more non-empty slot."""
-
-
-def _row_prices(task: Task) -> _RowPrices:
-    cost, mean = task.cost, _mean_rows(task)
-    homes, nodes = task.cluster.home_slots(task.model), task.cluster.num_ep_nodes
-    tables = cost.tables(1)
-    across_ps = tables.across_ps * cost.crossing_permille // 1000
-    compute_ps = max(1, (cost.compute_ns(2 * mean, homes) - cost.compute_ns(mean, homes)) * 1000 // mean)
-    slope_ps = compute_ps + tables.exchanges * max(tables.inside_ps, across_ps * (nodes - 1)) // nodes
-    slot_ns = cost.compute_ns(mean, homes + 1) - cost.compute_ns(mean, homes)
-    return _RowPrices(
-        compute_ps=compute_ps,
-        crossing_ps=tables.exchanges * across_ps,
-        slope_ps=slope_ps,
-        min_rows=max(1, slot_ns * 1000 // slope_ps),
-    )

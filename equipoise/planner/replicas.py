@@ -1,7 +1,14 @@
-"""The compiled planner of one layer: `level`, `fill`, trades (`_level.py` and so on) and `evaluate`, together.
+"""Replicas of one layer: who computes which rows in each micro-step, given homes.
 
-Same decisions as `reference.py`, bit for bit: integers only, no clock, no randomness, ties by index. The loops over
-micro-steps are linear in M.
+1. `evaluate` prices every micro-step without replicas, then with those that level ranks, then with trades, and keeps
+   what is cheapest.
+2. `fill` levels the ranks of a node like an alias table: it brings the emptiest rank up to the bound from one expert of
+   the fullest. `rebalance_rows` then shifts rows between holders until no chain of shifts lowers the busiest rank.
+3. `trade_across` and `trade_inside` let ranks exchange rows, so that less crosses nodes, or more evenly.
+
+A table of holders names what ranks compute beyond their homes: `rep_expert_RS` (-1: free slot) and `rep_rows_RS`.
+Integers only; ties by index. `tests/planner/reference.py`, `fill_reference.py` and `trade_reference.py` specify these
+kernels in plain Python.
 """
 
 from typing import NamedTuple
@@ -9,32 +16,81 @@ from typing import NamedTuple
 import numpy as np
 
 from equipoise.core.compiled import compiled
-from equipoise.cost.kernels import COLUMNS, PULL, RETURN, Settled, price_holders, price_settled, settle
+from equipoise.cost.kernels import COLUMNS, PULL, RETURN, EntryWork, count_links, price_holders, price_work
 from equipoise.cost.links import (
     RECEIVED_ACROSS,
     SENT_ACROSS,
     Holders,
-    Traffic,
+    LinkRows,
     home_nodes,
     kept_permille,
+    link_rows,
     nodes_of,
-    traffic,
 )
 from equipoise.cost.model import Tables
-from equipoise.planner import layer
-from equipoise.planner.homes import level
-from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
-
-# Compiled `fill` and `rebalance_rows`: replicas and their rows in one (micro-step, layer); `reference.py` specifies
-# them.
-#
-# A holder table names what ranks compute beyond their homes: `rep_expert_RS` (-1: free slot) and `rep_rows_RS`.
-#
-# Integers only; ties by index. Knows rows. Does not know seconds.
-
 
 SLACK_UNIT = 64
 """Parts of what the busiest rank has above the bound, in which slack is given."""
+SLACKS = (0, 4, 8, 16, 24, 32, 48)
+"""How much of that excess may stay, as tried one after another: less level, fewer replicas."""
+CHEAP = 32
+"""Pulls and returns that cost no more than one in so many parts of an entry are not worth saving."""
+
+
+class LayerProblem(NamedTuple):
+    """What every layer of a window shares."""
+
+    node_R: np.ndarray
+    domain_DR: np.ndarray
+    """[D, R] what replicas stay in: the node of each rank; then, where they may cross nodes, 0 for all."""
+    trades_across: int
+    """1: where replicas may cross nodes, they are also traded for what then does not cross."""
+    slots: int
+    min_rows: int
+    by_skew: int
+    """1: minimise the busiest rank's rows; 0: minimise nanoseconds."""
+    gated: int
+    """1: replicas only where they pay."""
+    is_warm: int
+    """1: the search starts from an earlier window's homes."""
+    budget: int
+    """Most experts of a layer that may be displaced."""
+    patience: int
+    """Swaps without improvement before `level` stops."""
+    max_checks: int
+    """Swaps `polish` may look at."""
+    link_ratio: int
+    """Price of one more row on the busiest link across nodes, in rows that a rank computes."""
+    cost_inside: int
+    """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
+    cost_across: int
+    layers: int
+    """Layers of the window, behind which edges hide."""
+    edge_ns_22: np.ndarray
+    """[2, 2] publish and collect of one expert over one link, inside a node and across."""
+    edge_fixed_ns: int
+    """What an edge takes beyond that."""
+    crossing_ns: int
+    """Bringing one expert to the host store of another node when its layer is published, over one link."""
+    hides_2: np.ndarray
+    """[2] what another layer's mean visit hides of a publish, and of a collect, in nanoseconds."""
+    edge_slow_22: np.ndarray
+    """[2, 2] how much longer publish and collect of one expert make the compute beside them, inside and across."""
+
+
+class LayerPlan(NamedTuple):
+    """What one layer's planning decided."""
+
+    home_E: np.ndarray
+    rep_expert_MRS: np.ndarray
+    """[M, R, S] expert of each replica slot; -1: empty."""
+    rep_rows_MRS: np.ndarray
+    line_MC: np.ndarray
+    """[M, COLUMNS] price line of each micro-step, as chosen."""
+    closed_MC: np.ndarray
+    """[M, COLUMNS] the same homes without replicas."""
+    static_MC: np.ndarray
+    """[M, COLUMNS] contiguous homes without replicas."""
 
 
 @compiled
@@ -50,7 +106,7 @@ def fill(
 ) -> int:
     """Choose replicas and their rows for one (micro-step, layer); return the rows of the busiest rank.
 
-    Writes them into `rep_expert_RS` and `rep_rows_RS`, whose width is the number of slots. See `reference.fill`.
+    Writes them into `rep_expert_RS` and `rep_rows_RS`, whose width is the number of slots. See `fill_reference.fill`.
     """
     ranks, slots = rep_expert_RS.shape
     quota_E = load_E.copy()
@@ -68,20 +124,12 @@ def fill(
             for node in range(domain_R.max() + 1):
                 _fill_node(load_R, quota_E, homes_RH, domain_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
         rebalance_rows(load_R, quota_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
-        _drop_idle(rep_expert_RS, rep_rows_RS)
-    top = np.int64(0)
-    for r in range(ranks):
-        top = max(top, load_R[r])
-    return top
-
-
-@compiled
-def _drop_idle(rep_expert_RS: np.ndarray, rep_rows_RS: np.ndarray) -> None:
-    """Free the slots of replicas that settling left without a row: nothing is pulled for them."""
-    for r in range(len(rep_expert_RS)):
-        for j in range(rep_expert_RS.shape[1]):
-            if rep_rows_RS[r, j] == 0:
-                rep_expert_RS[r, j] = -1
+        # Rebalancing can leave a replica without a row: nothing is pulled for it.
+        for r in range(ranks):
+            for j in range(slots):
+                if rep_rows_RS[r, j] == 0:
+                    rep_expert_RS[r, j] = -1
+    return load_R.max()
 
 
 @compiled
@@ -173,7 +221,7 @@ def rebalance_rows(
     rep_rows_RS: np.ndarray,
     cap: int,
 ) -> None:
-    """Shift rows between holders until no chain of shifts lowers the busiest rank. See `reference.settle`."""
+    """Shift rows between holders until no chain of shifts lowers the busiest rank."""
     ranks = len(rep_expert_RS)
     from_R = np.empty(ranks, dtype=np.int64)
     via_R = np.empty(ranks, dtype=np.int64)
@@ -271,11 +319,6 @@ def _shared(
     return found
 
 
-# Compiled trades: ranks exchange rows, so that less crosses nodes; `trade_reference.py` specifies them.
-#
-# Integers only; ties by index. Knows rows. Does not know seconds.
-
-
 class Taken(NamedTuple):
     """What replicas have taken up, and left."""
 
@@ -287,12 +330,12 @@ class Taken(NamedTuple):
 
 @compiled
 def trade_across(
-    load_RE: np.ndarray, base: Traffic, holders: Holders, homes_RH: np.ndarray, link_R4: np.ndarray, min_rows: int
+    load_RE: np.ndarray, base: LinkRows, holders: Holders, homes_RH: np.ndarray, link_R4: np.ndarray, min_rows: int
 ) -> bool:
     """Let ranks of two nodes compute rows of their own node for each other. See `trade_reference.trade_across`.
 
     Args:
-        link_R4: [R, 4] rows on each rank's links, as settled with these holders
+        link_R4: [R, 4] rows on each rank's links, as `count_links` counts them with these holders
     """
     node_R, node_NE, taken = holders.nodes.node_R, base.node_NE, _taken(holders)
     received_R, sent_R = link_R4[:, RECEIVED_ACROSS].copy(), link_R4[:, SENT_ACROSS].copy()
@@ -378,11 +421,11 @@ def _find_most(most_NR: np.ndarray, rank: int, node_NE: np.ndarray, taken: Taken
 
 
 @compiled
-def trade_inside(base: Traffic, holders: Holders, homes_RH: np.ndarray, link_R4: np.ndarray, min_rows: int) -> bool:
-    """Let ranks of a node exchange rows from afar for rows from near. See `trade_reference.trade_inside`.
+def trade_inside(base: LinkRows, holders: Holders, homes_RH: np.ndarray, link_R4: np.ndarray, min_rows: int) -> bool:
+    """Let ranks of a node exchange rows from other nodes for rows of their own. See `trade_reference.trade_inside`.
 
     Args:
-        link_R4: [R, 4] rows on each rank's links, as settled with these holders
+        link_R4: [R, 4] rows on each rank's links, as `count_links` counts them with these holders
     """
     cap = link_R4[:, SENT_ACROSS].max()
     if link_R4[:, RECEIVED_ACROSS].max() <= cap:
@@ -488,13 +531,6 @@ def _least_enough(rows_E: np.ndarray, taken: Taken, homes_H: np.ndarray, want: i
     return enough
 
 
-def plan_layer(
-    load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
-) -> LayerPlan:
-    """Plan one layer of one window with compiled kernels. See `layer.plan_layer`."""
-    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, evaluate))
-
-
 @compiled
 def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:
     """[R, H] the experts whose home each rank is, ascending."""
@@ -507,11 +543,11 @@ def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:
     return homes_RH
 
 
-class Entry(NamedTuple):
-    """One (micro-step, layer), and what is tried for it."""
+class MicroPlan(NamedTuple):
+    """One (micro-step, layer), and the replicas that are tried for it."""
 
     load_RE: np.ndarray
-    base: Traffic
+    base: LinkRows
     homes_RH: np.ndarray
     keep_permille_N: np.ndarray
     trial: Holders
@@ -532,7 +568,7 @@ class Kept(NamedTuple):
 def evaluate(
     load_MRE: np.ndarray, home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
-    """Replicas and prices of every micro-step for given homes; the gate decides entry by entry."""
+    """Replicas and prices of every micro-step for given homes; the gate decides entry by micro."""
     micro_steps, ranks = load_MRE.shape[:2]
     homes_RH = homes_by_rank(home_E, ranks)
     node_E, forwards = problem.node_R[home_E], tables.forwards == 1
@@ -547,90 +583,85 @@ def evaluate(
     alone = Holders(home_E, nodes, none_R0, none_R0)
     trial = Holders(home_E, nodes, expert_MRS[0].copy(), rows_MRS[0].copy())
     for m in range(micro_steps):
-        base = traffic(load_MRE[m], home_E, problem.node_R, mask_NE, forwards)
+        base = link_rows(load_MRE[m], home_E, problem.node_R, mask_NE, forwards)
         price_holders(load_MRE[m], base, alone, keep_permille_N, tables, False, closed_MC[m])
         line_MC[m] = closed_MC[m]
         if problem.slots > 0:
-            entry = Entry(load_MRE[m], base, homes_RH, keep_permille_N, trial, line)
+            micro = MicroPlan(load_MRE[m], base, homes_RH, keep_permille_N, trial, line)
             kept = Kept(expert_MRS[m], rows_MRS[m], line_MC[m])
-            link_R4 = _level_ranks(entry, kept, problem, tables)
+            link_R4 = _level_ranks(micro, kept, problem, tables)
             if not problem.by_skew and len(mask_NE) > 1:
-                _trade(entry, kept, link_R4, problem, tables)
+                _trade(micro, kept, link_R4, problem, tables)
     return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
 
 
 @compiled
-def _level_ranks(entry: Entry, kept: Kept, problem: LayerProblem, tables: Tables) -> np.ndarray:
+def _level_ranks(micro: MicroPlan, kept: Kept, problem: LayerProblem, tables: Tables) -> np.ndarray:
     """Keep the replicas that level ranks, where they pay or the gate is open; returns [R, 4] rows on the links then."""
-    base, trial = entry.base, entry.trial
+    base, trial = micro.base, micro.trial
     best, link_R4 = _total(kept.line) if problem.gated else base.total_E.sum(), base.link_R4
     for widest in range(len(problem.domain_DR)):
         domain_DR = problem.domain_DR[: widest + 1]
         for slack in SLACKS:
             replicas = trial.rep_expert_RS, trial.rep_rows_RS
-            top = fill(base.total_E, trial.home_E, entry.homes_RH, domain_DR, problem.min_rows, slack, *replicas)
+            top = fill(base.total_E, trial.home_E, micro.homes_RH, domain_DR, problem.min_rows, slack, *replicas)
             if trial.rep_expert_RS.max() < 0:
                 break
-            settled = _price(entry, tables)
-            value = _total(entry.line) if problem.gated else top
+            work = _price(micro, tables)
+            value = _total(micro.line) if problem.gated else top
             if value < best:
-                best, link_R4 = value, settled.link_R4
-                _keep(entry, kept)
-            if not problem.gated or entry.line[PULL] + entry.line[RETURN] <= _total(entry.line) // CHEAP:
+                best, link_R4 = value, work.link_R4
+                _keep(micro, kept)
+            if not problem.gated or micro.line[PULL] + micro.line[RETURN] <= _total(micro.line) // CHEAP:
                 break
     return link_R4
 
 
 @compiled
-def _trade(entry: Entry, kept: Kept, link_R4: np.ndarray, problem: LayerProblem, tables: Tables) -> None:
+def _trade(micro: MicroPlan, kept: Kept, link_R4: np.ndarray, problem: LayerProblem, tables: Tables) -> None:
     """Keep trades across nodes, then those inside, each if it is cheaper."""
-    base, trial = entry.base, entry.trial
+    base, trial = micro.base, micro.trial
     if problem.trades_across:
-        _begin(trial, kept)
+        trial.rep_expert_RS[:], trial.rep_rows_RS[:] = kept.expert_RS, kept.rows_RS
         if problem.slots > 1:
-            _fill_but_one(entry, problem)
-        start_R4 = settle(entry.load_RE, base, trial, False).link_R4
-        if trade_across(entry.load_RE, base, trial, entry.homes_RH, start_R4, problem.min_rows):
-            settled = _price(entry, tables)
-            if _total(entry.line) < _total(kept.line):
-                link_R4 = settled.link_R4
-                _keep(entry, kept)
+            _fill_but_one(micro, problem)
+        start_R4 = count_links(micro.load_RE, base, trial, False).link_R4
+        if trade_across(micro.load_RE, base, trial, micro.homes_RH, start_R4, problem.min_rows):
+            work = _price(micro, tables)
+            if _total(micro.line) < _total(kept.line):
+                link_R4 = work.link_R4
+                _keep(micro, kept)
     # Where tokens are handed on, the rank that computes does not receive from other nodes.
-    _begin(trial, kept)
-    if not tables.forwards and trade_inside(base, trial, entry.homes_RH, link_R4, problem.min_rows):
-        _price(entry, tables)
-        if _total(entry.line) < _total(kept.line):
-            _keep(entry, kept)
+    trial.rep_expert_RS[:], trial.rep_rows_RS[:] = kept.expert_RS, kept.rows_RS
+    if not tables.forwards and trade_inside(base, trial, micro.homes_RH, link_R4, problem.min_rows):
+        _price(micro, tables)
+        if _total(micro.line) < _total(kept.line):
+            _keep(micro, kept)
 
 
 @compiled
-def _fill_but_one(entry: Entry, problem: LayerProblem) -> None:
-    """Level the ranks of each node anew with one slot less, so that each has one left for trades."""
-    trial, total_E = entry.trial, entry.base.total_E
+def _fill_but_one(micro: MicroPlan, problem: LayerProblem) -> None:
+    """Level the ranks of each node again with one slot less, so that each has one left for trades."""
+    trial, total_E = micro.trial, micro.base.total_E
     ranks, slots = trial.rep_expert_RS.shape
     expert_RS, rows_RS = np.full((ranks, slots - 1), -1), np.zeros((ranks, slots - 1), dtype=np.int64)
     domain_DR = problem.domain_DR[:1]
-    fill(total_E, trial.home_E, entry.homes_RH, domain_DR, problem.min_rows, 0, expert_RS, rows_RS)
+    fill(total_E, trial.home_E, micro.homes_RH, domain_DR, problem.min_rows, 0, expert_RS, rows_RS)
     trial.rep_expert_RS[:, -1], trial.rep_rows_RS[:, -1] = -1, 0
     trial.rep_expert_RS[:, :-1], trial.rep_rows_RS[:, :-1] = expert_RS, rows_RS
 
 
 @compiled
-def _begin(trial: Holders, kept: Kept) -> None:
-    trial.rep_expert_RS[:], trial.rep_rows_RS[:] = kept.expert_RS, kept.rows_RS
-
-
-@compiled
-def _price(entry: Entry, tables: Tables) -> Settled:
+def _price(micro: MicroPlan, tables: Tables) -> EntryWork:
     """Fill the price line of the replicas that are tried; returns what every rank does."""
-    settled = settle(entry.load_RE, entry.base, entry.trial, False)
-    price_settled(settled, entry.base, entry.trial, entry.keep_permille_N, tables, False, entry.line)
-    return settled
+    work = count_links(micro.load_RE, micro.base, micro.trial, False)
+    price_work(work, micro.base, micro.trial, micro.keep_permille_N, tables, False, micro.line)
+    return work
 
 
 @compiled
-def _keep(entry: Entry, kept: Kept) -> None:
-    kept.expert_RS[:], kept.rows_RS[:], kept.line[:] = entry.trial.rep_expert_RS, entry.trial.rep_rows_RS, entry.line
+def _keep(micro: MicroPlan, kept: Kept) -> None:
+    kept.expert_RS[:], kept.rows_RS[:], kept.line[:] = micro.trial.rep_expert_RS, micro.trial.rep_rows_RS, micro.line
 
 
 @compiled

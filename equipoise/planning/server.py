@@ -20,10 +20,10 @@ import numpy as np
 from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
 from equipoise.core.options import BalancerOptions
 from equipoise.planner import plan
-from equipoise.planner.assemble import Task
-from equipoise.planner.layer import LayerPlan, complete
-from equipoise.planner.plan import layer_problem
-from equipoise.planner.replicas import plan_layer
+from equipoise.planner.assemble import WindowTask
+from equipoise.planner.layer import layer_problem, plan_layer
+from equipoise.planner.plan import complete
+from equipoise.planner.replicas import LayerPlan
 
 Share = bytes
 """Planned layers by key, pickled: a rank that unpickled them would import the planner."""
@@ -70,7 +70,7 @@ class PlanServer:
     def _inputs(self, loads: LoadMatrix, layers: Sequence[int]) -> list[tuple[Any, ...]]:
         """Return what `planner.plan` gives its layer planner for these layers."""
         completed, estimated = complete(loads)
-        task = Task(
+        task = WindowTask(
             loads=completed,
             cluster=self._cluster,
             model=self._model,

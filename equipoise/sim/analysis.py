@@ -48,8 +48,9 @@ from equipoise.cost.clock import replay
 from equipoise.loads.forecast import Activations, MemoryForecast, forecast_memory
 from equipoise.loads.skew import Distribution, SkewSummary, rank_loads, skew, skew_ML
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.layer import LayerPlan, complete
-from equipoise.planner.replicas import plan_layer
+from equipoise.planner.layer import plan_layer
+from equipoise.planner.plan import complete
+from equipoise.planner.replicas import LayerPlan
 from equipoise.sim.replay import plan_work
 from equipoise.sim.result import WORTH, Groups, Progress
 

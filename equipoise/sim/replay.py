@@ -40,7 +40,7 @@ from equipoise.cost.clock import (
     work_of,
 )
 from equipoise.cost.links import rows_between, tokens_between
-from equipoise.cost.ranks import Edges
+from equipoise.cost.window import Edges
 from equipoise.loads.forecast import Activations
 from equipoise.loads.skew import skew_ML
 from equipoise.planner.assemble import build_itinerary

@@ -31,7 +31,7 @@ from equipoise.loads.forecast import received_bytes_MLR
 from equipoise.loads.packing import TokenPolicy
 from equipoise.loads.skew import rank_loads
 from equipoise.planner import PlanOptions
-from equipoise.planner.layer import complete
+from equipoise.planner.plan import complete
 from equipoise.sim.replay import GroupOutcome, balance_of, bytes_between, plan_work, run_group, timeline_of
 from equipoise.sim.result import (
     Groups,

@@ -26,7 +26,7 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.value import require_int
 from equipoise.loads.skew import rank_loads, skew_ML
 from equipoise.planner import PlanOptions
-from equipoise.planner.layer import complete
+from equipoise.planner.plan import complete
 from equipoise.sim.result import WORTH, BreakEvenCurve, Progress, Shown, SweepPoint
 from equipoise.sim.step import simulate
 from equipoise.sim.windows import StepSetting

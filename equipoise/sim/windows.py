@@ -20,7 +20,7 @@ from equipoise.core.value import require_int
 from equipoise.loads.forecast import Activations
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
-from equipoise.planner.layer import complete
+from equipoise.planner.plan import complete
 from equipoise.sim.result import Groups, Shown
 
 Planning = Literal["hidden", "exposed"]

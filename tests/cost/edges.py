@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from equipoise.cost.ranks import Edges
+from equipoise.cost.window import Edges
 
 
 class Turn(NamedTuple):

@@ -25,7 +25,7 @@ from equipoise.cost.clock import (
     replay,
     waits_for,
 )
-from equipoise.cost.ranks import Edges
+from equipoise.cost.window import Edges
 from tests.cost.edges import Turn, exposed_edges
 from tests.cost.events import play
 from tests.cost.works import in_pipeline, random_transfers, random_work

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.cost.ranks import Edges
+from equipoise.cost.window import Edges
 from tests.cost.edges import Exposed, Turn, exposed_edges
 
 some = settings(max_examples=100, deadline=None)

@@ -83,13 +83,13 @@ def test_exchanged_rows_equal_those_of_the_split(arguments):
 @few
 def test_rows_for_each_node_equal_those_of_the_split(arguments):
     load_RE, home_E, node_R, expert_RS, rows_RS, _, _, persistent = arguments
-    base = links.traffic(load_RE, home_E, node_R, links.home_nodes(home_E, node_R), True)
+    base = links.link_rows(load_RE, home_E, node_R, links.home_nodes(home_E, node_R), True)
     holders = links.Holders(home_E, links.nodes_of(node_R), expert_RS, rows_RS)
     quota_ER = reference.quotas(load_RE.sum(axis=0), home_E, expert_RS, rows_RS)
     local_RER = split_rows(load_RE, quota_ER, node_R=node_R)
     moved_RR = (split_in_proportion(load_RE, quota_ER) if persistent else local_RER).sum(axis=1)
     to_RN = np.stack([moved_RR[:, node_R == node].sum(axis=1) for node in range(node_R.max() + 1)], axis=1)
-    assert np.array_equal(kernels.settle(load_RE, base, holders, persistent).to_RN, to_RN)
+    assert np.array_equal(kernels.count_links(load_RE, base, holders, persistent).to_RN, to_RN)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 20))

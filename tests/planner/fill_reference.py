@@ -5,11 +5,11 @@ mean, rounded up. The emptiest rank of a node takes rows of *one* expert of the 
 a donor that falls below the bound may receive later. So a rank seldom needs more than one foreign expert, and the
 result is exact whenever the donor has an expert as large as the receiver's deficit.
 
-`settle` repairs what is left. Rows of an expert can shift between its holders, so holders form a graph; as long as a
-path leads from the busiest rank to one with at least two rows less, rows are shifted along it. At the end no split of
-these replicas has a lower busiest rank.
+`rebalance_rows` repairs what is left. Rows of an expert can shift between its holders, so holders form a graph; as
+long as a path leads from the busiest rank to one with at least two rows less, rows are shifted along it. At the end no
+split of these replicas has a lower busiest rank.
 
-Plain, never optimised; `_fill.py` does the same compiled, bit for bit. Ties by index. Knows rows, not seconds.
+Plain, never optimised; `planner/replicas.py` does the same compiled, bit for bit. Ties by index.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ def fill(
         for members in (np.flatnonzero(domain_R == n) for domain_R in domain_DR for n in range(domain_R.max() + 1)):
             while _fill_one(load_E, home_E, members, cap, min_rows, rep_expert_RS, rep_rows_RS):
                 pass
-        settle(load_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
+        rebalance_rows(load_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
         rep_expert_RS[rep_rows_RS == 0] = -1
     return int(quotas(load_E, home_E, rep_expert_RS, rep_rows_RS).sum(axis=0).max())
 
@@ -97,7 +97,7 @@ def _fill_one(
     return True
 
 
-def settle(
+def rebalance_rows(
     load_E: np.ndarray,
     home_E: np.ndarray,
     node_R: np.ndarray,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, ModelShape
 from equipoise.cost import CostModel
-from equipoise.planner.layer import LayerProblem
+from equipoise.planner.replicas import LayerProblem
 
 LAYOUTS = {
     "one rank": (0,),

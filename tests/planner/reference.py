@@ -34,7 +34,8 @@ import numpy as np
 from equipoise.cost.kernels import COLUMNS, PULL, RETURN
 from equipoise.cost.model import Tables
 from equipoise.planner import layer
-from equipoise.planner.layer import CHEAP, SLACKS, Kernels, LayerPlan, LayerProblem
+from equipoise.planner.layer import Kernels
+from equipoise.planner.replicas import CHEAP, SLACKS, LayerPlan, LayerProblem
 from tests.cost.reference import kept_permille, price
 from tests.planner.fill_reference import fill
 from tests.planner.trade_reference import trade_across, trade_inside
@@ -60,7 +61,7 @@ def level(
     patience: int,
     max_checks: int,
 ) -> np.ndarray:
-    """Swap experts between groups until no group stands out in any micro-step; groups keep their sizes.
+    """Swap experts between groups to level them in every micro-step; groups keep their sizes.
 
     Args:
         load_EM: [E, M] rows
@@ -237,7 +238,7 @@ def evaluate(
         for trade in _trades(problem, nodes, tables):
             expert_RS, rows_RS, line = expert_MRS[m].copy(), rows_MRS[m].copy(), np.zeros_like(line_MC[m])
             if trade is trade_across and problem.slots > 1:
-                # Level the ranks of each node anew with one slot less, so that each has one left for trades.
+                # Level the ranks of each node again with one slot less, so that each has one left for trades.
                 expert_RS, rows_RS = np.copy(none_RS[0]), np.copy(none_RS[1])
                 fewer = expert_RS[:, :-1], rows_RS[:, :-1]
                 fill(load_E, home_E, homes_RH, problem.domain_DR[:1], problem.min_rows, 0, *fewer)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import LoadMatrix
-from equipoise.planner.layer import complete
+from equipoise.planner.plan import complete
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -408,11 +408,11 @@ def test_two_processes_give_the_same_bytes_as_this_one(tmp_path):
 
 KERNELS_SCRIPT = """
 import numpy as np
-from equipoise.cost import kernels, links, ranks
-from equipoise.planner import baselines, homes, layer, replicas
+from equipoise.cost import clock, kernels, links, window
+from equipoise.planner import homes, layer, replicas
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
-rooms = (kernels, links, ranks, homes, replicas, layer, baselines)
+rooms = (clock, kernels, links, window, homes, replicas, layer)
 found = {v for room in rooms for v in vars(room).values() if isinstance(v, Dispatcher)}
 print(len(found), sum(isinstance(kernel._cache, NullCache) for kernel in found))
 print(replicas.homes_by_rank(np.arange(16) // 2, 8).tolist())
@@ -436,6 +436,32 @@ def test_kernels_of_a_read_only_install_run_and_leave_no_file(tmp_path):
     assert homes == str(replicas.homes_by_rank(np.arange(16) // 2, 8).tolist())
     assert int(bound) == node_bound(np.arange(8), np.arange(8) // 4)
     assert not list(installed.rglob("*.nbi"))
+
+
+PLAIN_SCRIPT = """
+import sys
+from tests.planner.test_plan import digests_of_small_windows
+print(*digests_of_small_windows(), sep="\\n")
+"""
+
+
+def digests_of_small_windows():
+    """Digests of plans that call every kernel: crossing, both stages, both objectives, copies that stay, `balanced`."""
+    found = []
+    for stage, objective in (("recompute", "seconds"), ("update", "seconds"), ("update", "skew")):
+        loads = window(5, micro_steps=2, layers=1, ranks=4, experts=8, stage=stage)
+        for policy in ("equipoise", "eplb-oracle", "balanced"):
+            for sends in ("rows", "tokens"):
+                options = eq.PlanOptions(cross_node=True, sends=sends)
+                given = {"node_R": (0, 0, 1, 1), "slots": 1, "policy": policy, "objective": objective}
+                found.append(planned(loads, options=options, **given).digest())
+    return found
+
+
+def test_kernels_run_without_jit_and_give_the_same_plans():
+    done = run_script(PLAIN_SCRIPT, NUMBA_DISABLE_JIT="1", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == digests_of_small_windows()
 
 
 def test_kernels_are_kept_on_disk_and_compiled_alike():

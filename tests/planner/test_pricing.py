@@ -5,13 +5,14 @@ import numpy as np
 from equipoise.core.options import PlanOptions
 from equipoise.core.plan import Bytes
 from equipoise.cost.kernels import COLUMNS, price
-from equipoise.planner.assemble import Task, edge_links
-from equipoise.planner.baselines import copy_bytes, copy_edges, count_before, fill_slots, price_window
+from equipoise.cost.window import edge_links, price_window
+from equipoise.planner.assemble import WindowTask
+from equipoise.planner.baselines import copy_bytes, copy_edges, count_before, fill_slots
 from tests.planner.cases import cluster_of, model_of, skewed_loads
 
 
 def task_of(loads, *, per_node=4):
-    return Task(
+    return WindowTask(
         loads=loads,
         cluster=cluster_of(loads.num_ranks, per_node=per_node),
         model=model_of(loads),
@@ -33,7 +34,7 @@ def copies(*placed):
 def test_links_count_copies_away_from_their_owner_inside_and_across_layer_by_layer():
     # Experts 0 and 1 of rank 0 to rank 1 (inside), 2 to rank 5 and 3 to rank 6 (across); then one of rank 7 to rank 0.
     layers = copies((0, 1), (1, 1), (2, 5), (3, 6)), copies((31, 0)), copies()
-    found = edge_links(np.concatenate(layers), cluster_of(8, per_node=4))
+    found = edge_links(np.concatenate(layers), cluster_of(8, per_node=4).node_array_R)
     assert (found.inside_L.tolist(), found.across_L.tolist()) == ([2, 0, 0], [2, 1, 0])
     assert (found.all_inside, found.all_across) == (2, 3)
 
@@ -87,9 +88,7 @@ def test_lines_are_those_of_the_kernel():
     rep_expert[1, 1, 0, 0] = hot = int(np.flatnonzero((home_LE[1] != 0) & (loads.total_MLE()[1, 1] > 0))[0])
     rep_rows[1, 1, 0, 0] = 1
     tables, node_R = task.cost.tables(5), task.cluster.node_array_R
-    lines = price_window(
-        loads.load_MLRE, home_LE, rep_expert_MLRS=rep_expert, rep_rows_MLRS=rep_rows, node_R=node_R, tables=tables
-    )
+    lines = price_window(task.cost, loads, home_LE, rep_expert, rep_rows)
     keep_N, line = np.full(2, 1000), np.zeros(COLUMNS, dtype=np.int64)
     price(loads.load_MLRE[1, 1], home_LE[1], node_R, rep_expert[1, 1], rep_rows[1, 1], keep_N, tables, True, line)
     assert hot >= 0 and lines[1, 1].tolist() == line.tolist()

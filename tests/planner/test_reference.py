@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given, settings
 
 import equipoise as eq
-from equipoise.planner import homes, layer, replicas
+from equipoise.planner import layer, replicas
 from tests.cost.reference import quotas
 from tests.planner import problems, reference
 
-COMPILED = layer.Kernels(homes.level, replicas.evaluate)
 PLAIN = layer.Kernels(reference.level, reference.evaluate)
 
 few = settings(max_examples=60, deadline=None)
@@ -23,14 +22,14 @@ def assert_same(ours, theirs):
 @given(problems.layers())
 @few
 def test_plan_of_a_layer(one):
-    assert_same(replicas.plan_layer(*one), reference.plan_layer(*one))
+    assert_same(layer.plan_layer(*one), reference.plan_layer(*one))
 
 
 @given(problems.layers())
 @few
 def test_candidates(one):
     load_MRE, warm_home_E, pair_EE, problem, _ = one
-    ours = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, COMPILED)
+    ours = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, layer.COMPILED)
     theirs = layer.candidates(load_MRE, warm_home_E, pair_EE, problem, PLAIN)
     assert np.array_equal(ours, theirs)
 
@@ -60,7 +59,7 @@ def test_the_busiest_rank_of_the_skew_objective_is_that_of_the_quotas(one):
 @few
 def test_homes_stay_within_the_budget_and_every_rank_keeps_its_number(one):
     load_MRE, _, _, problem, _ = one
-    home_E = replicas.plan_layer(*one).home_E
+    home_E = layer.plan_layer(*one).home_E
     ranks = load_MRE.shape[1]
     assert (home_E != layer.owners(len(home_E), ranks)).sum() <= problem.budget
     assert np.bincount(home_E, minlength=ranks).tolist() == [len(home_E) // ranks] * ranks
@@ -71,7 +70,7 @@ def test_homes_stay_within_the_budget_and_every_rank_keeps_its_number(one):
 def test_what_is_minimised_is_never_above_homes_at_their_owners(one):
     load_MRE, _, pair_EE, problem, tables = one
     owner_E = layer.owners(load_MRE.shape[2], load_MRE.shape[1])
-    chosen = layer.value_of(replicas.plan_layer(*one), load_MRE, owner_E, problem)
+    chosen = layer.value_of(layer.plan_layer(*one), load_MRE, owner_E, problem)
     stayed = replicas.evaluate(load_MRE, owner_E, pair_EE, problem, tables)
     assert chosen <= layer.value_of(stayed, load_MRE, owner_E, problem)
 

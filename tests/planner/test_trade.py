@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
-from equipoise.cost.kernels import settle
-from equipoise.cost.links import Holders, home_nodes, nodes_of, traffic
+from equipoise.cost.kernels import count_links
+from equipoise.cost.links import Holders, home_nodes, link_rows, nodes_of
 from equipoise.planner import layer, replicas
 from equipoise.planner.replicas import fill
 from tests.core.split_reference import split_rows
@@ -36,17 +36,17 @@ def entries(draw):
 
 def compiled_across(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
     """`replicas.trade_across` with the arguments of the plain one."""
-    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
+    base = link_rows(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
     holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
-    link_R4 = settle(load_RE, base, holders, False).link_R4
+    link_R4 = count_links(load_RE, base, holders, False).link_R4
     return replicas.trade_across(load_RE, base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
 
 
 def compiled_inside(load_RE, home_E, node_R, min_rows, expert_RS, rows_RS):
     """`replicas.trade_inside` with the arguments of the plain one."""
-    base = traffic(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
+    base = link_rows(load_RE, home_E, node_R, home_nodes(home_E, node_R), False)
     holders = Holders(home_E, nodes_of(node_R), expert_RS, rows_RS)
-    link_R4 = settle(load_RE, base, holders, False).link_R4
+    link_R4 = count_links(load_RE, base, holders, False).link_R4
     return replicas.trade_inside(base, holders, homes_by_rank(home_E, len(node_R)), link_R4, min_rows)
 
 
@@ -132,7 +132,7 @@ def test_two_nodes_take_each_others_experts_that_they_choose():
     assert before.sum() - after.sum() == 80
 
 
-def test_a_rank_that_receives_most_from_afar_trades_with_one_that_receives_least():
+def test_a_rank_that_receives_most_from_other_nodes_trades_with_one_that_receives_least():
     # Rank 0 computes what node 1 chooses, rank 1 what node 0 chooses itself: as many rows, but rank 0's all cross.
     node_R, home_E = np.array([0, 0, 1, 1]), np.arange(4)
     load_RE = np.array([[0, 50, 20, 20], [0, 50, 20, 20], [50, 0, 30, 30], [50, 0, 30, 30]])
@@ -191,7 +191,7 @@ def loads_by_node(layout):
 def problem_of(node_R, slots, gated, crosses):
     """Priced in seconds, everything else without meaning here."""
     none_22, none_2 = np.zeros((2, 2), dtype=np.int64), np.zeros(2, dtype=np.int64)
-    figures = dict.fromkeys(layer.LayerProblem._fields, 0)
+    figures = dict.fromkeys(replicas.LayerProblem._fields, 0)
     arrays = {
         "node_R": node_R,
         "domain_DR": np.stack([node_R, np.zeros_like(node_R)][: 1 + crosses]),
@@ -200,7 +200,7 @@ def problem_of(node_R, slots, gated, crosses):
         "hides_2": none_2,
     }
     numbers = {"slots": slots, "min_rows": 1, "gated": gated, "layers": 1, "trades_across": int(crosses)}
-    return layer.LayerProblem(**{**figures, **arrays, **numbers})
+    return replicas.LayerProblem(**{**figures, **arrays, **numbers})
 
 
 @pytest.mark.parametrize(("seed", "hot", "dropped"), [(44, 1250, 1), (13, 625, 2)], ids=["crossing alone", "trades"])

@@ -115,7 +115,7 @@ def trade_inside(
     rep_expert_RS: np.ndarray,
     rep_rows_RS: np.ndarray,
 ) -> bool:
-    """Let ranks of a node exchange rows from afar for rows from near; arguments as of `trade_across`."""
+    """Let ranks of a node exchange rows from other nodes for rows of their own; arguments as of `trade_across`."""
     across_RR = _across(load_RE, home_E, node_R, rep_expert_RS, rep_rows_RS)
     far_R, cap = across_RR.sum(axis=0), int(across_RR.sum(axis=1).max())
     if far_R.max() <= cap:
