@@ -1,15 +1,13 @@
 """What each half of the method is worth: plans with one thing taken away, replayed by the same clock.
 
-    base only          homes move, no replica
-    replicas only      replicas, homes stay at their owners
-    both               the method
-    inside nodes       the method, but recompute's replicas stay in their nodes, as the update's do
-    placement only     its replicas, but every holder of an expert takes an equal share of its rows
-    split only         replicas at fixed places for the whole window, only their rows are chosen (LPLB, at no charge)
-    peer path alone, host path alone     inside nodes, and every pull takes the same path
-    0, 1, 2, 4 slots
-
-Knows plans. Does not know workloads.
+base only          homes move, no replica
+replicas only      replicas, homes stay at their owners
+both               the method
+inside nodes       the method, but recompute's replicas stay in their nodes, as the update's do
+placement only     its replicas, but every holder of an expert takes an equal share of its rows
+split only         replicas at fixed places for the whole window, only their rows are chosen (LPLB, at no charge)
+peer path alone, host path alone     inside nodes, and every pull takes the same path
+0, 1, 2, 4 slots
 """
 
 from collections.abc import Callable, Iterator

@@ -17,8 +17,6 @@ Four kinds, and every result says which:
   trainers deal them; layers composed and multiplied as above. A micro-step then has 32 answers instead of about three,
   so its experts fluctuate less, and sources differ by what they are about. "mixed" has answers of similar length in a
   micro-step, "grouped" those of one kind of question. There are 494 answers: each comes two or three times.
-
-Knows data. Does not know policies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +59,7 @@ class Case:
 
 
 def cases(layers: int, *, widths: tuple[int, ...] = WIDTHS) -> Iterator[Case]:
-    """Every case, with so many of each model's MoE layers."""
+    """Every case, with this many of each model's MoE layers."""
     for name in MODELS:
         for workload in WORKLOADS:
             for ranks in widths:

@@ -1,7 +1,4 @@
-"""The papers' comparison as files: every row as JSON, and a page for people.
-
-Knows rows and published figures. Computes nothing.
-"""
+"""The papers' comparison as files: every row as JSON, and a page for people."""
 
 import json
 from collections.abc import Sequence

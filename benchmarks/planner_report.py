@@ -3,7 +3,6 @@
     python -m benchmarks.planner | tail -n 1 > benchmarks/reports/planner_cpu_202611.json
     python -m benchmarks.planner_report benchmarks/reports/planner_cpu_202611.json
 
-Knows rows and limits. Computes ratios, nothing else.
 
 Invariants (asserted by the tests):
 1. The committed page is what the committed document makes.

@@ -1,7 +1,4 @@
-"""What the planner's benchmarks share: clusters, generated loads, and one line of their table.
-
-Knows plans and generated workloads. Does not know traces or limits.
-"""
+"""What the planner's benchmarks share: clusters, generated loads, and one line of their table."""
 
 import time
 from typing import Any

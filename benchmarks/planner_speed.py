@@ -1,6 +1,6 @@
 """Speed of the planner on one core: micro plans against HiGHS, whole windows, scaling, warm start.
 
-Knows generated loads only. Compiling is not counted: every size is planned once before it is timed. Times are the
+Loads are generated. Compiling is not counted: every size is planned once before it is timed. Times are the
 fastest of a few runs, because other work on the machine only ever adds.
 
 Method:

@@ -5,7 +5,9 @@ Machine code is kept on disk where a folder for it can be written: beside the pa
 `NUMBA_DISABLE_JIT=1` in the environment every kernel runs as the plain Python it is written in, to step through it.
 """
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -15,10 +17,25 @@ def compiled(function: Callable[..., Any]) -> Any:
     import numba
 
     try:
-        return numba.njit(cache=True, nogil=True)(function)
+        kernel = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
         # numba refuses to cache where it finds no writable folder (a read-only install without a home).
         return numba.njit(nogil=True)(function)
+    cache = getattr(kernel, "_cache", None)
+    if cache is not None and hasattr(cache, "_cache_file"):
+        # numba looks at the time of one file alone: machine code would outlive a change to a kernel that it calls, and
+        # an index that names a renamed type could not be read. With all sources in the version it compiles again.
+        cache._cache_file._version = f"{numba.__version__} {_sources()}"
+    return kernel
+
+
+@functools.cache
+def _sources() -> str:
+    """Size and time of every file that has kernels."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    # `core.split` is compiled by `cost.links`, not by itself.
+    kernels = [file.stat() for file in files if file.name == "split.py" or b"core.compiled import" in file.read_bytes()]
+    return " ".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in kernels)
 
 
 def compiled_copies(*functions: Any) -> list[Any]:

@@ -13,8 +13,8 @@ Then, if some rank receives more rows from other nodes than any rank sends there
 4. Where several holders of an expert share one node, rows from other nodes go to the holder that receives least of them
    so far, again node by node in proportion. The holders' own ranks' rows come next, then the rest of the node's.
 
-Integers only. Written in loops that numba compiles as they are (`cost.links` does); training ranks, which never import
-numba, run the same source.
+Integers only. Written in loops that numba compiles as they are: `cost.links` has compiled copies.
+Training ranks, which never import numba, run the same source.
 """
 
 from typing import NamedTuple

@@ -179,7 +179,7 @@ def windows_ns(row_R: np.ndarray, experts: int, tables: Tables) -> tuple[int, in
     """What pulls can hide behind, forward and backward, and what returns can.
 
     Pulls have attention of the fullest source and mean expert compute, `depth` times; those of a window's first visit
-    (depth 0) have its own attention alone, and backward never comes first. A return starts when the experts' backward
+    (depth 0) have its own attention alone, and backward is never first. A return starts when the experts' backward
     has ended, and has the attention's backward alone.
     """
     ranks = len(row_R)

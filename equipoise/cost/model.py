@@ -18,8 +18,6 @@ What is priced, per (micro-step, layer):
 Per layer and window: publish and collect of displaced experts, by the layer's busiest link. They run beside the layers,
 from the window's start on and after a layer's last turn; what nothing hides, and what they slow, is in `edges.py`.
 
-Knows no plan. Does not know torch.
-
 Invariants (asserted by the tests):
 1. Time never falls with more rows, nor, up to FAR_ROWS, with more non-empty slots.
 2. Nothing is free: no rows take no time, one row takes some.
@@ -42,7 +40,7 @@ GRADIENT_BYTES = 4
 CONTEXT_TOKENS = 4096
 """Assumed sequence length for the cost of attention scores, where loads do not say."""
 FAR_ROWS = 2**26
-"""Up to so many rows of a rank, hundreds of times a table's last, more slots never take less time."""
+"""Rows of a rank, hundreds of times a table's last, up to which more slots never take less time."""
 PICO = 10**12
 Rows = TypeVar("Rows", int, np.ndarray)
 """One number of rows, or an array of them."""
@@ -202,7 +200,7 @@ class CostModel(Value):
         size = self.edge_bytes(edge)
         is_weights = size == self.model.expert_bytes
         staged = self.profile.weight_bytes_per_s if is_weights else self.profile.gradient_bytes_per_s
-        # The link and the way through the staging buffer follow each other in pieces: the slower one counts.
+        # The link and the staging buffer are passed in pieces, one after the other: the slower one counts.
         inside = inside_experts * size * 10**9 // min(self.profile.peer_bytes_per_s, staged)
         network = self.cluster.network_bytes_per_s * self.profile.across_permille
         return inside, across_experts * size * 10**9 * 1000 // network

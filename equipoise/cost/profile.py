@@ -23,8 +23,6 @@ every section:
     exchange     weight_bytes_per_s, gradient_bytes_per_s: one expert out of its slot and another into it, at an edge
     all_to_all   inside_share, across_share of the published link rates; fixed_ns per exchange
 
-Knows the file. Does not know models, clusters or plans.
-
 Invariants (asserted by the tests):
 1. Every section names its source; a file without one is refused.
 2. Tables are used only after being made monotone: more rows or more slots never take less time.

@@ -138,7 +138,7 @@ class Draft:
     line_MLC: np.ndarray
     """[M, L, COLUMNS] price lines."""
     closed_MLC: np.ndarray
-    static_MLC: np.ndarray
+    """[M, L, COLUMNS] the same homes without replicas."""
     edges: Edges
     """What is published and collected beyond displaced experts; all there is where copies stay."""
     moved: Bytes = field(default_factory=Bytes)

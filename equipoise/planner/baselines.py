@@ -63,7 +63,6 @@ def draft_static(task: WindowTask) -> Draft:
         rep_rows_MLRS=none_MLRS,
         line_MLC=line_MLC,
         closed_MLC=line_MLC,
-        static_MLC=line_MLC,
         edges=Edges.none(task.model.layers),
         executable=False,
     )
@@ -80,7 +79,6 @@ def draft_reactive(task: WindowTask, *, push_ns: int) -> Draft:
         rep_rows_MLRS=np.stack([p.rep_rows_MRS for p in made], axis=1),
         line_MLC=np.stack([p.line_MC for p in made], axis=1),
         closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
-        static_MLC=np.stack([p.static_MC for p in made], axis=1),
         edges=Edges.none(task.model.layers),
         executable=False,
     )
@@ -114,15 +112,13 @@ def draft_balanced(task: WindowTask) -> Draft:
     total_MLE = task.loads.total_MLE()
     quotas = [cut_evenly(total_MLE[:, layer], task.cluster.ep) for layer in range(task.model.layers)]
     expert_MLRS, rows_MLRS = fill_slots(home_LE, quotas)
-    static_MLC = price_window(task.cost, task.loads, home_LE)
     return Draft(
         home_LE=home_LE,
         home_slot_LE=count_before(home_LE),
         rep_expert_MLRS=expert_MLRS,
         rep_rows_MLRS=rows_MLRS,
         line_MLC=price_level(task.cost, task.loads),
-        closed_MLC=static_MLC,
-        static_MLC=static_MLC,
+        closed_MLC=price_window(task.cost, task.loads, home_LE),
         edges=Edges.none(task.model.layers),
         slots=task.model.experts,
         persistent=True,
@@ -175,7 +171,6 @@ def persistent_draft(
         rep_rows_MLRS=rows_MLRS,
         line_MLC=price_window(task.cost, task.loads, home_LE, expert_MLRS, rows_MLRS),
         closed_MLC=price_window(task.cost, task.loads, home_LE),
-        static_MLC=price_window(task.cost, task.loads, owner_homes(task)),
         edges=copy_edges(task, holds_LER),
         moved=copy_bytes(task, holds_LER),
         persistent=True,
@@ -249,7 +244,7 @@ def _edges(task: WindowTask, holds_LER: np.ndarray) -> tuple[ExpertLinks, Expert
     publish = edge_links(holds_LER, task.cluster.node_array_R)
     if task.loads.stage == "update":
         return publish, publish
-    # One copy of each expert that left its owner comes back: the lowest rank's.
+    # One copy of each expert that left its owner returns: the lowest rank's.
     lowest_LER = np.cumsum(holds_LER, axis=2) == 1
     return publish, edge_links(holds_LER & lowest_LER & ~at_owner_LE[:, :, None], task.cluster.node_array_R)
 

@@ -5,7 +5,7 @@
 2. Split optimum of given replicas: a linear programme (HiGHS) over how many rows each replica takes.
 3. Exact homes for small cases: a mixed-integer programme (HiGHS) that assigns experts to nodes.
 
-Slow and obvious; used by tests and benchmarks, and by the `lplb` baseline. Knows rows. Does not know seconds.
+Slow and obvious; used by tests and benchmarks, and by the `lplb` baseline.
 
 Invariants (asserted by the tests):
 1. No plan whose replicas stay inside nodes has a busiest rank below the node bound of its homes.

@@ -328,7 +328,7 @@ def _fullest_but(work_GM: np.ndarray, a: int, b: int, rest_M: np.ndarray) -> int
 
 @compiled
 def _before(e: int, f: int, e0: int, f0: int) -> bool:
-    """Whether the pair {e, f} comes before {e0, f0}, the smaller id first."""
+    """Whether the pair {e, f} is before {e0, f0}, the smaller id first."""
     low, high = min(e, f), max(e, f)
     low0, high0 = min(e0, f0), max(e0, f0)
     return low < low0 or (low == low0 and high < high0)

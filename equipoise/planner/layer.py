@@ -87,8 +87,7 @@ def plan_layer(
     best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
     # Without trades fewer experts cross, which pays in small windows, whatever the homes: the best ones are enough.
     trials += [kernels.evaluate(load_MRE, best.home_E, pair_EE, each, tables) for each in crossing[:-1]]
-    best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
-    return best._replace(static_MC=trials[0].closed_MC)
+    return min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
 
 
 def _variants(problem: LayerProblem) -> Iterator[LayerProblem]:
@@ -374,7 +373,7 @@ def edge_price(ns: int, hides: int, layers: int) -> int:
     """What an edge of `ns` nanoseconds adds: all of it in one layer of all, which has nothing to hide it behind.
 
     That is the first layer's publish and the last one's collect. In others it is what another layer's visit does not
-    hide. What it slows comes on top.
+    hide. What it slows is added.
     """
     return (ns + (layers - 1) * max(0, ns - hides)) // layers
 

@@ -250,7 +250,6 @@ def _draft(
         rep_rows_MLRS=np.stack([p.rep_rows_MRS for p in made], axis=1),
         line_MLC=np.stack([p.line_MC for p in made], axis=1),
         closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
-        static_MLC=np.stack([p.static_MC for p in made], axis=1),
         cross_node=bool(crossing_L2R.any()),
         **_crossing_charges(task, crossing_L2R),
     )

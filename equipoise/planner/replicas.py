@@ -34,7 +34,7 @@ SLACK_UNIT = 64
 SLACKS = (0, 4, 8, 16, 24, 32, 48)
 """How much of that excess may stay, as tried one after another: less level, fewer replicas."""
 CHEAP = 32
-"""Pulls and returns that cost no more than one in so many parts of an entry are not worth saving."""
+"""Pulls and returns that cost no more than this fraction of an entry (one in 32) are not worth saving."""
 
 
 class LayerProblem(NamedTuple):
@@ -89,8 +89,6 @@ class LayerPlan(NamedTuple):
     """[M, COLUMNS] price line of each micro-step, as chosen."""
     closed_MC: np.ndarray
     """[M, COLUMNS] the same homes without replicas."""
-    static_MC: np.ndarray
-    """[M, COLUMNS] contiguous homes without replicas."""
 
 
 @compiled
@@ -592,7 +590,7 @@ def evaluate(
             link_R4 = _level_ranks(micro, kept, problem, tables)
             if not problem.by_skew and len(mask_NE) > 1:
                 _trade(micro, kept, link_R4, problem, tables)
-    return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
+    return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC)
 
 
 @compiled

@@ -1,13 +1,11 @@
 """The price of one (micro-step, layer) in plain words: what `kernels.py` computes, the same to the nanosecond.
 
-Never optimised. It builds the whole split with `core.split` and reads every figure off it:
+Never optimised. It builds the whole split with `split_reference` and reads every figure off it:
 1. compute: the busiest rank, by its rows and its non-empty slots;
 2. exchange: rows over the busiest link, sent or received, inside nodes and across them;
 3. pull: how much later than its window a rank has its replicas, forward and backward, or a home has served them, and
    how much longer the slowest rank computes beside its pulls;
 4. return: how much later than the backward window gradients are home and added up, and adding that sum to the home's.
-
-Knows `Tables` and rows. Does not know how replicas were chosen.
 """
 
 import numpy as np
@@ -129,7 +127,7 @@ def windows_ns(load_RE: np.ndarray, tables: Tables) -> tuple[int, int, int]:
     # Forward is about a third of forward + backward.
     own, compute = tokens * tables.window_ps // 1000, mean // 3 if tables.phases == 2 else mean
     attention = tokens * tables.backward_window_ps // 1000
-    # A window's first visit, of depth 0, has its own attention alone; backward never comes first.
+    # A window's first visit, of depth 0, has its own attention alone; backward is never first.
     forward = tables.depth * (own + compute) if tables.depth else own
     return forward, max(1, tables.depth) * (attention + mean * 2 // 3), attention
 

@@ -1,7 +1,4 @@
-"""Loads for the planner's tests: random and awkward, small enough to check by hand or by brute force.
-
-Knows core. Does not know the planner.
-"""
+"""Loads for the planner's tests: random and awkward, small enough to check by hand or by brute force."""
 
 import numpy as np
 

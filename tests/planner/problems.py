@@ -1,7 +1,4 @@
-"""Hypothesis strategies for problems of one layer: every layout, load and limit that a window can bring, and small.
-
-Knows the planner's problem. Does not know what a right plan is.
-"""
+"""Hypothesis strategies for problems of one layer: every layout, load and limit that a window can bring, and small."""
 
 import functools
 

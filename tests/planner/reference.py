@@ -21,8 +21,6 @@ for the whole window; in each micro-step some experts also get *replicas*. A lay
    much, it is tried again with fewer, which leave some of the excess (`SLACKS`). Slots that are left then serve what
    crosses nodes (`trade_reference.py`), again if that is cheaper.
 
-Knows rows, and prices through `cost.reference`. Does not know windows, slots in memory or itineraries.
-
 Invariants (asserted by the tests):
 1. The compiled functions return exactly what these do.
 """
@@ -246,7 +244,7 @@ def evaluate(
                 traded = price(load_RE, home_E, node_R, expert_RS, rows_RS, keep_N, tables, False, line)
                 if traded < line_MC[m, : RETURN + 1].sum():
                     line_MC[m], expert_MRS[m], rows_MRS[m] = line, expert_RS, rows_RS
-    return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC, closed_MC)
+    return LayerPlan(home_E, expert_MRS, rows_MRS, line_MC, closed_MC)
 
 
 def _trades(problem: LayerProblem, nodes: int, tables: Tables) -> Iterator[Callable[..., bool]]:
