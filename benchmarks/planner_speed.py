@@ -129,7 +129,7 @@ def windows(quick: bool) -> Iterator[Row | Limit]:
 
 
 def crossing(quick: bool) -> Iterator[Row | Limit]:
-    """Recompute windows whose replicas may cross nodes: they are planned three times, with more to price."""
+    """Recompute windows whose replicas may cross nodes: every set of homes is priced twice."""
     for ranks in (16,) if quick else (16, 32):
         model, loads = loads_of(32, 48, 128, ranks)
         options = PlanOptions(cross_node=True, sends="tokens")

@@ -6,6 +6,7 @@ Machine code is kept on disk where a folder for it can be written: beside the pa
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -31,11 +32,12 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _sources() -> str:
-    """Size and time of every file that has kernels."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    """Digest of all files that have kernels."""
+    texts = [file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
     # `core.split` is compiled by `cost.links`, not by itself.
-    kernels = [file.stat() for file in files if file.name == "split.py" or b"core.compiled import" in file.read_bytes()]
-    return " ".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in kernels)
+    kernels = [text for text in texts if b"core.compiled import" in text]
+    split = Path(__file__).with_name("split.py").read_bytes()
+    return hashlib.sha256(b"".join([*kernels, split])).hexdigest()
 
 
 def compiled_copies(*functions: Any) -> list[Any]:
