@@ -37,7 +37,7 @@ _KEY = "routed_experts"
 
 
 def _fields(record: Any) -> Mapping[Any, Any]:
-    """The named arrays of a batch; none where the record is no batch."""
+    """Return the named arrays of a batch; none if the record is no batch."""
     batch = getattr(record, "batch", record)  # a DataProto keeps its tensors there
     if isinstance(batch, Mapping):
         return batch
@@ -47,7 +47,7 @@ def _fields(record: Any) -> Mapping[Any, Any]:
 
 
 def _ndim(value: Any) -> int:
-    """Axes of an array or tensor, -1 for anything else; lists are not looked into."""
+    """Return the number of axes of an array or tensor, -1 for anything else, lists included."""
     return int(getattr(value, "ndim", -1)) if isinstance(value, np.ndarray) or is_tensor(value) else -1
 
 
@@ -81,26 +81,19 @@ def _read_padded(source: Source, model: ModelShape) -> Iterator[Recording]:
         if missing:
             raise RoutesError(f"{title}: no {missing[0]!r}; a padded verl batch has routed_experts and attention_mask")
         ids = integer_array(f"{title}: routed_experts", fields[_KEY], ndim=4)
-        mask = _mask(f"{title}: attention_mask", fields["attention_mask"], ids.shape[:2])
+        mask = plain_array(fields["attention_mask"])
+        if mask is None or mask.dtype.kind not in "iub" or not np.isin(mask, (0, 1)).all():
+            raise RoutesError(f"{title}: attention_mask must hold 0 and 1")
+        _check_shape(f"{title}: attention_mask", mask.shape, ids.shape[:2])
         tokens = fields.get("input_ids")
         if tokens is not None:
             tokens = integer_array(f"{title}: input_ids", tokens, ndim=2)
             _check_shape(f"{title}: input_ids", tokens.shape, ids.shape[:2])
         for b in range(len(ids)):
-            begin, end = _span(f"{title}: row {b}", mask[b], ids[b])
+            begin, end = _span(f"{title}: row {b}", mask[b].astype(bool), ids[b])
             yield _recording(
                 _name(place, b), ids[b, begin:end], tokens=None if tokens is None else tokens[b, begin:end]
             )
-
-
-def _mask(what: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-    mask = plain_array(value)
-    if mask is None or mask.dtype.kind not in "iub":
-        raise RoutesError(f"{what} must hold 0 and 1")
-    _check_shape(what, mask.shape, shape)
-    if not np.isin(mask, (0, 1)).all():
-        raise RoutesError(f"{what} must hold 0 and 1")
-    return mask.astype(bool)
 
 
 def _check_shape(what: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -109,7 +102,7 @@ def _check_shape(what: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> No
 
 
 def _span(what: str, mask: np.ndarray, ids: np.ndarray) -> tuple[int, int]:
-    """Columns `[begin, end)` of a sample's tokens."""
+    """Return the columns `[begin, end)` of a sample's tokens."""
     columns = np.flatnonzero(mask)
     begin, end = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 0)
     if end - begin != len(columns):
@@ -128,14 +121,13 @@ def _span(what: str, mask: np.ndarray, ids: np.ndarray) -> tuple[int, int]:
 
 def _read_jagged(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
-        title = f"{source.name} {place}"
-        rows, tokens = _jagged_parts(title, record)
+        rows, tokens = _jagged_parts(f"{source.name} {place}", record)
         for b, sample_rows in enumerate(rows):
             yield _recording(_name(place, b), sample_rows, tokens=None if tokens is None else tokens[b])
 
 
 def _jagged_parts(title: str, record: Any) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-    """Rows of each sample, and its tokens where the batch has them."""
+    """Return the rows of each sample, and its tokens if the batch has them."""
     fields = {_KEY: record} if _is_nested(record) else _fields(record)
     nested, tokens = fields.get(_KEY), fields.get("input_ids")
     if _is_nested(nested):
@@ -149,20 +141,19 @@ def _jagged_parts(title: str, record: Any) -> tuple[list[np.ndarray], list[np.nd
         if "values" not in fields or "offsets" not in fields:
             raise RoutesError(f"{title}: neither a jagged routed_experts nor values and offsets")
         values = integer_array(f"{title}: values", fields["values"], ndim=3)
-        edges = _edges(title, fields["offsets"], len(values))
-        rows = _split(values, edges)
+        rows = _cut(title, values, fields["offsets"])
         if tokens is None:
             return rows, None
         flat = integer_array(f"{title}: input_ids", tokens, ndim=1)
         _check_shape(f"{title}: input_ids", flat.shape, values.shape[:1])
-        parts = _split(flat, edges)
+        parts = _cut(title, flat, fields["offsets"])
     if [len(part) for part in parts] != [len(part) for part in rows]:
         raise RoutesError(f"{title}: input_ids and routed_experts have samples of different length")
     return rows, parts
 
 
 def _unbind(what: str, nested: Any, *, ndim: int) -> list[np.ndarray]:
-    """The samples of a jagged tensor, its offsets checked."""
+    """Return the samples of a jagged tensor, its offsets checked."""
     try:
         values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -170,21 +161,17 @@ def _unbind(what: str, nested: Any, *, ndim: int) -> list[np.ndarray]:
     flat = integer_array(f"{what}: values", values, ndim=ndim)
     if lengths is not None or nested.ndim != ndim + 1:
         raise RoutesError(f"{what} has holes or other ragged axes; verl's tensors are jagged in their second axis only")
-    return _split(flat, _edges(what, offsets, len(flat)))
+    return _cut(what, flat, offsets)
 
 
-def _split(flat: np.ndarray, edges: np.ndarray | None) -> list[np.ndarray]:
-    return [] if edges is None else np.split(flat, edges)
-
-
-def _edges(title: str, value: Any, num_rows: int) -> np.ndarray | None:
-    """Inner edges between samples, None where there is no sample."""
-    offsets = integer_array(f"{title}: offsets", value, ndim=1).astype(np.int64)
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 0).any():
+def _cut(what: str, flat: np.ndarray, value: Any) -> list[np.ndarray]:
+    """Cut flat rows into samples at their offsets, which are checked."""
+    offsets = integer_array(f"{what}: offsets", value, ndim=1).astype(np.int64)
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(flat) or (np.diff(offsets) < 0).any():
         raise RoutesError(
-            f"{title}: offsets must ascend from 0 to the {num_rows} rows of values, got {offsets.tolist()}"
+            f"{what}: offsets must ascend from 0 to the {len(flat)} rows of values, got {offsets.tolist()}"
         )
-    return offsets[1:-1] if len(offsets) > 1 else None
+    return np.split(flat, offsets[1:-1]) if len(offsets) > 1 else []
 
 
 def _name(place: str, row: int) -> str:
@@ -192,6 +179,7 @@ def _name(place: str, row: int) -> str:
 
 
 def _recording(name: str, rows: np.ndarray, *, tokens: np.ndarray | None) -> Recording:
+    """Make a recording without the zero row of the last token, which is filler."""
     num_tokens = len(rows)
     filled = np.flatnonzero(rows.any(axis=(1, 2)))
     num_filled = int(filled[-1]) + 1 if len(filled) else 0
