@@ -31,7 +31,7 @@ def test_a_small_window_is_not_slower_for_its_plan(stage, seed, micro_steps, lay
     loads, model = few_tokens(seed, micro_steps, layers, tokens, stage), MODEL.replace(layers=layers)
     given = {"cluster": Cluster.preset("h100", ep=4, ranks_per_node=4), "model": model}
     ours, static = simulate(loads, ["equipoise", "static"], slots=1, **given).policies
-    assert ours.seconds.experts <= 1.01 * static.seconds.experts
+    assert round(ours.seconds.experts * 1e9) <= round(static.seconds.experts * 1e9)
 
 
 def test_a_window_of_one_visit_pulls_only_what_its_attention_hides():
@@ -40,4 +40,4 @@ def test_a_window_of_one_visit_pulls_only_what_its_attention_hides():
     made = plan(loads, slots=1, **given)
     assert made.seconds.total <= made.static_seconds
     clock = simulate(loads, made, **given).policies[0].seconds
-    assert clock.pull == pytest.approx(made.seconds.pull, abs=2e-6)
+    assert clock.pull == made.seconds.pull

@@ -33,24 +33,15 @@ def simulated(loads):
 @pytest.mark.parametrize("stage", ["update", "recompute"])
 @pytest.mark.parametrize("policy", EVERY)
 def test_parts_are_the_planners_own_seconds(policy, stage):
-    """Exactly so for compute (within the rank that is busiest in one phase alone), exchanges and charges.
-
-    Edges may hide behind more than the planner's list has: waits for pulls and returns, and planning in the open.
-    """
     loads = skewed_loads(3, stage=stage)
     given = {"cluster": cluster_of(), "model": MODEL}
     made = plan(loads, policy=policy, history=loads.micro_steps(0, 2), slots=1, **given)
     parts = simulate(loads, made, **given).policies[0].seconds
-    assert made.seconds.compute <= parts.compute * (1 + 1e-9) <= made.seconds.compute * 1.01
-    assert parts.all_to_all_inside + parts.all_to_all_across == pytest.approx(made.seconds.all_to_all, rel=1e-6)
-    slack = 0 if made.policy.startswith("eplb") else parts.pull + parts.return_ + parts.planning
-    for ours, theirs in ((parts.publish, made.seconds.publish), (parts.collect, made.seconds.collect)):
-        assert theirs - slack <= ours * (1 + 1e-9) <= theirs * (1 + 1e-8)
-    assert parts.planning == pytest.approx(made.seconds.planning, rel=1e-6)
-    # A clock lets pulls hide longer than a price list, but has them slow the compute beside them.
-    assert parts.pull <= made.seconds.pull + 0.02 * parts.compute
-    assert parts.return_ <= made.seconds.return_ + 1e-9
-    assert parts.experts == pytest.approx(made.seconds.total, rel=0.01)
+    for name in ("compute", "pull", "return_", "publish", "collect", "planning"):
+        assert getattr(parts, name) == getattr(made.seconds, name), name
+    exchanged = parts.all_to_all_inside + parts.all_to_all_across
+    assert round(exchanged * 1e9) == round(made.seconds.all_to_all * 1e9)
+    assert round(parts.experts * 1e9) == round(made.seconds.total * 1e9)
     assert parts.bubble == 0
 
 
