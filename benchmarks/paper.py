@@ -1,7 +1,7 @@
 """The papers' comparison, simulated: what planning ahead gives over static expert parallelism and over oracle EPLB.
 
     python -m benchmarks.paper
-    python -m benchmarks.paper --write benchmarks/reports/paper_simulated_202611
+    python -m benchmarks.paper --jobs 8 --write benchmarks/reports/paper_simulated_202611
 
 What bounds it: `balanced`, every rank computing the mean; results are given as a share of it.
 
@@ -18,7 +18,9 @@ planner's report says for one core, shared by the ranks of the group, and the fi
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -51,19 +53,25 @@ def main() -> int:
     """Compare, take apart, publish."""
     parser = argparse.ArgumentParser(description="The papers' comparison, simulated")
     parser.add_argument("--layers", type=int, default=8, help="MoE layers of each model that are simulated")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases; figures do not change")
     parser.add_argument("--write", type=Path, help="also write <path>.json and <path>.md")
     given = parser.parse_args()
-    rows = [row for case in cases(given.layers) for row in compare(case)]
-    taken_apart = [
-        row
-        for name in ("qwen3-235b-a22b", "qwen3-30b-a3b")
-        for row in take_apart(generated_case(name, "mixed", 32, given.layers))
-    ]
+    models = ("qwen3-235b-a22b", "qwen3-30b-a3b")
+    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+        # Ablations first: they are the two longest jobs.
+        halves = [pool.submit(_rows, take_apart, generated_case(name, "mixed", 32, given.layers)) for name in models]
+        compared = [pool.submit(_rows, compare, case) for case in cases(given.layers)]
+        taken_apart = [row for made in halves for row in made.result()]
+        rows = [row for made in compared for row in made.result()]
     limits = list(limits_of(rows))
     if given.write is not None:
         write_report(given.write, rows, taken_apart, limits=limits, layers=given.layers, note=NOTE)
     print(format_table(taken_apart))
     return publish("paper", rows, limits=limits, note=NOTE)
+
+
+def _rows(make: Callable[[Case], Iterator[Row]], case: Case) -> list[Row]:
+    return list(make(case))
 
 
 def setting_of(case: Case, sends: Sends) -> StepSetting:
