@@ -25,6 +25,7 @@ A refused install changes nothing and is refused on every rank.
 import copy
 from collections.abc import Mapping
 from dataclasses import replace as replace_fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from equipoise.core.errors import AdapterError
 from equipoise.layer.experts import BalancedExperts, LayerOptions
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.node import ExpertWeights
+from equipoise.transfer.waits import all_or_none, gather_objects
 
 __all__ = [
     "inspect",
@@ -265,7 +267,9 @@ def install(
         options: how experts compute; activation and combine order are the family's
         worker: a planning process to use, instead of an own one
     """
-    found = _agreed(model, balancer)
+    # What one rank must refuse, all refuse.
+    gather = partial(gather_objects, group=balancer.group)
+    found = all_or_none(partial(_checked, model, balancer), gather)[balancer.group.rank()]
     family = FAMILIES[found.family]
     lent = {x.experts_path: _LentExperts(model.get_submodule(x.experts_path), family) for x in found.layers}
     options = replace_fields(options or LayerOptions(), activation=family.activation, combine_order="top_k")
@@ -292,22 +296,6 @@ def uninstall(model: nn.Module) -> None:
     if KEPT not in vars(model):
         raise AdapterError(f"this {type(model).__name__} has no balanced experts; install them first")
     getattr(model, KEPT).uninstall()
-
-
-def _agreed(model: nn.Module, balancer: Balancer) -> Found:
-    """Inspect the model, or raise on every rank if any of them must refuse. Every rank must call this."""
-    found, reason = None, None
-    try:
-        found = _checked(model, balancer)
-    except AdapterError as error:
-        reason = str(error)
-    reasons: list[str | None] = [None] * dist.get_world_size(balancer.group)
-    dist.all_gather_object(reasons, reason, group=balancer.group)
-    for rank, one in enumerate(reasons):
-        if one is not None:
-            raise AdapterError(one if one == reason else f"rank {rank} cannot install: {one}")
-    assert found is not None, "no rank refused"
-    return found
 
 
 def _checked(model: nn.Module, balancer: Balancer) -> Found:

@@ -501,7 +501,7 @@ def gather_objects(value: T, group: Any) -> list[T]:
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
-        raise TransferError(f"shared memory: a rank of the group is gone or unreachable: {error}") from error
+        raise TransferError(f"a rank of the group is gone or unreachable: {error}") from error
     return values
 
 

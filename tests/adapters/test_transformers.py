@@ -157,5 +157,4 @@ def test_what_is_unsupported_is_refused_with_a_word_on_what_to_change(pool, spoi
 def test_what_one_rank_refuses_all_ranks_refuse(pool):
     messages = [message for message, is_untouched in pool.run(work.refusals, 4, "one rank") if is_untouched]
     assert len(messages) == 4
-    assert "has hooks" in messages[1]
-    assert all(message.startswith("rank 1 cannot install: ") for message in messages[:1] + messages[2:])
+    assert all(message.startswith("rank 1: ") and "has hooks" in message for message in messages)
