@@ -64,10 +64,7 @@ class EveryVisit(PullSchedule):
         stage = "update" if has_backward else "recompute"
         itinerary = build_itinerary(stage, np.ones((micro_steps, LAYERS), dtype=bool), PlanOptions(depth=1))
         super().__init__(SimpleNamespace(itinerary=itinerary, policy="every visit"), rank=0)
-        self._replicas, self._path = replicas, path
-
-    def _needs_at(self, visit: Visit) -> tuple[Need, ...]:
-        return tuple(Need(visit.layer, e, 0, e, self._path) for e in range(self._replicas))
+        self._needs_at = lambda visit: tuple(Need(visit.layer, e, 0, e, path) for e in range(replicas))
 
 
 class PulledByEngine:

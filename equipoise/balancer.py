@@ -129,7 +129,13 @@ class Balancer(AbstractContextManager["Balancer"]):
         """
         if self.is_open:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
-        planned = self._take_plan()
+        if self._planner is not None:
+            planned = self._planner.take()
+        elif self._unplanned:
+            micro_steps = len(self._unplanned.popleft().load_MLE)
+            planned = Planned(owners_plan(micro_steps, cluster=self.cluster, model=self.model))
+        else:
+            raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
         window = Window(planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=planned.dispatches)
         meter = WindowMeter(self._engine.counters, planned, window)
         self._engine.open_window(planned.plan, with_weights=with_weights)
@@ -148,7 +154,17 @@ class Balancer(AbstractContextManager["Balancer"]):
         self._engine.close_window()
         meter, self._meter = self._meter, None
         if self.enabled:
-            self._check_matched()
+            # A row of any rank that did not follow its prepared dispatch is an error on every rank. Counts are reduced
+            # on the CPU, which every EP group is able to do.
+            total_L = torch.stack([experts.mismatches for experts in self.layers.values()]).cpu()
+            dist.all_reduce(total_L, group=self.group)
+            for experts in self.layers.values():
+                experts.check_matched()
+            if total_L.any():
+                raise RoutesError(
+                    f"{int(total_L.sum())} rows of other ranks did not follow their prepared dispatch; drop this "
+                    "step's gradients and replay the recorded routes"
+                )
         self.report = meter.report()
         return self.report
 
@@ -183,27 +199,6 @@ class Balancer(AbstractContextManager["Balancer"]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _take_plan(self) -> Planned:
-        if self._planner is not None:
-            return self._planner.take()
-        if not self._unplanned:
-            raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
-        rows = self._unplanned.popleft()
-        return Planned(owners_plan(len(rows.load_MLE), cluster=self.cluster, model=self.model))
-
-    def _check_matched(self) -> None:
-        """Raise on every rank if a row of any rank did not follow its prepared dispatch."""
-        # Reduced on the CPU, which every EP group is able to do.
-        total_L = torch.stack([experts.mismatches for experts in self.layers.values()]).cpu()
-        dist.all_reduce(total_L, group=self.group)
-        for experts in self.layers.values():
-            experts.check_matched()
-        if total_L.any():
-            raise RoutesError(
-                f"{int(total_L.sum())} rows of other ranks did not follow their prepared dispatch; drop this step's "
-                "gradients and replay the recorded routes"
-            )
 
 
 def find_layers(net: nn.Module) -> dict[str, BalancedExperts]:

@@ -7,12 +7,6 @@ named by the layer's module path and the expert's logical id:
 Every rank has the entries of the experts it owns. `torch.save` them, or use `save_experts` and `load_experts`, which go
 through `torch.distributed.checkpoint`. Call these outside windows, or inside `balancer.canonical()`, where every owner
 holds its experts.
-
-Invariants (asserted by the tests):
-1. Loading what was saved gives the same bits under any number of ranks, optimizer state included.
-2. An entry that is missing or does not fit is named before anything is changed.
-3. Parameters stay the same objects.
-4. The norm has the same bits for any placement, before and after collect, on every rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ Invariants (asserted by the tests):
 4. With planned routes, the prepared dispatch equals the one that the layer would make with an exchange of counts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, fields, replace
@@ -66,14 +66,6 @@ class SourceSplit:
     slot_H: Tensor
     """[H] physical slot of the holder."""
 
-    @property
-    def rows_H(self) -> Tensor:
-        """[H] rows that each holder takes from this source."""
-        before_H = self.end_H.roll(1)
-        is_first_H = self.expert_H != self.expert_H.roll(1)
-        is_first_H[:1] = True
-        return torch.where(is_first_H, self.end_H, self.end_H - before_H)
-
     @classmethod
     def of(cls, plan: Plan, micro_step: int, layer: int, *, source: int, device: str = "cpu") -> "SourceSplit":
         """Read one entry of a plan as `source` sees it."""
@@ -87,15 +79,10 @@ class SourceSplit:
         return cls(**{name: torch.from_numpy(array).to(device) for name, array in zip(names, arrays, strict=True)})
 
 
-def slots_per_rank(plan: Plan) -> int:
-    """Home and replica slots of one rank, the stride of physical slots."""
-    return plan.home_slots + plan.slots
-
-
 def physical_slots(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
     """[E, R] physical slot of each expert on each rank that holds it, -1 elsewhere."""
     experts = np.arange(plan.loads.num_experts)
-    width = slots_per_rank(plan)
+    width = plan.home_slots + plan.slots
     slot_ER = np.full((len(experts), plan.cluster.ep), -1, dtype=np.int64)
     slot_ER[experts, plan.home_LE[layer]] = plan.home_LE[layer] * width + plan.home_slot_LE[layer]
     used_R = np.zeros(plan.cluster.ep, dtype=np.int64)
@@ -301,7 +288,7 @@ def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def planned_counts(plan: Plan, micro_step: int, layer: int, *, rank: int) -> Tensor:
     """[R source, S] rows that each source sends to each slot of `rank` when all routes are the planned ones."""
-    width = slots_per_rank(plan)
+    width = plan.home_slots + plan.slots
     slot_E = physical_slots(plan, micro_step, layer)[:, rank]
     held = (slot_E >= 0).nonzero()[0]
     receive_RS = torch.zeros((plan.cluster.ep, width), dtype=torch.int64)
@@ -371,8 +358,12 @@ def prepare_dispatch(
     """
     num_ranks, width = receive_RS.shape
     send = sort_rows(assign_slots(ids_TK, split), num_ranks=num_ranks, width=width)
+    # A holder's share begins where the one before it ends, at row 0 for the first holder of an expert.
+    is_first_H = split.expert_H != split.expert_H.roll(1)
+    is_first_H[:1] = True
+    rows_H = torch.where(is_first_H, split.end_H, split.end_H - split.end_H.roll(1))
     planned_RS = torch.zeros_like(send.count_RS)
-    planned_RS.view(-1).index_add_(0, split.slot_H, split.rows_H)
+    planned_RS.view(-1).index_add_(0, split.slot_H, rows_H)
     wrong = (planned_RS != send.count_RS).nonzero()
     if len(wrong):
         # Other ranks prepare to receive the plan's counts.
@@ -443,7 +434,10 @@ class WindowDispatches:
             layers: by layer index
             swap: exchanges integers with the other ranks' background threads
         """
-        order = list(forward_entries(plan))
+        itinerary, order = plan.itinerary, list(self._made)
+        if itinerary is not None:
+            visits = [itinerary.visit(at) for at in range(len(itinerary))]
+            order = [(visit.micro_step, visit.layer) for visit in visits if visit.phase == "forward"]
         self._after = dict(pairwise(order))
         for micro_step, layer in order:
             future = self._made[micro_step, layer]
@@ -507,16 +501,3 @@ class WindowDispatches:
         self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             return _Upload(entry, self.take(*entry).unpack(device), self._stream.record_event())
-
-
-def forward_entries(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(micro-step, layer) in the order in which layers run forward."""
-    itinerary = plan.itinerary
-    if itinerary is None:
-        for micro_step in range(plan.loads.num_micro_steps):
-            yield from ((micro_step, layer) for layer in range(plan.loads.num_layers))
-        return
-    for at in range(len(itinerary)):
-        visit = itinerary.visit(at)
-        if visit.phase == "forward":
-            yield visit.micro_step, visit.layer

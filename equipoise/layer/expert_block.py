@@ -7,11 +7,6 @@ gradients. The op saves the same number of tensors on every rank, whatever its r
 recomputation with early stop at another place than the others, and hang them.
 
 `grouped_mm` wants strides of whole 16 bytes and contiguous operands; a call without rows or slots is left out.
-
-Invariants (asserted by the tests):
-1. Grouped products equal the plain loop, forward and every gradient, with empty groups and empty parts.
-2. Backward equals autograd through the dense reference, in float64 (`gradcheck`), biases and both activations.
-3. With `pad` rows per group as in the deterministic mode, a row's output bits do not depend on its group's other rows.
 """
 
 from dataclasses import dataclass

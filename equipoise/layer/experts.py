@@ -6,12 +6,8 @@ Steps of a forward:
 3. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot.
 4. Experts compute (`expert_block`); rows are sent back and combined into tokens.
 
-Invariants (asserted by the tests):
-1. Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
-2. With homes displaced, outputs and input gradients are bit-equal to static expert parallelism of the same size.
-3. In the deterministic mode that also holds for outputs with replicas.
-4. Plain, under both kinds of activation checkpointing and over several micro-steps, results are the same bits.
-5. So they are with dispatches made ahead or in the layer, direct or in two levels.
+Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
+Placement changes no bit of outputs and input gradients; replicas change none of outputs in the deterministic mode.
 """
 
 from collections import Counter
@@ -34,7 +30,6 @@ from equipoise.layer.dispatch import (
     build_dispatch,
     exchange_counts,
     prepare_entry,
-    slots_per_rank,
     sort_rows,
     with_relay,
 )
@@ -67,10 +62,11 @@ class RowTraffic:
     """
 
     def __init__(self, shape_ML: tuple[int, int], nodes: NodeRanks) -> None:
-        others = [rank for rank in range(len(nodes.node_R)) if rank != nodes.rank]
+        others = [(rank, node) for rank, node in enumerate(nodes.node_R) if rank != nodes.rank]
+        here = nodes.node_R[nodes.rank]
         self._tiers = {
-            "across": [rank for rank in others if not nodes.is_near(rank)],
-            "inside": [rank for rank in others if nodes.is_near(rank)],
+            "across": [rank for rank, node in others if node != here],
+            "inside": [rank for rank, node in others if node == here],
         }
         self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
         """[M, L] rows that arrived at this rank; -1 where its layer has not run."""
@@ -268,7 +264,7 @@ class BalancedExperts(nn.Module):
         """Make the dispatch of a visit with an exchange of counts. Every rank must call this."""
         window = self._window_of(visit)
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
-        send = sort_rows(assign_slots(ids_TK, split), num_ranks=self.group.size(), width=slots_per_rank(plan))
+        send = sort_rows(assign_slots(ids_TK, split), num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
         receive_RS = exchange_counts(send.count_RS, self.group)
         dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.options.pad)
         if self.options.dispatch == "direct":

@@ -3,13 +3,8 @@
 Each op is a typed function, and a `torch.autograd.Function` with forward beside backward. On a CUDA device with Triton
 sums run as fused kernels (`triton_ops`), elsewhere in plain torch.
 
-Invariants (asserted by the tests):
-1. The bits of a token's output, of its gates' gradients and of its own gradient depend on its rows alone, not on where
-   they were computed or in which order they were sent: columns are added one after the other, first to last.
-2. Rows arrive by source, and each row's gradient returns to it. A rank that is gone ends the others with a
-   `TransferError`, not a hang.
-3. The backward of `enter_home` runs after the backward of everything created between it and the experts, plain and
-   checkpointed, and waits for returns on every rank, whatever the rank's rows and replicas.
+A token's columns are added one after the other, first to last, so its bits, and those of its gradients, depend neither
+on where its rows were computed nor on the order in which they were sent.
 """
 
 from functools import cache
@@ -233,12 +228,10 @@ class _EnterHome(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # The experts' own backward made these gradients, so mostly no one else holds them and adding in place is safe.
-        own = tuple(_unshared(gradient) for gradient in gradients)
+        # One that is shared, or overlaps itself, is copied.
+        own = tuple(
+            g.clone(memory_format=torch.contiguous_format) if g._use_count() > 1 or not g.is_contiguous() else g
+            for g in gradients
+        )
         ctx.transfers.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*own))
         return None, None, *own
-
-
-def _unshared(gradient: Tensor) -> Tensor:
-    """The gradient, or a copy where it is shared or overlaps itself."""
-    is_shared = gradient._use_count() > 1 or not gradient.is_contiguous()
-    return gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient

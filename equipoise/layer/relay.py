@@ -6,11 +6,7 @@
 The relay of a source in a node is the rank with the source's place in that node; in its own node it is the source.
 Only tokens are sent in two levels. Outputs, and the gradients of both directions, are sent row by row: a relay that
 added them up would add in another order than the direct dispatch does, and change their bits.
-
-Invariants (asserted by the tests):
-1. Received rows, outputs and input gradients have the bits of the direct dispatch, on any nodes, also without tokens.
-2. A token crosses to another node at most once; inside a node every row moves at most once.
-3. All ranks communicate in the same order, whatever their tokens: twice in forward, once in backward.
+All ranks communicate in the same order, whatever their tokens: twice in forward, once in backward.
 """
 
 from collections.abc import Callable
@@ -65,10 +61,6 @@ class NodeRanks(NamedTuple):
     def server_R(self) -> list[int]:
         """[R] the rank from which this rank gets the rows of each source."""
         return [self.relay(source, self.rank) for source in range(len(self.node_R))]
-
-    def is_near(self, rank: int) -> bool:
-        """Whether a rank is in this rank's node."""
-        return self.node_R[rank] == self.node_R[self.rank]
 
     def _members(self, rank: int) -> list[int]:
         return [other for other, node in enumerate(self.node_R) if node == self.node_R[rank]]

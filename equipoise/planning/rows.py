@@ -26,11 +26,6 @@ class RankRows:
         if np.ndim(self.load_MLE) != 3 or 0 in np.shape(self.load_MLE):
             raise LoadsError(f"load_MLE has shape {np.shape(self.load_MLE)}; give rows by micro-step, layer and expert")
 
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What all ranks must have in common."""
-        return (*self.load_MLE.shape, self.stage)
-
 
 WindowRoutes = Sequence[Sequence[Any]] | RankRows
 """routes[m][l] are the [T, K] expert ids that a rank replays in micro-step m and layer index l, -1 where unknown; they
@@ -80,12 +75,13 @@ def _count(ids: Any, micro_step: int, layer: int, *, experts: int) -> tuple[np.n
 
 def join_rows(rows_R: Sequence[RankRows], *, layer_numbers: Sequence[int]) -> LoadMatrix:
     """Put the rows of all ranks together, in rank order."""
-    for rank, rows in enumerate(rows_R):
-        if rows.facts != rows_R[0].facts:
+    facts_R = [(*rows.load_MLE.shape, rows.stage) for rows in rows_R]
+    for rank, facts in enumerate(facts_R):
+        if facts != facts_R[0]:
             names = "micro-steps, layers, experts and stage"
             raise LoadsError(
-                f"rank {rank} has {names} {rows.facts}, rank 0 has {rows_R[0].facts}; all ranks of an EP group must "
-                "announce the same window"
+                f"rank {rank} has {names} {facts}, rank 0 has {facts_R[0]}; all ranks of an EP group must announce the "
+                "same window"
             )
     coverage_MLR = None
     if any(rows.coverage_ML is not None for rows in rows_R):

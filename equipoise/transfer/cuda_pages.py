@@ -3,8 +3,6 @@
 The one file that calls CUDA's virtual memory management, through `cuda.bindings.driver` (package cuda-python). Such
 memory has no CUDA IPC handle; it is created exportable, and a peer that was handed its descriptor maps the same pages:
 its own device then reads them over NVLink, or directly where both processes share a device.
-
-Invariants (asserted by the tests on a GPU): those of `pages`.
 """
 
 import weakref

@@ -7,17 +7,13 @@ Home slots are a permutation of owned slots, so experts move in place (`Relocato
 1. Stage: copy what leaves to the own outbox, receive what other nodes send into a buffer. No slot is written.
 2. Agree: all ranks compare the relocation's number, its moves and its bytes, once everything has arrived.
 3. Write: everything is now in memory that a failing rank cannot take away, so each rank only copies.
-
-Invariants (asserted by the tests):
-1. `end` after `begin` gives every owner its weights back bit for bit, and its experts' gradients in place, whatever was
-   published and collected in between; gradients from before the window are kept.
-2. A layer moves as a whole or not at all: a rank that fails before step 3 leaves the slots of all ranks untouched.
-3. A gradient that changes after it was collected, and before the window ends, is noticed by name.
+A rank that fails before step 3 leaves the slots of all ranks untouched: a layer moves as a whole or not at all.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,6 +27,7 @@ EdgeKind = Literal["publish", "collect"]
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 """Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
+_GRAD_OF: GradientOf = attrgetter("grad")
 
 
 class Move(NamedTuple):
@@ -66,7 +63,8 @@ class Relocator:
     def __init__(self, node: NodeMemory) -> None:
         """Allocate the buffers for what other nodes send, where there are any; on the CPU, as gloo needs it."""
         self._node, layout = node, node.layout
-        self._number = int(node.cells[node.rank][WRITTEN])
+        self.number = int(node.cells[node.rank][WRITTEN])
+        """Relocations begun so far."""
         slots = 0 if len(set(node.node_R)) == 1 else layout.home_slots
         self._buffers = {dtype: allocate_experts(layout, slots, dtype) for dtype in {layout.dtype, layout.grad_dtype}}
 
@@ -74,21 +72,17 @@ class Relocator:
         """Move experts between slots in place: stage, agree, write. Every rank of the group must call this."""
         if not moves:
             return
-        self._number += 1
+        self.number += 1
         node, whole = self._node, Transfer(kind, layer=layer, path=self._node.direct_path)
         with torch.profiler.record_function(f"equipoise.{kind}"):
             # The outboxes are free once every rank has written what it read from them.
-            node.wait_peers(WRITTEN, self._number - 1, whole)
+            node.wait_peers(WRITTEN, self.number - 1, whole)
             self._stage(kind, layer, moves, tensors)
             node.synchronize(whole)
             self._agree(whole._replace(path="p2p"), moves, tensors)
             self._write(moves, tensors)
             node.synchronize(whole)
-        node.cells[node.rank][WRITTEN] = self._number
-
-    def wait_written(self, transfer: Transfer) -> None:
-        """Wait until all ranks of the node have written everything relocated so far: then others may read it."""
-        self._node.wait_peers(WRITTEN, self._number, transfer)
+        node.cells[node.rank][WRITTEN] = self.number
 
     def crosses(self, move: Move) -> bool:
         """Whether an expert changes nodes."""
@@ -121,7 +115,7 @@ class Relocator:
     def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Compare what must be the same on all ranks before any of them writes."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
-        facts = {"number": self._number, "moves": digest(moves), "bytes": num_bytes}
+        facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
         self._node.agree_equal(facts, transfer)
 
     def _write(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
@@ -168,7 +162,7 @@ class WindowEdges:
         Args:
             gradient_of: where gradients lie, if not in `grad`; they must be there before the first window
         """
-        self._node, self._gradient_of = node, gradient_of or _grad_of
+        self._node, self._gradient_of = node, gradient_of or _GRAD_OF
         self._moves: list[list[Move]] | None = None
         self._back: list[list[Move]] = []
         """By layer: experts that move from owners to homes, and back."""
@@ -221,7 +215,9 @@ class WindowEdges:
         if layer not in self._published:
             self._relocator.relocate("publish", layer, moves, self._weights(layer))
             self._published.add(layer)
-        self._relocator.wait_written(Transfer("publish", layer, path=self._node.direct_path))
+        # Others may read the layer once all ranks of the node have written everything relocated so far.
+        whole = Transfer("publish", layer, path=self._node.direct_path)
+        self._node.wait_peers(WRITTEN, self._relocator.number, whole)
 
     def complete(self, layer: int) -> None:
         """Take a layer's gradients as complete: from now on nobody but this object changes them in this window.
@@ -285,7 +281,8 @@ class WindowEdges:
         return bool(self._open_moves()[layer])
 
     def check_unchanged(self) -> None:
-        """Raise if a gradient was changed after it had been collected."""
+        """Raise if a parameter was moved in the window, or a gradient changed after it had been collected."""
+        self._node.check()
         for layer, known in self._collected.items():
             if any(one.is_changed(self._gradient_of(one.parameter)) for one in known):
                 raise TransferError(
@@ -301,12 +298,12 @@ class WindowEdges:
     def _weights(self, layer: int) -> ExpertWeights:
         # Not through the parameters: a layer may let them into the graph before their weights arrive, and autograd
         # would count that as a change in place, though nothing reads them until then.
-        return self._node.home(self._node.rank, layer)
+        return self._node.home[self._node.rank][layer]
 
     def _gradients(self, layer: int) -> ExpertWeights:
         """The gradients of a layer, zeros where a rank has none and another has."""
         homes = self._node.homes[layer]
-        if self._gradient_of is _grad_of:
+        if self._gradient_of is _GRAD_OF:
             for tensor in homes.tensors():
                 tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         found = homes.map(self._gradient_of)
@@ -326,7 +323,3 @@ class WindowEdges:
             gradients = [self._gradient_of(tensor) for tensor in self._node.homes[layer].tensors()]
             mine.append(any(g is not None and (not is_nonzero or bool(g.any())) for g in gradients))
         return [value > 0 for value in self._node.agree(mine, transfer)] if mine else []
-
-
-def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    return parameter.grad

@@ -9,13 +9,8 @@ The order of a window, the same on every rank:
    (`collect_layer`). If it runs again after all, it is published again: late, counted as exposed, and right.
 4. `close_window()`: stop pulling, wait until all ranks of the node have, collect what is left.
 
-Invariants (asserted by the tests):
-1. Nobody overwrites home weights before every rank of the node has retired the version, or has closed the layer.
-2. A visit that the itinerary does not expect is served on demand, counted, and never from a wrong buffer.
-3. A pull, return, publish or collect that does not finish raises on every rank within the bound, naming rank, layer,
-   expert and path.
-4. After `close`, also after a failure, parameters live in memory of their own and nothing shared is left.
-5. All ranks publish and collect layers in the same order, or all of them fail by name.
+A transfer that does not finish raises on every rank within the bound, naming rank, layer, expert and path. After
+`close`, also after a failure, parameters live in memory of their own and nothing shared is left.
 """
 
 import time
@@ -222,7 +217,6 @@ class TransferEngine:
 
     def wait_for(self, visit: Visit) -> None:
         """Begin a visit, and wait until the home weights of its layer have arrived."""
-        self._open_plan()
         self._check_running()
         self._begin(visit)
         layer = visit.layer
@@ -246,15 +240,13 @@ class TransferEngine:
 
     def hand_in(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Take the gradients of this rank's replicas and start them towards their homes."""
-        plan = self._open_plan()
-        self._begin(Visit(micro_step, "backward", layer))
+        plan = self._begin(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.hand_in"):
             self._mailboxes.hand_in(plan, micro_step, layer, gradients)
 
     def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Wait for what replicas of this rank's home experts returned and add it, in place, in ascending rank order."""
-        plan = self._open_plan()
-        self._begin(Visit(micro_step, "backward", layer))
+        plan = self._begin(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.collect_returns"):
             self._mailboxes.collect(plan, micro_step, layer, gradients)
         if self._progress is not None:
@@ -283,11 +275,11 @@ class TransferEngine:
 
     def close_window(self) -> None:
         """End the window: gradients and weights go to their owners. Every rank of the group must call this."""
-        self._open_plan()
-        self._drain()
+        if self._plan is None:
+            raise TransferError("no window is open; call open_window(plan) first")
         self._retire_version()
         self._mailboxes.check_empty()
-        self._node.all_or_none(self._check_close, Transfer("collect", path="p2p"))
+        self._node.all_or_none(self._edges.check_unchanged, Transfer("collect", path="p2p"))
         with self._exposed("collect"):
             self._edges.end()
         self._plan = self._schedule = self._progress = None
@@ -310,7 +302,6 @@ class TransferEngine:
     def suspend(self) -> None:
         """Stop all transfers, so that parameters may be moved or freed. Every rank of the group must call this."""
         if not self._is_suspended:
-            self._drain()
             self._retire_version()
         self._is_suspended = True
 
@@ -362,16 +353,14 @@ class TransferEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, visit: Visit) -> None:
-        """Begin a visit, which may mean that another layer is done."""
-        done = None if self._progress is None else self._progress.begin(visit)
+    def _begin(self, visit: Visit) -> Plan:
+        """Begin a visit, which may mean that another layer is done, and return the window's plan."""
+        if self._plan is None or self._progress is None:
+            raise TransferError("no window is open; call open_window(plan) first")
+        done = self._progress.begin(visit)
         if done is not None:
             self.layer_done(done)
-
-    def _drain(self) -> None:
-        """Wait until nothing is being published or collected."""
-        with self._exposed("drain"):
-            self._jobs.drain()
+        return self._plan
 
     def _start_version(self) -> None:
         """Announce a version of this rank's homes, refresh what will be pulled from the store, let the puller run."""
@@ -388,12 +377,15 @@ class TransferEngine:
 
     def _retire_version(self) -> None:
         """Stop all transfers, and wait until every rank of the node has: from here on weights may be overwritten."""
-        fence = Transfer("fence", path=self._node.direct_path)
+        with self._exposed("drain"):
+            self._jobs.drain()
+        node, fence = self._node, Transfer("fence", path=self._node.direct_path)
         self._puller.pause()
         self._mailboxes.finish()
-        self._node.synchronize(fence)
+        node.synchronize(fence)
         self.counters.flush()
-        self._node.fence(RETIRED, self._version, fence)
+        node.cells[node.rank][RETIRED] = self._version
+        node.wait_peers(RETIRED, self._version, fence)
         if self._refresher is not None:
             # Not before: until all have stopped, another rank may wait for an expert that this one has yet to write.
             self._refresher.pause()
@@ -427,11 +419,6 @@ class TransferEngine:
             yield
         self.counters.wait(self._edges.path, time.monotonic() - begin)
 
-    def _open_plan(self) -> Plan:
-        if self._plan is None:
-            raise TransferError("no window is open; call open_window(plan) first")
-        return self._plan
-
     def _check_running(self) -> None:
         if self._is_suspended:
             raise TransferError("the engine is suspended; call resume() first: parameters may be anywhere")
@@ -449,10 +436,6 @@ class TransferEngine:
         check_crossings(plan, rank=self._node.rank, host_paths=self._host_paths)
         if needs_store:
             check_store_budget(layout, self._node.num_experts, self._node.options)
-
-    def _check_close(self) -> None:
-        self._node.check()
-        self._edges.check_unchanged()
 
     def _check_store(self) -> None:
         self._node.check()

@@ -8,11 +8,7 @@
 One piece of shared memory per node: per (layer, expert) a version and a checksum, then per layer [E, ...] tensors.
 Where experts are on a CUDA device the pages are registered with the driver in every process, so that copies run at the
 full rate of the link beside the layers.
-
-Invariants (asserted by the tests):
-1. `version` is that of the weights that lie there completely: set after them, and 0 while they are written.
-2. With checksums, an expert whose bytes changed since is named, by every process that asks for it.
-3. Memory that is not there, or cannot be pinned, is refused with the fix, on all ranks alike.
+A version is set after the weights it belongs to, and is 0 while they are written.
 """
 
 import threading
@@ -215,12 +211,6 @@ class Refresher:
     After a version begins, each home writes only those experts that the plan pulls by the host path, in the order in
     which the itinerary first uses them. On a device the copies run in a lane of their own, and an expert is announced
     once its copy is finished.
-
-    Invariants (asserted by the tests):
-    1. Exactly the experts that the plan pulls by the host path and that have their home here are written, in order.
-    2. After `pause` nothing is written or announced, and nothing will be before the next `start`. Nothing of a layer is
-       before `open_layer`, nor after `close_layer`.
-    3. A write that fails ends the step on all ranks, by name.
     """
 
     def __init__(self, node: NodeMemory, store: HostStore) -> None:
@@ -352,7 +342,7 @@ class Refresher:
         return next((entry for entry in self._todo if entry.layer in self._open), None)
 
     def _write(self, entry: StoreEntry, version: int, begin: Mark) -> None:
-        home, rows = self._node.home(self._node.rank, entry.layer), self._store.experts(entry.layer)
+        home, rows = self._node.home[self._node.rank][entry.layer], self._store.experts(entry.layer)
         self._store.withdraw(entry.layer, entry.expert)
         with self._lane.work(after=begin):
             copied = copy_expert(rows, entry.expert, home, entry.slot)
@@ -421,7 +411,7 @@ def send_crossings(node: NodeMemory, store: HostStore, needed: Sequence[Crossing
             continue
         is_leaving = source == node.rank
         peer = target if is_leaving else source
-        experts = node.home(node.rank, layer) if is_leaving else store.experts(layer)
+        experts = node.home[node.rank][layer] if is_leaving else store.experts(layer)
         for tensor in experts.tensors():
             row = tensor.detach()[source_slot if is_leaving else expert]
             # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.

@@ -350,7 +350,8 @@ class NodeMemory:
         if len(self.node_R) != dist.get_world_size(group):
             raise TransferError(f"node_R names {len(self.node_R)} ranks, the group has {dist.get_world_size(group)}")
         self.peers = tuple(r for r, node in enumerate(self.node_R) if node == self.node_R[self.rank])
-        self._homes: dict[int, tuple[ExpertWeights, ...]] = {}
+        self.home: dict[int, tuple[ExpertWeights, ...]] = {}
+        """By rank of this node and layer: [home_slots, ...] its home weights in shared memory."""
         self._outboxes: dict[tuple[int, torch.dtype], ExpertWeights] = {}
         self.mailboxes: dict[int, ExpertWeights] = {}
         """By rank of this node: [mailboxes, ...] replica gradients that it returns."""
@@ -387,10 +388,6 @@ class NodeMemory:
         """What is registered, in layer and field order."""
         return self._registrations
 
-    def home(self, rank: int, layer: int) -> ExpertWeights:
-        """[home_slots, ...] home weights of a rank of this node."""
-        return self._homes[rank][layer]
-
     def outbox(self, rank: int, dtype: torch.dtype) -> ExpertWeights:
         """[home_slots, ...] staging of a rank of this node, read as `dtype`."""
         if (rank, dtype) not in self._outboxes:
@@ -401,7 +398,7 @@ class NodeMemory:
         """Move the parameters and their values into shared memory; those already there stay as they are."""
         registrations = []
         for layer, weights in enumerate(self.homes):
-            views = self.home(self.rank, layer)
+            views = self.home[self.rank][layer]
             for part, tensor, view in zip(weights._fields, weights, views, strict=True):
                 if tensor is None or view is None:
                     continue
@@ -426,11 +423,6 @@ class NodeMemory:
                     f"{known.version}, now at {tensor.data_ptr():#x} with {tensor.nbytes}; "
                     "call suspend() before parameters are moved or freed, and resume() after"
                 )
-
-    def fence(self, cell: int, value: int, transfer: Transfer) -> None:
-        """Set one of this rank's cells and wait until all ranks of the node have reached the same value."""
-        self.cells[self.rank][cell] = value
-        self.wait_peers(cell, value, transfer)
 
     def wait_peers(self, cell: int, value: int, transfer: Transfer) -> None:
         """Wait until a cell of all ranks of the node has reached a value."""
@@ -490,7 +482,7 @@ class NodeMemory:
         self._registrations = ()
         Mark.now(self.device).block()
         self.cells = {}
-        self._homes, self._outboxes, self.mailboxes = {}, {}, {}
+        self.home, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()
         self.watchdog.close()
@@ -529,7 +521,7 @@ class NodeMemory:
         all_or_none(make, partial(gather_objects, group=self.group))
         self.buffers = made[0]
         rest = {rank: spans[-1].view for rank, spans in shared.spans.items()}
-        self._homes = {
+        self.home = {
             rank: tuple(self._home(rank, layer, spans, sizes) for layer in range(layout.layers))
             for rank, spans in shared.spans.items()
         }

@@ -8,13 +8,8 @@
 
 The same pages may be mapped in several spans: that is how replica slots lie behind the home slots of every layer
 (`node.Arena`).
-
-Invariants (asserted by the tests):
-1. Two spans over the same pages show the same bytes; pages in a row are seen without a gap.
-2. A mapping lives exactly as long as something refers to it, so no tensor ever points to memory that is gone. Pages are
-   freed when they are released and no span of any process shows them. No descriptor, socket or name is left behind.
-3. A size that does not fit memory, or the locked-memory limit, is refused before allocation, on all ranks alike.
-4. Every wait is bounded; a peer that ends in between is a `TransferError` on the other side.
+A mapping lives exactly as long as something refers to it, so no tensor ever points to memory that is gone. Pages are
+freed when they are released and no span of any process shows them; no descriptor, socket or name is left behind.
 """
 
 import ctypes

@@ -9,18 +9,12 @@ A pull takes the path that the plan chose for it, unless `TransferOptions.path` 
 the weights of the current version; nobody overwrites weights before all pullers have paused. On a device the copies run
 in a lane beside the layers: they begin once the layer that used the buffer last is finished there, and the layer that
 uses it next waits for them on the device, not in the thread that feeds it.
-
-Invariants (asserted by the tests):
-1. Replicas are bit-equal to their home's weights of the current version, whatever the delays on either side.
-2. After `pause` no pull runs, and none starts before `resume`; after `close_layer` none of that layer, before
-   `open_layer`.
-3. A pull that fails or hangs raises in the rank that waits for it, by name, within the bound.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
@@ -28,7 +22,7 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.options import CopyMethod
-from equipoise.core.plan import PATHS, PHASES, Itinerary, Phase, Plan, Visit
+from equipoise.core.plan import PATHS, PHASES, Itinerary, Plan, Visit
 from equipoise.core.plan import Path as PathName
 from equipoise.transfer.cuda_pages import call_driver, load_driver
 from equipoise.transfer.host_store import HostStore
@@ -149,8 +143,9 @@ class Need(NamedTuple):
     path: PathName
 
 
-def needs_of(plan: Plan, micro_step: int, layer: int, *, rank: int, phase: Phase = "forward") -> tuple[Need, ...]:
-    """Replicas of `rank` in one micro-step of one layer, in slot order, whether or not they are still resident."""
+def needs_of(plan: Plan, visit: Visit, *, rank: int) -> tuple[Need, ...]:
+    """Replicas of `rank` at a visit, in slot order, whether or not they are still resident."""
+    micro_step, phase, layer = visit
     table, at = plan.replica_table, micro_step * plan.home_LE.shape[0] + layer
     entries = range(int(table.start_ML[at]), int(table.start_ML[at + 1]))
     return tuple(
@@ -198,7 +193,7 @@ class MappedPath:
             copier: how copies are made, if not as the node's options say
         """
         self._node, self.name = node, node.direct_path
-        homes = (node.home(rank, 0).gate_up_SFD for rank in node.peers)
+        homes = (node.home[rank][0].gate_up_SFD for rank in node.peers)
         self._copier = copier or make_copier(node.device, node.options.copies, sources=homes)
 
     def is_ready(self, need: Need, version: int) -> bool:
@@ -210,7 +205,7 @@ class MappedPath:
         copies = [
             Copy(into[slot], out_of[need.source_slot])
             for slot, need in needs.items()
-            for into, out_of in zip(buffer.tensors(), self._node.home(need.source, need.layer).tensors(), strict=True)
+            for into, out_of in zip(buffer.tensors(), self._node.home[need.source][need.layer].tensors(), strict=True)
         ]
         self._copier.copy(copies)
         return sum(int(copy.into.nbytes) for copy in copies)
@@ -257,26 +252,22 @@ class PullSchedule:
     A visit that the layer announces becomes the position, whether it is the next one or not. At most `depth` visits
     ahead of it, `next_fill` follows the itinerary's buffers. A visit whose replicas are nowhere is filled first.
 
-    Invariants (asserted by the tests):
-    1. `holds` is true only for a buffer that was filled completely for that very micro-step and layer.
-    2. The buffer of the latest announced visit is never filled for another one.
-    3. Nothing is filled earlier than its `ready_from`, nor more than `depth` visits ahead, nor while its layer is
-       closed.
-    4. Visits in the itinerary's order, backward and repeated ones included, are never on demand.
+    A buffer in use by the latest announced visit is never filled for another one, and visits in the itinerary's order,
+    backward and repeated ones included, are never on demand.
     """
 
     def __init__(self, plan: Plan, *, rank: int) -> None:
         if plan.itinerary is None:
             raise TransferError(f"a plan of policy {plan.policy!r} has no itinerary and cannot be executed")
-        self._plan, self._rank = plan, rank
+        self._needs_at: Callable[[Visit], tuple[Need, ...]] = cache(partial(needs_of, plan, rank=rank))
         self._itinerary: Itinerary = plan.itinerary
         self._index = {self._itinerary.visit(i): i for i in range(len(self._itinerary))}
-        self._needs: dict[Visit, tuple[Need, ...]] = {}
         self._position = -1
         self._holds: list[tuple[int, int] | None] = [None] * (self._itinerary.depth + 1)
         self._leased: int | None = None
         self._urgent: Fill | None = None
-        self._open: set[int] = set()
+        self.open_layers: set[int] = set()
+        """Layers whose home weights have arrived; only these are pulled."""
         self.filling: Fill | None = None
 
     def announce(self, visit: Visit) -> tuple[Fill, bool]:
@@ -306,14 +297,14 @@ class PullSchedule:
 
     def next_fill(self) -> Fill | None:
         """What to fill now, if anything may be."""
-        if self._urgent is not None and self.is_open(self._urgent.layer):
+        if self._urgent is not None and self._urgent.layer in self.open_layers:
             return self._urgent
         plan = self._itinerary
         for at in range(self._position + 1, min(self._position + 1 + plan.depth, len(plan))):
             if not plan.pulls_V[at] or plan.ready_from_V[at] > max(self._position, 0):
                 continue
             visit = plan.visit(at)
-            if not self.is_open(visit.layer):
+            if visit.layer not in self.open_layers:
                 continue
             fill = Fill(visit.micro_step, visit.layer, int(plan.buffer_V[at]), self._needs_at(visit))
             if fill.needs and fill.buffer != self._leased and not self.holds(fill):
@@ -333,29 +324,15 @@ class PullSchedule:
         self._holds[self.filling.buffer] = self.filling.key if is_filled else None
         self.filling = None
 
-    def open(self, layer: int) -> None:
-        """Allow pulls of a layer, whose home weights have arrived; layers are closed at first."""
-        self._open.add(layer)
-
     def close(self, layer: int) -> None:
         """Allow no pulls of a layer any more, and forget what buffers hold of it."""
-        self._open.discard(layer)
+        self.open_layers.discard(layer)
         self._holds = [None if held is not None and held[1] == layer else held for held in self._holds]
-
-    def is_open(self, layer: int) -> bool:
-        """Whether the home weights of a layer have arrived."""
-        return layer in self._open
 
     def forget(self) -> None:
         """Let all buffers hold nothing, because weights may have changed."""
         self._holds = [None] * len(self._holds)
         self._leased = self._urgent = None
-
-    def _needs_at(self, visit: Visit) -> tuple[Need, ...]:
-        if visit not in self._needs:
-            micro_step, phase, layer = visit
-            self._needs[visit] = needs_of(self._plan, micro_step, layer, rank=self._rank, phase=phase)
-        return self._needs[visit]
 
 
 class Puller:
@@ -399,7 +376,7 @@ class Puller:
         """Pull from the homes of a layer from now on: all ranks of the node hold its weights."""
         with self._changed:
             if self._schedule is not None:
-                self._schedule.open(layer)
+                self._schedule.open_layers.add(layer)
             self._changed.notify_all()
 
     def close_layer(self, layer: int) -> None:
@@ -425,7 +402,7 @@ class Puller:
         if not isinstance(self._buffers, Arena):
             return None
         fill = self._lend(visit)
-        held, home = len(fill.needs), self._node.home(self._node.rank, visit.layer)
+        held, home = len(fill.needs), self._node.home[self._node.rank][visit.layer]
         matrices = self._buffers.joined(visit.layer, fill.buffer)
         pairs = zip(home[2:], self._buffers.slots(fill.buffer)[2:], strict=False)
         biases = (None if a is None or b is None else torch.cat([a, b[:held]]) for a, b in pairs)
@@ -532,7 +509,7 @@ class Puller:
 
     def _is_stopped(self, need: Need) -> bool:
         schedule = self._schedule
-        return self._is_closed or self._is_paused or schedule is None or not schedule.is_open(need.layer)
+        return self._is_closed or self._is_paused or schedule is None or need.layer not in schedule.open_layers
 
     def _transfer(self, need: Need) -> Transfer:
         return Transfer("pull", need.layer, need.expert, self._paths[need.path].name, need.source)

@@ -11,11 +11,7 @@ in which others fill their boxes, and a box is filled again only once its home h
 tag is set once the copy or addition that it announces is finished there (`waits.Announcer`), so that handing in does
 not wait for the device. The home's thread does wait for the tag: until then it feeds no more layers.
 
-Invariants (asserted by the tests):
-1. The replicas' gradients of an expert are added to its home's in ascending rank order.
-2. Each gradient is added exactly once; a second one of the same name is refused.
-3. A box is never filled while its home may still read it, never read before it is complete.
-4. At the end of a window no box is occupied, or the window fails by name.
+An expert's returned gradients are added in ascending rank order, each exactly once.
 """
 
 from collections.abc import Iterable
@@ -24,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from equipoise.core.errors import TransferError
-from equipoise.core.plan import Plan
+from equipoise.core.plan import Plan, Visit
 from equipoise.core.value import require_int
 from equipoise.transfer.node import ExpertWeights, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
@@ -51,7 +47,7 @@ class Mailboxes:
         A box is free once its home has read it. Homes read in the order of the backward pass, as boxes are filled, so
         the wait is for layers behind this one and never for this one.
         """
-        needs = needs_of(plan, micro_step, layer, rank=self._node.rank)
+        needs = needs_of(plan, Visit(micro_step, "backward", layer), rank=self._node.rank)
         if gradients.num_slots != len(needs):
             raise self._node.watchdog.abort(
                 f"micro-step {micro_step}, layer index {layer}: {gradients.num_slots} gradients handed in for "
@@ -71,7 +67,7 @@ class Mailboxes:
             box, name = int(np.flatnonzero(tags == 0)[0]), self._name(micro_step, layer, need.expert)
             tags[box] = -name
             copy_expert(boxes, box, gradients, slot)
-            self._announce(tags, box, name)
+            self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
         if self._node.device.type == "cpu":
             self._node.counters.wait(self._node.direct_path, waited)
 
@@ -90,7 +86,7 @@ class Mailboxes:
             for total, returned in zip(gradients.tensors(), node.mailboxes[rank].tensors(), strict=True):
                 total[slot].add_(returned[box])
                 added += int(returned[box].nbytes)
-            self._announce(tags, box, 0)
+            self._announcer.after(Mark.now(node.device), partial(self._mark, tags, box, 0))
             node.counters.time(node.direct_path, timer)
             node.counters.arrive(node.direct_path, added)
             node.counters.returns += 1
@@ -126,10 +122,6 @@ class Mailboxes:
                 f"micro-step {micro_step}, layer index {layer}: gradients of replicas cannot return between this rank "
                 f"and rank {others[0]}, in another node; run backward in update windows only"
             )
-
-    def _announce(self, tags: np.ndarray, box: int, name: int) -> None:
-        """Set a box's tag once the device has finished its work on the box."""
-        self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
 
     def _mark(self, tags: np.ndarray, box: int, name: int) -> None:
         """Set a tag: the last thing done to a box on either side."""

@@ -112,7 +112,7 @@ def weights_in_a_window(group, case):
 
 def all_at_home(balancer):
     """Wait until every layer is published, which goes on beside the layers."""
-    balancer._engine._drain()
+    balancer._engine._jobs.drain()
 
 
 def run_micro_steps(net, window):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from equipoise.core.errors import RoutesError
 from equipoise.layer import dispatch
-from equipoise.layer.dispatch import SourceSplit, assign_slots, physical_slots, slots_per_rank
+from equipoise.layer.dispatch import SourceSplit, assign_slots, physical_slots
 from tests.layer.cases import random_plan, random_routing, static_plan
 from tests.layer.reference import assign_slots_by_hand
 
@@ -42,7 +42,7 @@ def test_the_fast_version_equals_the_one_by_hand_also_for_routes_nobody_planned(
 def test_each_row_gets_one_slot_that_holds_its_expert(seed, ranks, slots, tokens):
     routing, plan, splits = splits_of(seed, ranks, slots, tokens)
     slot_ER = physical_slots(plan, 1, 0)
-    width = slots_per_rank(plan)
+    width = plan.home_slots + plan.slots
     held = {int(slot): expert for expert in range(routing.experts) for slot in slot_ER[expert] if slot >= 0}
     # One slot, one expert: no two experts share a physical slot, and none lies outside its rank.
     assert len(held) == (slot_ER >= 0).sum()
@@ -57,7 +57,7 @@ def test_each_row_gets_one_slot_that_holds_its_expert(seed, ranks, slots, tokens
 @settings(max_examples=50, deadline=None)
 def test_with_planned_routes_rows_per_holder_equal_the_split(seed, ranks, slots, tokens):
     routing, plan, splits = splits_of(seed, ranks, slots, tokens)
-    split_RER, width = plan.split_RER(1, 0), slots_per_rank(plan)
+    split_RER, width = plan.split_RER(1, 0), plan.home_slots + plan.slots
     for rank, split in enumerate(splits):
         ids = routing.ids[1][0][rank].reshape(-1)
         holder = assign_slots(torch.from_numpy(ids[:, None]), split).reshape(-1).numpy() // width

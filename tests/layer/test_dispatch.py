@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core.errors import InfeasiblePlanError
-from equipoise.layer.dispatch import SourceSplit, assign_slots, build_dispatch, slots_per_rank, sort_rows
+from equipoise.layer.dispatch import SourceSplit, assign_slots, build_dispatch, sort_rows
 from equipoise.transfer.engine import NoTransfers
 from equipoise.transfer.node import ExpertWeights
 from tests.layer.cases import random_plan, random_routing, static_plan
@@ -22,7 +22,7 @@ cases = given(
 
 def play(routing, plan, *, pad):
     """Dispatches of all ranks, and what each receives: (token name, expert) in arrival order."""
-    ranks, width = plan.cluster.ep, slots_per_rank(plan)
+    ranks, width = plan.cluster.ep, plan.home_slots + plan.slots
     ids = [torch.from_numpy(a) for a in routing.ids[0][0]]
     slots = [assign_slots(ids[r], SourceSplit.of(plan, 0, 0, source=r)) for r in range(ranks)]
     sends = [sort_rows(s, num_ranks=ranks, width=width) for s in slots]

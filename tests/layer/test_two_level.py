@@ -27,7 +27,7 @@ NODES = {
 def both_dispatches(group, node_R, seed, silent):
     """Random rows by both dispatches: whether all bits agree, and what crossed nodes."""
     rank, nodes = group.rank(), NodeRanks(node_R, group.rank())
-    rng = np.random.default_rng([seed, rank])
+    here, rng = node_R[rank], np.random.default_rng([seed, rank])
     tokens = 0 if rank in silent else int(rng.integers(1, 9))
     target_TK = np.array([rng.choice(len(node_R), 3, replace=True) for _ in range(tokens)], dtype=np.int64)
     order_N = np.argsort(target_TK.reshape(-1), kind="stable")
@@ -46,10 +46,10 @@ def both_dispatches(group, node_R, seed, silent):
     got_ND.backward(grad_ND)
     wanted_TD = add_columns(all_to_all(grad_ND, receive_R, send_R, group), index_TK)
     assert torch.equal(hidden_TD.grad, wanted_TD)
-    across = [(t, node_R[r]) for t, targets in enumerate(target_TK) for r in targets if not nodes.is_near(r)]
-    crossing = sum(n for r, n in enumerate(relay.copies_R) if not nodes.is_near(r))
+    across = [(t, node_R[r]) for t, targets in enumerate(target_TK) for r in targets if node_R[r] != here]
+    crossing = sum(n for r, n in enumerate(relay.copies_R) if node_R[r] != here)
     assert crossing == len(set(across)), "each token crosses to a node once"
-    assert not any(n for r, n in enumerate(relay.inner_send_R) if not nodes.is_near(r)), "level 2 stays in the node"
+    assert not any(n for r, n in enumerate(relay.inner_send_R) if node_R[r] != here), "level 2 stays in the node"
     return len(across), crossing
 
 

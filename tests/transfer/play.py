@@ -31,7 +31,7 @@ class Rank:
 
     def check_weights(self, plan, visit):
         """Ask for replicas and compare them with what all experts are now."""
-        needs = needs_of(plan, visit.micro_step, visit.layer, rank=self.rank)
+        needs = needs_of(plan, visit._replace(phase="forward"), rank=self.rank)
         self.engine.wait_for(visit)
         got = self.engine.weights(visit)
         wanted = take(self.everything[visit.layer], [need.expert for need in needs])
@@ -49,7 +49,7 @@ class Rank:
     def return_gradients(self, plan, visit):
         """Hand in what the replicas computed, collect what they computed for us, compare with a plain sum."""
         micro_step, _, layer = visit
-        needs = needs_of(plan, micro_step, layer, rank=self.rank)
+        needs = needs_of(plan, visit, rank=self.rank)
         mine = [self.gradient(micro_step, layer, need.expert, self.rank) for need in needs]
         self.engine.hand_in(micro_step, layer, stack(mine, like=self.everything[layer]))
         experts = experts_at(plan, layer, self.rank)

@@ -291,7 +291,7 @@ def misuse(group, plan):
             engine.resume()
 
     acts = [lambda: engine.wait_for(Visit(0, "forward", 0)), engine.close_window, lambda: engine.open_window(plan)]
-    needs = needs_of(plan, 0, 0, rank=rank.rank)
+    needs = needs_of(plan, Visit(0, "forward", 0), rank=rank.rank)
     right = stack([rank.gradient(0, 0, need.expert, rank.rank) for need in needs], like=rank.everything[0])
     acts += [suspended] + [lambda: engine.hand_in(0, 0, right)] * 2 + [lambda: engine.hand_in(0, 0, two)]
     for act in acts:
@@ -319,7 +319,7 @@ def forgotten_return(group, plan):
     try:
         with rank.engine as engine:
             engine.open_window(plan)
-            needs = needs_of(plan, 0, 0, rank=rank.rank)
+            needs = needs_of(plan, Visit(0, "forward", 0), rank=rank.rank)
             engine.hand_in(0, 0, stack([rank.gradient(0, 0, n.expert, 0) for n in needs], like=rank.everything[0]))
             engine.close_window()
     except TransferError as error:

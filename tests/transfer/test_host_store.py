@@ -44,7 +44,7 @@ def test_each_home_refreshes_what_is_pulled_from_it_in_order_of_first_use(stage)
 
 
 def uses(plan, visit, rank, entry):
-    needs = needs_of(plan, visit.micro_step, visit.layer, rank=rank, phase=visit.phase)
+    needs = needs_of(plan, visit, rank=rank)
     return visit.layer == entry.layer and any(n.expert == entry.expert and n.path == "host" for n in needs)
 
 
@@ -130,7 +130,7 @@ def test_versions_rise_for_what_is_pulled_and_for_nothing_else(pool):
 def corrupt(group, plan):
     """In the second window one bit of an expert is turned in the store before rank 1 pulls it; what each rank says."""
     rank = Rank(group, plan, transfer={"path": "host", "is_checked": True})
-    need = needs_of(plan, 0, 0, rank=1)[0]
+    need = needs_of(plan, Visit(0, "forward", 0), rank=1)[0]
     try:
         with rank.engine as engine:
             engine.open_window(plan)

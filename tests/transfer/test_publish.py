@@ -72,7 +72,7 @@ def behind(group, plan):
         run_window(rank, plan, lambda: None)
         first = plan.itinerary.visit(len(plan.itinerary) - 1).layer
         collected = [layer for layer in range(rank.layers) if layer != first]
-        engine._drain()
+        engine._jobs.drain()
         for layer in collected:
             assert_same_bits(rank.homes[layer], owned(rank, plan, layer), f"layer {layer} is over")
         assert_same_bits(rank.homes[first], at_homes(rank, plan, first), "the last one is still at home")
@@ -177,7 +177,7 @@ def changed_inside(group, plan, how):
         with rank.engine as engine:
             engine.open_window(plan)
             run_window(rank, plan, lambda: None)
-            engine._drain()
+            engine._jobs.drain()
             if rank.rank == 1 and how == "scaled":
                 rank.homes[2].down_SDF.grad.mul_(0.5)
             if rank.rank == 1 and how == "dropped":

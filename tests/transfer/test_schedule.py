@@ -13,7 +13,7 @@ def open_schedule(plan, rank):
     """A schedule whose layers all have their home weights."""
     schedule = PullSchedule(plan, rank=rank)
     for layer in range(plan.loads.num_layers):
-        schedule.open(layer)
+        schedule.open_layers.add(layer)
     return schedule
 
 
@@ -153,12 +153,12 @@ def test_a_closed_layer_is_not_filled_and_what_was_filled_of_it_is_forgotten(pla
     assert schedule.next_fill() is None, "at first all layers are closed"
     for at in range(len(plan.itinerary)):
         changed = int(rng.integers(layers))
-        (schedule.open if rng.random() < 0.6 else schedule.close)(changed)
+        (schedule.open_layers.add if rng.random() < 0.6 else schedule.close)(changed)
         while (fill := schedule.next_fill()) is not None:
-            assert schedule.is_open(fill.layer)
+            assert fill.layer in schedule.open_layers
             schedule.begin(fill)
             schedule.end()
-        assert all(held is None or schedule.is_open(held[1]) for held in schedule._holds)
+        assert all(held is None or held[1] in schedule.open_layers for held in schedule._holds)
         visit = plan.itinerary.visit(at)
-        if schedule.is_open(visit.layer):
+        if visit.layer in schedule.open_layers:
             schedule.announce(visit)
