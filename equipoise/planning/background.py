@@ -10,9 +10,10 @@ Steps of a window, in one background thread per rank, in the order in which wind
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,33 +118,29 @@ class BackgroundPlanner:
         begin = time.monotonic()
         loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
 
-        # Step 2: plan this rank's share of the layers.
-        def plan_share() -> Any:
-            if not self._is_open:
-                self._worker.lend(self)
-                self._worker.call("open", *self._task)
-            self._is_open = True
-            return self._worker.call("share", loads, range(self._group.rank, loads.num_layers, self._group.size))
-
-        shares = self._on_all_ranks(plan_share)
-
-        # Step 3: assemble the whole plan from all shares.
         plans: list[Plan] = []
 
         def assemble() -> str:
-            plans.append(self._worker.call("whole", loads, shares))
+            plans.append(self._call("whole", loads, shares))
             return plans[0].digest()
 
-        digests = self._on_all_ranks(assemble)
-
-        # Step 4: compare digests.
-        strangers = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if strangers:
+        try:
+            # Step 2: plan this rank's share of the layers.
+            layers = range(self._group.rank, loads.num_layers, self._group.size)
+            shares = all_or_none(partial(self._call, "share", loads, layers), self._group.gather)
+            # Step 3: assemble the whole plan from all shares.
+            digests = all_or_none(assemble, self._group.gather)
+            # Step 4: compare digests.
+            strangers = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            if strangers:
+                raise InfeasiblePlanError(
+                    f"ranks {strangers} made another plan than rank 0 (digest {digests[strangers[0]][:12]}, not "
+                    f"{digests[0][:12]}); run the same version of equipoise, numpy and numba on all ranks"
+                )
+        except InfeasiblePlanError:
+            # Some servers may have planned this window and some not. All start afresh, so that plans stay equal.
             self._is_open = False
-            raise InfeasiblePlanError(
-                f"ranks {strangers} made another plan than rank 0 (digest {digests[strangers[0]][:12]}, not "
-                f"{digests[0][:12]}); run the same version of equipoise, numpy and numba on all ranks"
-            )
+            raise
         why = why_exchanged(rows_R, plans[0], self._options)
         return Planned(
             plans[0],
@@ -157,21 +154,16 @@ class BackgroundPlanner:
         if planned.exception() is None and (dispatches := planned.result().dispatches) is not None:
             dispatches.make(planned.result().plan, self._layers, swap=self._group.swap)
 
-    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank and return all results, or raise on every rank what failed on one."""
-
-        def named() -> Any:
-            try:
-                return work()
-            except EquipoiseError as error:
-                raise InfeasiblePlanError(f"could not plan: {error}") from error
-
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of this rank's planning server, which is opened first where needed."""
         try:
-            return all_or_none(named, self._group.gather)
-        except InfeasiblePlanError:
-            # Some servers may have planned this window and some not. All start afresh, so that plans stay equal.
-            self._is_open = False
-            raise
+            if not self._is_open:
+                self._worker.lend(self)
+                self._worker.call("open", *self._task)
+            self._is_open = True
+            return self._worker.call(method, *args)
+        except EquipoiseError as error:
+            raise InfeasiblePlanError(f"could not plan: {error}") from error
 
 
 def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions) -> str:
