@@ -171,11 +171,6 @@ class TransferEngine:
         """Where this rank's parameters are, or must be when a stage starts."""
         return self._node.registrations
 
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes per rank beyond the parameters: replica buffers, mailboxes, outbox."""
-        return self._node.layout.extra_bytes
-
     def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
         """Start publishing the plan's placement, and pulling. Every rank of the group must call this.
 

@@ -373,7 +373,8 @@ class NodeMemory:
         self.watchdog = Watchdog(self.cells, messages, rank=self.rank, timeout_s=options.timeout_s)
         # Twice the bound on waits: a rank that does not join is named by the watchdog, not by gloo.
         self._own_group = OwnGroup(group, timeout_s=2 * options.timeout_s)
-        self._registrations: tuple[Registration, ...] = ()
+        self.registrations: tuple[Registration, ...] = ()
+        """Where this rank's parameters are, in layer and field order."""
         self.adopt(version=0)
         self.agree([0], Transfer("fence", path="p2p"))
         self.watchdog.watch_peers()
@@ -382,11 +383,6 @@ class NodeMemory:
     def num_experts(self) -> int:
         """Experts of a layer, of all ranks."""
         return self.layout.home_slots * len(self.node_R)
-
-    @property
-    def registrations(self) -> tuple[Registration, ...]:
-        """What is registered, in layer and field order."""
-        return self._registrations
 
     def outbox(self, rank: int, dtype: torch.dtype) -> ExpertWeights:
         """[home_slots, ...] staging of a rank of this node, read as `dtype`."""
@@ -408,7 +404,7 @@ class NodeMemory:
                     tensor.data = view
                 name = f"layer index {layer} {part}"
                 registrations.append(Registration(name, view.data_ptr(), view.nbytes, version))
-        self._registrations = tuple(registrations)
+        self.registrations = tuple(registrations)
         if self.device.type == "cuda":
             # The memory that parameters left is of no more use to torch.
             torch.cuda.empty_cache()
@@ -416,7 +412,7 @@ class NodeMemory:
     def check(self) -> None:
         """Raise if a parameter is no longer where it was registered."""
         tensors = [tensor for weights in self.homes for tensor in weights.tensors()]
-        for tensor, known in zip(tensors, self._registrations, strict=True):
+        for tensor, known in zip(tensors, self.registrations, strict=True):
             if tensor.data_ptr() != known.pointer or tensor.nbytes != known.num_bytes:
                 raise TransferError(
                     f"{known.name}: registered at {known.pointer:#x} with {known.num_bytes} bytes in window "
@@ -476,10 +472,10 @@ class NodeMemory:
 
     def close(self) -> None:
         """Move the parameters out into memory of their own and let go of the node's. Closing twice is allowed."""
-        for weights in self.homes if self._registrations else ():
+        for weights in self.homes if self.registrations else ():
             for tensor in weights.tensors():
                 tensor.data = tensor.detach().clone()
-        self._registrations = ()
+        self.registrations = ()
         Mark.now(self.device).block()
         self.cells = {}
         self.home, self._outboxes, self.mailboxes = {}, {}, {}
