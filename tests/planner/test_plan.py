@@ -425,7 +425,7 @@ def test_kernels_of_a_read_only_install_run_and_leave_no_file(tmp_path):
     installed = tmp_path / "site"
     shutil.copytree(ROOT / "equipoise", installed / "equipoise", ignore=shutil.ignore_patterns("__pycache__"))
     # A file where the cache folder would be cannot be made a folder, not even by root; nor is there a home to cache in.
-    for room in ("cost", "planner"):
+    for room in ("core", "cost", "loads", "planner"):
         (installed / "equipoise" / room / "__pycache__").touch()
     nowhere = {"PYTHONPATH": str(installed), "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache"}
     done = run_script(KERNELS_SCRIPT, **nowhere)
