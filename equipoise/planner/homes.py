@@ -4,10 +4,15 @@
 even where that sum rises; every state is judged by the true objective, the fullest group's rows per rank in every
 micro-step plus the price of displaced experts. `polish` then takes single swaps that lower the true objective.
 
-Experts are kept sorted by group ("positions", P), so that the scan for the best swap is one contiguous add-and-min per
-row, and all tables are updated in O(experts) after a swap. Integers only; ties by expert id.
-`tests/planner/reference.py` specifies both functions in plain Python.
+`near` then swaps experts between nodes by what those nodes compute and what crosses between them together: beyond one
+node the busiest link often costs more than a few rows on a fuller node.
+
+For `level`, experts are kept sorted by group ("positions", P), so that the scan for the best swap is one contiguous
+add-and-min per row, and all tables are updated in O(experts) after a swap. Integers only; ties by expert id.
+`tests/planner/reference.py` specifies all three functions in plain Python.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -363,3 +368,183 @@ def _swap_positions(
         swap_gain_PP[p, i], swap_gain_PP[q, i] = swap_gain_PP[q, i], swap_gain_PP[p, i]
     for i in range(len(order)):
         swap_gain_PP[i, p], swap_gain_PP[i, q] = swap_gain_PP[i, q], swap_gain_PP[i, p]
+
+
+class NodeRows(NamedTuple):
+    """Rows of nodes and links for the homes at hand, kept up to date by `near`; ranks in the order of their nodes."""
+
+    start_N: np.ndarray
+    """[N + 1] where each node's ranks begin."""
+    weight_N: np.ndarray
+    """[N] parts that one row of a node counts, so that nodes of unlike sizes compare."""
+    common: int
+    """Parts of a row at one rank."""
+    total_EM: np.ndarray
+    """[E, M] rows of each expert."""
+    sent_MR: np.ndarray
+    """[M, R] rows that each source sends to other nodes."""
+    total_MN: np.ndarray
+    """[M, N] rows for the experts of each node."""
+    across_MN: np.ndarray
+    """[M, N] of these, rows from other nodes."""
+
+
+class OtherNodes(NamedTuple):
+    """What a swap between two nodes does not change."""
+
+    top_M2: np.ndarray
+    """[M, 2] the fullest of the other nodes, and the busiest of their links."""
+    floor_M: np.ndarray
+    """[M + 1] the value of these alone, from each micro-step on."""
+
+
+@compiled
+def near(
+    load_MRE: np.ndarray,
+    group_E: np.ndarray,
+    node_R: np.ndarray,
+    cost_EN: np.ndarray,
+    owner_E: np.ndarray,
+    weights: tuple[int, int],
+    budget: int,
+    max_checks: int,
+    most_steps: int,
+) -> np.ndarray:
+    """Swap experts between nodes as long as fuller nodes cost less than what crosses. See `reference.near`."""
+    # Ranks node by node, so that a swap reads four short runs.
+    micro_steps, ranks, experts = load_MRE.shape
+    order, stride = np.argsort(node_R, kind="mergesort"), (micro_steps + most_steps - 1) // most_steps
+    start_N = np.searchsorted(node_R[order], np.arange(node_R.max() + 2))
+    micro_steps = (micro_steps + stride - 1) // stride
+    load_EMR = np.empty((experts, micro_steps, ranks), dtype=np.int64)
+    for m in range(micro_steps):
+        for i in range(ranks):
+            load_EMR[:, m, i] = load_MRE[m * stride, order[i]]
+    group_E, nodes = group_E.copy(), len(start_N) - 1
+    rows = _node_rows(load_EMR, group_E, start_N)
+    others = OtherNodes(np.zeros((micro_steps, 2), dtype=np.int64), np.zeros(micro_steps + 1, dtype=np.int64))
+    room = budget - (group_E != owner_E).sum()
+    checks, quiet, pairs = 0, 0, nodes * (nodes - 1) // 2
+    while quiet < pairs and checks < max_checks:
+        for a in range(nodes - 1):
+            for b in range(a + 1, nodes):
+                improved = False
+                now = _fill_others(rows, a, b, weights, others)
+                for e in range(experts):
+                    if group_E[e] != a:
+                        continue
+                    for f in range(experts):
+                        if group_E[f] != b or checks >= max_checks:
+                            continue
+                        checks += 1
+                        more = rows.common * (cost_EN[e, b] - cost_EN[e, a] + cost_EN[f, a] - cost_EN[f, b])
+                        value = more + _burden_after_swap(load_EMR, rows, e, f, a, b, weights, others, now - more)
+                        if value < now and more_away(owner_E, e, f, a, b) <= room:
+                            now = value - more
+                            room -= more_away(owner_E, e, f, a, b)
+                            _swap_nodes(load_EMR, rows, e, f, a, b)
+                            group_E[e], group_E[f] = b, a
+                            improved = True
+                            break
+                quiet = 0 if improved else quiet + 1
+    return group_E
+
+
+@compiled
+def _node_rows(load_EMR: np.ndarray, group_E: np.ndarray, start_N: np.ndarray) -> NodeRows:
+    """Count the rows of nodes and links."""
+    experts, micro_steps, ranks = load_EMR.shape
+    nodes = len(start_N) - 1
+    total_EM = np.zeros((experts, micro_steps), dtype=np.int64)
+    sent_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
+    total_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
+    across_MN = np.zeros((micro_steps, nodes), dtype=np.int64)
+    for e in range(experts):
+        node = group_E[e]
+        for m in range(micro_steps):
+            for r in range(ranks):
+                rows = load_EMR[e, m, r]
+                total_EM[e, m] += rows
+                if not start_N[node] <= r < start_N[node + 1]:
+                    sent_MR[m, r] += rows
+                    across_MN[m, node] += rows
+            total_MN[m, node] += total_EM[e, m]
+    common = common_multiple(np.diff(start_N))
+    return NodeRows(start_N, common // np.diff(start_N), common, total_EM, sent_MR, total_MN, across_MN)
+
+
+@compiled
+def _fill_others(rows: NodeRows, a: int, b: int, weights: tuple[int, int], others: OtherNodes) -> int:
+    """Fill `others` with what nodes other than a and b have; return the value of all nodes."""
+    start_N, weight_N, common, _, sent_MR, total_MN, across_MN = rows
+    top_M2, floor_M = others
+    value = np.int64(0)
+    for m in range(len(sent_MR)):
+        top_M2[m] = 0
+        top, link = np.int64(0), np.int64(0)
+        for node in range(len(weight_N)):
+            full, busy = weight_N[node] * total_MN[m, node], weight_N[node] * across_MN[m, node]
+            for r in range(start_N[node], start_N[node + 1]):
+                busy = max(busy, common * sent_MR[m, r])
+            top, link = max(top, full), max(link, busy)
+            if node not in (a, b):
+                top_M2[m, 0], top_M2[m, 1] = max(top_M2[m, 0], full), max(top_M2[m, 1], busy)
+        value += weights[0] * top + weights[1] * link
+    for m in range(len(sent_MR) - 1, -1, -1):
+        floor_M[m] = floor_M[m + 1] + weights[0] * top_M2[m, 0] + weights[1] * top_M2[m, 1]
+    return int(value)
+
+
+@compiled
+def _burden_after_swap(
+    load_EMR: np.ndarray,
+    rows: NodeRows,
+    e: int,
+    f: int,
+    a: int,
+    b: int,
+    weights: tuple[int, int],
+    others: OtherNodes,
+    limit: int,
+) -> int:
+    """The value of all nodes once e moves from a to b and f from b to a; `limit` or more if it is not below `limit`."""
+    start_N, weight_N, common, total_EM, sent_MR, total_MN, across_MN = rows
+    top_M2, floor_M = others
+    value = np.int64(0)
+    for m in range(len(sent_MR)):
+        sent, more_a, more_b = np.int64(0), np.int64(0), np.int64(0)
+        for r in range(start_N[a], start_N[a + 1]):
+            more = load_EMR[f, m, r] - load_EMR[e, m, r]
+            more_a += more
+            sent = max(sent, sent_MR[m, r] - more)
+        for r in range(start_N[b], start_N[b + 1]):
+            more = load_EMR[e, m, r] - load_EMR[f, m, r]
+            more_b += more
+            sent = max(sent, sent_MR[m, r] - more)
+        more = total_EM[f, m] - total_EM[e, m]
+        top = max(weight_N[a] * (total_MN[m, a] + more), weight_N[b] * (total_MN[m, b] - more))
+        link = max(weight_N[a] * (across_MN[m, a] + more - more_a), weight_N[b] * (across_MN[m, b] - more - more_b))
+        link = max(link, common * sent)
+        value += weights[0] * max(top_M2[m, 0], top) + weights[1] * max(top_M2[m, 1], link)
+        # Most swaps are worse, and a few micro-steps are enough to know it.
+        if value + floor_M[m + 1] >= limit:
+            return int(value + floor_M[m + 1])
+    return int(value)
+
+
+@compiled
+def _swap_nodes(load_EMR: np.ndarray, rows: NodeRows, e: int, f: int, a: int, b: int) -> None:
+    """Move expert e from node a to b, and f from b to a."""
+    start_N, _, _, total_EM, sent_MR, total_MN, across_MN = rows
+    for m in range(len(sent_MR)):
+        more = total_EM[f, m] - total_EM[e, m]
+        total_MN[m, a] += more
+        total_MN[m, b] -= more
+        across_MN[m, a] += more
+        across_MN[m, b] -= more
+        for r in range(start_N[a], start_N[a + 1]):
+            sent_MR[m, r] -= load_EMR[f, m, r] - load_EMR[e, m, r]
+            across_MN[m, a] -= load_EMR[f, m, r] - load_EMR[e, m, r]
+        for r in range(start_N[b], start_N[b + 1]):
+            sent_MR[m, r] -= load_EMR[e, m, r] - load_EMR[f, m, r]
+            across_MN[m, b] -= load_EMR[e, m, r] - load_EMR[f, m, r]

@@ -6,11 +6,11 @@
    with that, too: the best homes inside nodes are often not the best ones across.
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
-3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried as they are, and with
-   ranks level in what crosses, too (`with_far`).
+3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried with experts moved to
+   the nodes whose sources choose them (`bring_near`), and with ranks level in what crosses, too (`with_far`).
 
-The inner functions, `level` and `evaluate`, are compiled; the plain ones of `tests/planner/reference.py` return the
-same to the bit.
+The inner functions, `level`, `near` and `evaluate`, are compiled; the plain ones of `tests/planner/reference.py` return
+the same to the bit.
 
 Invariants (asserted by the tests):
 1. No more than `budget` experts of a layer are displaced, and each rank keeps its number of homes.
@@ -49,10 +49,11 @@ class Kernels(NamedTuple):
     """The inner functions of a plan: the compiled ones, or those of `tests/planner/reference.py`."""
 
     level: Level
+    near: Callable[..., np.ndarray]
     evaluate: Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 
 
-COMPILED = Kernels(homes.level, evaluate)
+COMPILED = Kernels(homes.level, homes.near, evaluate)
 
 
 def plan_layer(
@@ -138,7 +139,10 @@ def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> La
         budget=budget,
         patience=patience,
         max_checks=6_000 * task.options.effort,
-        link_ratio=row.crossing_ps // row.compute_ps,
+        near_checks=750 * task.options.effort,
+        near_steps=16 * task.options.effort,
+        row_weight=1024 * row.compute_ps // row.slope_ps,
+        link_weight=1024 * row.crossing_ps // row.slope_ps,
         cost_inside=0 if by_skew else cost_2[0],
         cost_across=0 if by_skew else cost_2[1],
         layers=layers,
@@ -168,7 +172,7 @@ def owners(experts: int, ranks: int) -> np.ndarray:
 def candidates(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, kernels: Kernels
 ) -> list[np.ndarray]:
-    """Homes worth pricing, [E] each: level across nodes; level inside nodes, too; level inside nodes alone.
+    """Homes worth pricing, [E] each: level across nodes and near their sources; level inside nodes, too; inside alone.
 
     For skew, where displacements are free and links do not count, one is enough; from a good warm start likewise.
     """
@@ -185,7 +189,7 @@ def candidates(
     nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
     if problem.by_skew:
         return [level_ranks(inputs, nodes_E, problem, level)]
-    found = [nodes_E]
+    found = [bring_near(load_MRE, nodes_E, problem, kernels.near)]
     if not is_good:
         far = with_far(inputs, load_MRE, nodes_E, problem)
         found += [level_ranks(far, nodes_E, problem, level), level_ranks(inputs, start_E, problem, level)]
@@ -251,11 +255,8 @@ def level_nodes(
     node_R, experts = problem.node_R, len(start_E)
     owner_E = owners(experts, len(node_R))
     limits = problem.budget, problem.patience, problem.max_checks
-    # Of experts that serve as well, the first one found is displaced. So look at the first expert of every owner, then
-    # at every second one, and so on: no owner's link then has all displaced experts at an edge. Skew does not ask.
-    turn_E = np.arange(experts)
-    if not problem.by_skew:
-        turn_E = turn_E.reshape(len(node_R), -1).T.reshape(experts)
+    # Skew does not ask which experts are displaced.
+    turn_E = np.arange(experts) if problem.by_skew else in_turn(experts, len(node_R))
     cost_EN, affinity_EE = node_prices(owner_E, problem)[turn_E], affinity_EE[np.ix_(turn_E, turn_E)]
     groups = (
         node_R[start_E[turn_E]],
@@ -270,6 +271,36 @@ def level_nodes(
     return assign_ranks(node_E, np.array(start_E), owner_E, node_R)
 
 
+def in_turn(experts: int, ranks: int) -> np.ndarray:
+    """[E] experts in the order in which nodes look at them: the first of every owner, then the second, and so on.
+
+    Of experts that serve as well, the first one found is displaced. In turn these are from different owners, and no
+    owner's link has all displaced experts at an edge.
+    """
+    return np.arange(experts).reshape(ranks, -1).T.reshape(experts)
+
+
+def bring_near(
+    load_MRE: np.ndarray, start_E: np.ndarray, problem: LayerProblem, near: Callable[..., np.ndarray]
+) -> np.ndarray:
+    """[E] homes after moving experts to the nodes whose sources choose them, as long as nodes stay level enough."""
+    node_R, experts = problem.node_R, len(start_E)
+    owner_E, turn_E = owners(experts, len(node_R)), in_turn(experts, len(node_R))
+    node_E = np.empty_like(owner_E)
+    node_E[turn_E] = near(
+        np.ascontiguousarray(load_MRE[:, :, turn_E]),
+        node_R[start_E[turn_E]],
+        node_R,
+        node_prices(owner_E, problem)[turn_E],
+        node_R[owner_E[turn_E]],
+        (problem.row_weight, problem.link_weight),
+        problem.budget,
+        problem.near_checks,
+        problem.near_steps,
+    )
+    return assign_ranks(node_E, np.array(start_E), owner_E, node_R)
+
+
 def node_prices(owner_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
     """[E, N] price of an expert in each node: none in its owner's."""
     is_owners_EN = np.arange(problem.node_R.max() + 1) == problem.node_R[owner_E][:, None]
@@ -281,11 +312,12 @@ def with_far(inputs: Inputs, load_MRE: np.ndarray, home_E: np.ndarray, problem: 
     is_far_RE = problem.node_R[:, None] != problem.node_R[home_E]
     far_EM = np.where(is_far_RE, load_MRE, 0).sum(axis=1).T
     whole = max(1, int(inputs.load_EM.sum(axis=0).max()))
+    ratio = problem.link_weight // max(1, problem.row_weight)
     return Inputs(
         np.concatenate([inputs.load_EM, far_EM], axis=1),
         # Twice as much in the sum of squares, because a link costs several times what computing does.
         np.concatenate([inputs.share_EM, (far_EM << 21) // whole], axis=1),
-        np.concatenate([inputs.weight_M, inputs.weight_M * problem.link_ratio]),
+        np.concatenate([inputs.weight_M, inputs.weight_M * ratio]),
     )
 
 

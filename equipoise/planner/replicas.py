@@ -59,8 +59,14 @@ class LayerProblem(NamedTuple):
     """Swaps without improvement before `level` stops."""
     max_checks: int
     """Swaps `polish` may look at."""
-    link_ratio: int
-    """Price of one more row on the busiest link across nodes, in rows that a rank computes."""
+    near_checks: int
+    """Swaps `near` may look at."""
+    near_steps: int
+    """Micro-steps that `near` looks at, evenly spaced, where a window has more."""
+    row_weight: int
+    """Price of one more row to compute at every rank of the fullest node, in 1/1024 rows of the busiest rank."""
+    link_weight: int
+    """Price of one more row on the busiest link across nodes, in the same."""
     cost_inside: int
     """Price of displacing one expert inside its node, in 1/1024 rows of the busiest rank."""
     cost_across: int

@@ -1,8 +1,7 @@
 """The specification of the planner's inner functions, short and plain, never optimised: `level`, `near`, `evaluate`.
 
-`_level.py`, `_near.py`, `_fill.py`, `_trade.py` and `fast.py` do the same in compiled loops, under the same names, bit
-for bit. All decisions are made in integers and every tie is broken by index, so that each rank and CPU finds the same
-plan.
+`planner/homes.py` and `planner/replicas.py` do the same in compiled loops, under the same names, bit for bit. All
+decisions are made in integers and every tie is broken by index, so that each rank and CPU finds the same plan.
 
 The problem. In micro-step m, source rank s has `load_MRE[m, s, e]` rows for expert e. Each expert has one *home* rank
 for the whole window; in each micro-step some experts also get *replicas*. A layer takes as long as its busiest rank.
@@ -15,7 +14,8 @@ for the whole window; in each micro-step some experts also get *replicas*. A lay
    weighted and summed over micro-steps, plus the price of displacing experts. It is judged at every state visited, and
    the best state wins.
 2. `polish` then looks at swaps by the true objective alone and takes each that lowers it.
-3. `evaluate` gives each micro-step its replicas by `fill` (`fill_reference.py`), which works like an alias table: the
+3. `near` swaps experts between nodes by another objective, `burden`: the fullest node, and the busiest link across.
+4. `evaluate` gives each micro-step its replicas by `fill` (`fill_reference.py`), which works like an alias table: the
    emptiest rank of a node is brought up to the bound from one expert of the fullest rank, until no rank is above the
    bound. With and without them the entry is priced, and the gate keeps what is cheaper. Where bringing them costs
    much, it is tried again with fewer, which leave some of the excess (`SLACKS`). Slots that are left then serve what
@@ -43,7 +43,7 @@ def plan_layer(
     load_MRE: np.ndarray, warm_home_E: np.ndarray, pair_EE: np.ndarray, problem: LayerProblem, tables: Tables
 ) -> LayerPlan:
     """Plan one layer of one window with the plain functions. See `layer.plan_layer`."""
-    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, evaluate))
+    return layer.plan_layer(load_MRE, warm_home_E, pair_EE, problem, tables, Kernels(level, near, evaluate))
 
 
 def level(
@@ -164,24 +164,18 @@ def polish(
     common = int(np.lcm.reduce(ranks_G))
     # In rows of common parts nothing is rounded, because every group's ranks divide them.
     whole = load_EM * common, ranks_G, weight_M, cost_EG * common
-    turn_E = np.arange(len(group_E))
-    return swap_down(
-        group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), turn_E, owner_E, budget, max_checks
-    )
+    return swap_down(group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), owner_E, budget, max_checks)
 
 
 def swap_down(
     group_E: np.ndarray,
     groups: int,
     value_of: Callable[[np.ndarray], int],
-    turn_E: np.ndarray,
     owner_E: np.ndarray,
     budget: int,
     max_checks: int,
 ) -> np.ndarray:
     """Take each swap of two experts that lowers a value, pair of groups by pair, until none does or checks are spent.
-
-    Experts are looked at in the order of `turn_E`.
 
     Returns: [E] groups
     """
@@ -191,8 +185,8 @@ def swap_down(
     while quiet < len(pairs) and checks < max_checks:
         for a, b in pairs:
             quiet += 1
-            for e in turn_E:
-                for f in turn_E:
+            for e in range(len(group_E)):
+                for f in range(len(group_E)):
                     if group_E[e] != a or group_E[f] != b or checks >= max_checks:
                         continue
                     checks += 1
@@ -203,6 +197,61 @@ def swap_down(
                     if value < best and (trial_E != owner_E).sum() <= budget:
                         group_E, best, quiet = trial_E, value, 0
     return group_E
+
+
+def near(
+    load_MRE: np.ndarray,
+    group_E: np.ndarray,
+    node_R: np.ndarray,
+    cost_EN: np.ndarray,
+    owner_E: np.ndarray,
+    weights: tuple[int, int],
+    budget: int,
+    max_checks: int,
+    most_steps: int,
+) -> np.ndarray:
+    """Take each swap of two experts between nodes that lowers `burden`, until none does or `max_checks` is spent.
+
+    Args:
+        load_MRE: [M, R, E] rows; of more than `most_steps` micro-steps, evenly spaced ones count
+        group_E: [E] node of each expert's home at the start
+        node_R: [R] node of each rank
+        cost_EN: [E, N] price of an expert in each node
+        owner_E: [E] the node of each expert's owner
+        weights: price of a row to compute at every rank of the fullest node, and of one on the busiest link
+        budget: most experts away from their owner's node
+        max_checks: swaps to look at
+        most_steps: micro-steps to look at
+
+    Returns: [E] nodes
+    """
+    seen_MRE, nodes = load_MRE[:: -(-len(load_MRE) // most_steps)], int(node_R.max()) + 1
+
+    def value_of(trial_E: np.ndarray) -> int:
+        return burden(seen_MRE, trial_E, node_R, cost_EN, weights)
+
+    return swap_down(group_E, nodes, value_of, owner_E, budget, max_checks)
+
+
+def burden(
+    load_MRE: np.ndarray, group_E: np.ndarray, node_R: np.ndarray, cost_EN: np.ndarray, weights: tuple[int, int]
+) -> int:
+    """Fullest node and busiest link across nodes, each weighted and summed over micro-steps, plus prices of experts.
+
+    A link carries what a rank sends to other nodes, or a rank's share of what its node receives. Everything is counted
+    in common parts of a row, so that nodes of unlike sizes divide it.
+    """
+    ranks_N = np.bincount(node_R)
+    common, member_NE = int(np.lcm.reduce(ranks_N)), group_E == np.arange(len(ranks_N))[:, None]
+    value = common * int(cost_EN[np.arange(len(group_E)), group_E].sum())
+    for load_RE in load_MRE:
+        across_RE = load_RE * (node_R[:, None] != group_E[None, :])
+        top, received = (
+            int((common // ranks_N * (member_NE @ rows.sum(axis=0))).max()) for rows in (load_RE, across_RE)
+        )
+        sent = common * int(across_RE.sum(axis=1).max())
+        value += weights[0] * top + weights[1] * max(sent, received)
+    return value
 
 
 def evaluate(

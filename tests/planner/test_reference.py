@@ -9,7 +9,7 @@ from equipoise.planner import layer, replicas
 from tests.cost.reference import quotas
 from tests.planner import problems, reference
 
-PLAIN = layer.Kernels(reference.level, reference.evaluate)
+PLAIN = layer.Kernels(reference.level, reference.near, reference.evaluate)
 
 few = settings(max_examples=60, deadline=None)
 
