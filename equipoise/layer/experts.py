@@ -99,7 +99,7 @@ class Window:
         """
         if plan.persistent:
             raise InfeasiblePlanError(
-                f"policy {plan.policy!r} keeps replicas for the whole window; the runtime executes plans whose "
+                f"policy {plan.policy!r} keeps replicas for the whole window; a balancer executes plans whose "
                 "replicas live for one micro-step"
             )
         self.plan, self.rank, self.transfers, self.dispatches = plan, rank, transfers, dispatches

@@ -1,4 +1,4 @@
-"""Small windows for the runtime's tests: routes, and plans of every kind for them.
+"""Small windows for the tests of layers and transfers: routes, and plans of every kind for them.
 
 Knows core only, so that worker processes can import it without the planner.
 """

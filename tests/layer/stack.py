@@ -1,6 +1,6 @@
 """A small stack of layers, attention stand-in and balanced experts, run on a worker or densely in one process.
 
-Knows the runtime. Does not know the planner, so that workers start fast.
+Imports no planner, so that workers start fast.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Training loops for workers: the stack of `stack.py` under a transfer engine, or statically, window by window.
 
-Knows the runtime. Does not know the planner: plans come from the test.
+Imports no planner: plans come from the test.
 """
 
 import torch
