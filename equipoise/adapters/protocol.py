@@ -1,4 +1,7 @@
-"""What all adapters share: their face, replay of routes, micro-batches, and experts cut to their owners.
+"""What all adapters share: replay of routes, micro-batches, and experts cut to their owners.
+
+An adapter is a module with `inspect` (find MoE layers and what is unsupported), `install` (put balanced experts in
+their place, or refuse on every rank), `uninstall` (restore the model exactly), `routes_from` and `schedule_from`.
 
 A `ForwardPass` is made once per forward pass and given to every layer call, so that a layer that is computed again in
 backward finds the same routes, whichever pass is current then. Rows are in the order in which a router sees them: the
@@ -7,7 +10,7 @@ batch flattened, sample after sample, padding included.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -181,30 +184,6 @@ def _check_layer(ids_TK: Tensor, layer: int, model: ModelShape) -> Tensor:
             "model shall route itself"
         )
     return ids_TK
-
-
-class Adapter(Protocol):
-    """The face of a framework's adapter: a module with these functions."""
-
-    def inspect(self, model: Any) -> Any:
-        """Find the MoE layers by module path and global number, and what is unsupported."""
-        ...
-
-    def install(self, model: Any, balancer: Any) -> Any:
-        """Put balanced experts in the place of the model's; refuse what is unsupported, on every rank."""
-        ...
-
-    def uninstall(self, model: Any) -> None:
-        """Restore the model exactly."""
-        ...
-
-    def routes_from(self, batch: Any, *, model: ModelShape) -> np.ndarray:
-        """[L, T, K] ids that this rank replays in one micro-step."""
-        ...
-
-    def schedule_from(self, batches: Any, *, stage: Stage) -> Schedule:
-        """Who forwards which tokens in which micro-step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

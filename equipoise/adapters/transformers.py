@@ -307,10 +307,10 @@ def _checked(model: nn.Module, balancer: Balancer) -> Found:
     if found.unsupported:
         raise AdapterError("; ".join(found.unsupported))
     ranks = dist.get_world_size(balancer.group)
-    if found.experts % ranks:
+    if found.shape.experts % ranks:
         raise AdapterError(
-            f"`{found.layers[0].experts_path}`: {found.experts} experts do not divide by {ranks} ranks; use an EP "
-            "group whose size divides them"
+            f"`{found.layers[0].experts_path}`: {found.shape.experts} experts do not divide by {ranks} ranks; use an "
+            "EP group whose size divides them"
         )
     for name in ("experts", "top_k", "layer_numbers", "hidden", "expert_width"):
         there, wanted = getattr(found.shape, name), getattr(balancer.model, name)

@@ -123,26 +123,6 @@ class Found:
     unsupported: tuple[str, ...] = ()
     """Why experts cannot be balanced, one reason each; empty: they can."""
 
-    @property
-    def experts(self) -> int:
-        """Routed experts per layer."""
-        return self.shape.experts
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return self.shape.top_k
-
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-        return self.shape.hidden
-
-    @property
-    def expert_width(self) -> int:
-        """Inner width of one expert."""
-        return self.shape.expert_width
-
 
 def inspect(model: nn.Module) -> Found:
     """Find the MoE layers of a transformers model, and say what is unsupported.

@@ -199,7 +199,7 @@ class Sampler:
             num_prompt=len(batch.prompts[index]),
             # Rows of left padding are first; the last token was drawn and not forwarded.
             ids_TLK=ids_TLK[begin : begin + len(tokens) - 1].astype(np.int64),
-            experts=self._routers.found.experts,
+            experts=self._routers.found.shape.experts,
             log_probs_T=np.array(batch.log_probs[index]),
             weight_version=request.weight_version,
         )

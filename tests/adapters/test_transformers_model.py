@@ -23,7 +23,8 @@ def test_moe_layers_are_found_by_path_and_global_number_and_dense_ones_are_not(f
     assert found.family == family
     assert found.unsupported == ()
     assert tuple(layer.number for layer in found.layers) == NUMBERS[family] == found.shape.layer_numbers
-    assert (found.experts, found.top_k, found.hidden, found.expert_width) == (EXPERTS, TOP_K, HIDDEN, WIDTH)
+    shape = found.shape
+    assert (shape.experts, shape.top_k, shape.hidden, shape.expert_width) == (EXPERTS, TOP_K, HIDDEN, WIDTH)
     assert found.shape.hidden_layers == len(model.model.layers)
     assert found.shape.weight_bytes == 4
     assert found.shape.expert_bias == (family == "gpt_oss")

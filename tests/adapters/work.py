@@ -52,7 +52,7 @@ def recorded_routes(model, rank, *, micro_steps=MICRO_STEPS):
 
 def other_routes(model, rank):
     """Routes that the model would not choose: ids shifted by one, crowded onto the first experts."""
-    experts = adapter.inspect(model).experts
+    experts = adapter.inspect(model).shape.experts
     return [(ids_LTK // 2 * 2 + 1) % experts for ids_LTK in recorded_routes(model, rank)]
 
 
@@ -180,7 +180,7 @@ def install_and_uninstall(group, family, folder):
         assert full and all(p.untyped_storage().nbytes() == 0 for p in full), (
             "what is cut to its owners holds no memory"
         )
-        unknown = [torch.full((len(handle.found.layers), SAMPLES * TOKENS, handle.found.top_k), -1)]
+        unknown = [torch.full((len(handle.found.layers), SAMPLES * TOKENS, handle.found.shape.top_k), -1)]
         with torch.no_grad(), balancer.window(unknown, stage="recompute"):
             with handle.micro_step(0, record=True) as recorded:
                 model(input_ids=tokens_of(group.rank(), 0), use_cache=False)
