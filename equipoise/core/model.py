@@ -56,9 +56,7 @@ class ModelShape(Value):
         if self.top_k > self.experts:
             raise TopologyError(f"model {self.name!r}: top_k is {self.top_k}; there are only {self.experts} experts")
         for name in ("layer_numbers", "hash_layers"):
-            label = f"model {self.name!r}: an entry of {name}"
-            entries = tuple(require_int(label, n, low=-1, error=TopologyError) for n in getattr(self, name))
-            object.__setattr__(self, name, entries)
+            object.__setattr__(self, name, _entries(f"model {self.name!r}: {name}", getattr(self, name)))
         numbers = self.layer_numbers
         if not numbers:
             raise TopologyError(f"model {self.name!r} has no MoE layer; give at least one layer number")
@@ -130,11 +128,8 @@ class ModelShape(Value):
             kept = self.layer_numbers[:count]
             figures["layer_numbers"] = kept + tuple(range(kept[-1] + 1, kept[-1] + 1 + count - len(kept)))
             figures.setdefault("hash_layers", tuple(n for n in self.hash_layers if n in figures["layer_numbers"]))
-        for name in ("layer_numbers", "hash_layers"):
-            if name in figures:
-                entries = _listed(name, figures[name])
-                figures[name] = tuple(require_int(name, n, low=0, error=TopologyError) for n in entries)
         if figures.get("layer_numbers"):
+            figures["layer_numbers"] = _entries("layer_numbers", figures["layer_numbers"])
             figures.setdefault("hidden_layers", max(figures["layer_numbers"]) + 1)
         if "experts" in figures and "top_k" not in figures:
             figures["top_k"] = min(self.top_k, require_int("experts", figures["experts"], low=1, error=TopologyError))
@@ -153,14 +148,10 @@ class ModelShape(Value):
         if wrong:
             state = "unknown" if wrong[0] in figures else "missing"
             raise TopologyError(f"figures of a model: {wrong[0]!r} is {state}; they are {', '.join(sorted(known))}")
-        numbers = {
-            name: tuple(require_int(name, n, low=0, error=TopologyError) for n in _listed(name, figures[name]))
-            for name in ("layer_numbers", "hash_layers")
-        }
         for name, kind in (("name", str), ("source", str), ("expert_bias", bool)):
             if not isinstance(figures[name], kind):
                 raise TopologyError(f"figures of a model: {name} must be {kind.__name__}, got {figures[name]!r}")
-        return cls(**{**figures, **numbers})
+        return cls(**figures)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, *, name: str | None = None) -> "ModelShape":
@@ -180,8 +171,7 @@ class ModelShape(Value):
             hidden=_figure(figures, title, "hidden_size"),
             expert_width=_figure(figures, title, "moe_intermediate_size", "intermediate_size"),
             shared_experts=_count(figures, title, "n_shared_experts", "num_shared_experts"),
-            attention_params=_attention_params(figures, title),
-            attention_width=_attention_width(figures, title),
+            **_attention(figures, title),
             mtp_layers=_count(figures, title, "num_nextn_predict_layers"),
             hash_layers=tuple(range(_count(figures, title, "num_hash_layers", high=hidden_layers))),
             expert_bias=figures.get("model_type") == "gpt_oss",
@@ -221,10 +211,11 @@ _LOWEST = {
 }
 
 
-def _listed(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
+def _entries(name: str, value: Any) -> tuple[int, ...]:
+    """Return a list of layer numbers as a tuple; their range is checked against the model's layers."""
     if not isinstance(value, list | tuple):
-        raise TopologyError(f"figures of a model: {name} must be a list, got {value!r}")
-    return value
+        raise TopologyError(f"{name} must be a list, got {value!r}")
+    return tuple(require_int(name, n, low=-1, error=TopologyError) for n in value)
 
 
 def preset_names() -> list[str]:
@@ -267,34 +258,18 @@ def _moe_layer_numbers(figures: Mapping[str, Any], title: str, hidden_layers: in
     return tuple(n for n in range(first, hidden_layers) if n not in (dense or ()) and (n + offset) % stride == 0)
 
 
-def _head_width(figures: Mapping[str, Any], title: str) -> int:
-    if figures.get("head_dim") is not None:
-        return _figure(figures, title, "head_dim")
-    return _figure(figures, title, "hidden_size") // _figure(figures, title, "num_attention_heads")
-
-
-def _mla_widths(figures: Mapping[str, Any], title: str) -> tuple[int, int, int]:
-    """Return query-key width without and with rotation, and value width, of one head of latent attention."""
-    nope, rope, value = (_figure(figures, title, k) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return nope, rope, value
-
-
-def _attention_params(figures: Mapping[str, Any], title: str) -> int:
-    hidden = _figure(figures, title, "hidden_size")
-    heads = _figure(figures, title, "num_attention_heads")
+def _attention(figures: Mapping[str, Any], title: str) -> dict[str, int]:
+    """Return parameters and width of one layer's attention, latent or grouped-query."""
+    hidden, heads = (_figure(figures, title, key) for key in ("hidden_size", "num_attention_heads"))
     rank, q_rank = (_count(figures, title, key) for key in ("kv_lora_rank", "q_lora_rank"))
     if rank:
-        nope, rope, value = _mla_widths(figures, title)
+        # Widths of one head: query and key without and with rotation, and value.
+        keys = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        nope, rope, value = (_figure(figures, title, key) for key in keys)
         query = heads * (nope + rope)
-        query_params = hidden * q_rank + q_rank * query if q_rank else hidden * query
-        return query_params + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
-    width = _head_width(figures, title)
+        params = hidden * q_rank + q_rank * query if q_rank else hidden * query
+        params += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+        return {"attention_params": params, "attention_width": heads * (nope + rope + value)}
+    width = hidden // heads if figures.get("head_dim") is None else _figure(figures, title, "head_dim")
     kv_heads = _count(figures, title, "num_key_value_heads") or heads
-    return 2 * hidden * heads * width + 2 * hidden * kv_heads * width
-
-
-def _attention_width(figures: Mapping[str, Any], title: str) -> int:
-    heads = _figure(figures, title, "num_attention_heads")
-    if _count(figures, title, "kv_lora_rank"):
-        return heads * sum(_mla_widths(figures, title))
-    return 2 * heads * _head_width(figures, title)
+    return {"attention_params": 2 * hidden * (heads + kv_heads) * width, "attention_width": 2 * heads * width}

@@ -8,10 +8,9 @@ Padding rows (`padding_T`) were forwarded and dispatched but belong to no token 
 them.
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -108,30 +107,6 @@ class SampleRoutes(Value):
             )
 
 
-class _Checked(Sequence[SampleRoutes]):
-    """A sequence of samples whose ids were checked against one model."""
-
-    __slots__ = ("_samples",)
-
-    def __init__(self, samples: Sequence[SampleRoutes]) -> None:
-        self._samples = tuple(samples)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    @overload
-    def __getitem__(self, index: int) -> SampleRoutes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[SampleRoutes]: ...
-    def __getitem__(self, index: int | slice) -> SampleRoutes | Sequence[SampleRoutes]:
-        return self._samples[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # samples hold arrays
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes(Value):
     """Routes of many samples of one model.
@@ -170,8 +145,8 @@ class Routes(Value):
             layer_numbers: global number of each entry of the L axis; all MoE layers of the model by default
         """
         numbers = tuple(model.layer_numbers if layer_numbers is None else layer_numbers)
-        checked = [_fit(sample, model=model, num_layers=len(numbers)) for sample in samples]
-        return cls(model=model, samples=_Checked(checked), layer_numbers=numbers)
+        checked = tuple(_fit(sample, model=model, num_layers=len(numbers)) for sample in samples)
+        return cls(model=model, samples=checked, layer_numbers=numbers)
 
     @property
     def num_tokens(self) -> int:
