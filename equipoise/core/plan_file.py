@@ -51,7 +51,7 @@ from equipoise.core.files import narrow, read_npz, whole_file
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
 from equipoise.core.value import require_int
-from equipoise.core.window import LoadMatrix
+from equipoise.core.window import OPTIONAL, LoadMatrix
 
 FORMAT = "equipoise-plan-2"
 OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid them; plan the window again"}
@@ -59,7 +59,6 @@ OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid t
 _FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "estimated_share", "static_seconds")
 _PARTS = ("seconds", "bytes", "cluster", "model", "depth")
 _LOADS = ("load_MLRE", "stage")
-_LOADS_OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
 _TABLE = ("start_ML", "expert_P", "rank_P", "rows_P", "path_P2")
 _ENTRIES = ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML", "edge_ns_2L", "edge_slow_2L")
 _VISITS = ("micro_step_V", "phase_V", "layer_V", "pulls_V", "buffer_V", "ready_from_V", "resident_V")
@@ -77,13 +76,11 @@ def save_plan(plan: Plan, path: str | Path | IO[bytes]) -> None:
         "model": plan.model.figures(),
         "depth": None if plan.itinerary is None else plan.itinerary.depth,
     }
-    arrays: dict[str, Any] = {"format": np.array(FORMAT), "facts": np.array(json.dumps(facts, sort_keys=True))}
-    arrays["stage"] = np.array(plan.loads.stage)
-    sources = [(plan.loads, ("load_MLRE", *_LOADS_OPTIONAL)), (plan, _ENTRIES), (plan.replica_table, _TABLE)]
-    if plan.itinerary is not None:
-        sources.append((plan.itinerary, _VISITS))
-    for source, names in sources:
-        arrays.update((name, narrow(getattr(source, name))) for name in names if getattr(source, name) is not None)
+    arrays = {"format": np.array(FORMAT), "facts": np.array(json.dumps(facts, sort_keys=True))}
+    arrays |= plan.loads.to_arrays()
+    visits = () if plan.itinerary is None else _VISITS
+    for source, names in ((plan, _ENTRIES), (plan.replica_table, _TABLE), (plan.itinerary, visits)):
+        arrays |= {name: narrow(getattr(source, name)) for name in names}
     if isinstance(path, str | Path):
         with whole_file(path, error=InfeasiblePlanError) as draft:
             _write(arrays, draft)
@@ -107,7 +104,7 @@ def load_plan(path: str | Path) -> Plan:
     try:
         facts = _read_facts(arrays)
         needed = {"format", "facts", *_LOADS, *_TABLE, *_ENTRIES, *(() if facts["depth"] is None else _VISITS)}
-        wrong = sorted((set(arrays) ^ needed) - set(_LOADS_OPTIONAL))
+        wrong = sorted((set(arrays) ^ needed) - set(OPTIONAL))
         if wrong:
             state = "unknown" if wrong[0] in arrays else "missing"
             raise InfeasiblePlanError(f"array {wrong[0]!r} is {state}; a plan holds {', '.join(sorted(needed))}")
@@ -119,14 +116,10 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def _read_facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    facts = json.loads(str(arrays["facts"]))
-    wanted = {*_FACTS, *_PARTS}
-    if not isinstance(facts, dict) or set(facts) != wanted:
-        raise InfeasiblePlanError(f"facts must be an object with {', '.join(sorted(wanted))}")
-    kinds = {"policy": str, "objective": str, "cross_node": bool, "persistent": bool}
-    for name in wanted & {"estimated_share", "static_seconds"}:
+    facts = _object("facts", json.loads(str(arrays["facts"])), {*_FACTS, *_PARTS})
+    for name in ("estimated_share", "static_seconds"):
         facts[name] = _number(name, facts[name])
-    for name, kind in kinds.items():
+    for name, kind in (("policy", str), ("objective", str), ("cross_node", bool), ("persistent", bool)):
         if not isinstance(facts[name], kind):
             raise InfeasiblePlanError(f"{name} is {facts[name]!r}; it must be a {kind.__name__}")
     if facts["objective"] not in get_args(Objective):
@@ -141,19 +134,20 @@ def _number(name: str, value: Any) -> float:
 
 
 def _build(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> Plan:
-    options: dict[str, Any] = {name: arrays[name] for name in _LOADS_OPTIONAL if name in arrays}
-    loads = LoadMatrix(arrays["load_MLRE"], stage=str(arrays["stage"]), **options)  # type: ignore[arg-type]  # checked there
     entries: dict[str, Any] = {name: arrays[name] for name in _ENTRIES}
     itinerary = None
     if facts["depth"] is not None:
-        depth = require_int("depth", facts["depth"], low=1, error=InfeasiblePlanError)
-        itinerary = Itinerary(depth=depth, **{name: arrays[name] for name in _VISITS})
+        itinerary = Itinerary(depth=facts["depth"], **{name: arrays[name] for name in _VISITS})
+    seconds = _object("seconds", facts["seconds"], {f.name for f in fields(Seconds)})
+    moved = _object("bytes", facts["bytes"], {f.name for f in fields(Bytes)})
     return Plan(
-        loads=loads,
+        loads=LoadMatrix.from_arrays(arrays),
         cluster=_cluster(facts["cluster"]),
         model=ModelShape.from_figures(facts["model"]),
-        seconds=Seconds(**_parts("seconds", facts["seconds"], Seconds, _number)),
-        bytes=Bytes(**_parts("bytes", facts["bytes"], Bytes, _count)),
+        seconds=Seconds(**{name: _number(f"seconds.{name}", value) for name, value in seconds.items()}),
+        bytes=Bytes(
+            **{n: require_int(f"bytes.{n}", value, low=0, error=InfeasiblePlanError) for n, value in moved.items()}
+        ),
         replica_table=ReplicaTable(**{name: arrays[name] for name in _TABLE}),
         itinerary=itinerary,
         **entries,
@@ -161,23 +155,18 @@ def _build(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> Plan:
     )
 
 
-def _count(name: str, value: Any) -> int:
-    return require_int(name, value, low=0, error=InfeasiblePlanError)
-
-
-def _parts(label: str, values: Any, kind: type[Seconds] | type[Bytes], read: Any) -> dict[str, Any]:
-    names = {f.name for f in fields(kind)}
+def _object(label: str, values: Any, names: set[str]) -> dict[str, Any]:
+    """Return a JSON object that has exactly these keys."""
     if not isinstance(values, dict) or set(values) != names:
         raise InfeasiblePlanError(f"{label} must be an object with {', '.join(sorted(names))}")
-    return {name: read(f"{label}.{name}", value) for name, value in values.items()}
+    return values
 
 
-def _cluster(values: Any) -> Cluster:
-    names = {f.name for f in fields(Cluster)}
+def _cluster(given: Any) -> Cluster:
     # Files of an earlier version name no profile: theirs is the cluster's own.
-    if not isinstance(values, dict) or {*values, "profile"} != names:
-        raise InfeasiblePlanError(f"cluster must be an object with {', '.join(sorted(names))}")
-    if not all(isinstance(values.get(name, ""), str) for name in ("name", "device", "profile")):
+    values = {"profile": "", **given} if isinstance(given, dict) else given
+    values = _object("cluster", values, {f.name for f in fields(Cluster)})
+    if not all(isinstance(values[name], str) for name in ("name", "device", "profile")):
         raise InfeasiblePlanError("cluster name, device and profile must be text")
     sources = tuple((str(figure), str(source)) for figure, source in values["sources"])
     return Cluster(**{**values, "node_R": tuple(values["node_R"]), "sources": sources})

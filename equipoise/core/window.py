@@ -10,7 +10,7 @@ File of a LoadMatrix (`save`, `load`): an `.npz` without pickled objects, holdin
     padding_MLRE, coverage_MLR, layer_numbers_L   if the matrix has them
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,7 +23,7 @@ from equipoise.core.value import Value, as_array, frozen_array, int64_array, req
 
 Stage = Literal["recompute", "update"]
 LOADS_FORMAT = "equipoise-loads-1"
-_OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
+OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
 
 PaddingPolicy = Literal["spread", "arange", "first", "unknown"]
 """Which experts padding rows choose: `spread` the least loaded distinct ones (the plan chooses), `arange` distinct
@@ -288,10 +288,7 @@ class LoadMatrix(Value):
 
     def save(self, path: str | Path) -> None:
         """Write the matrix to a compressed `.npz` file; integers in the narrowest unsigned dtype."""
-        arrays: dict[str, Any] = {"format": np.array(LOADS_FORMAT), "stage": np.array(self.stage)}
-        for name in ("load_MLRE", *_OPTIONAL):
-            if getattr(self, name) is not None:
-                arrays[name] = narrow(getattr(self, name))
+        arrays: dict[str, Any] = {"format": np.array(LOADS_FORMAT), **self.to_arrays()}
         with whole_file(path, error=LoadsError) as draft, draft.open("wb") as file:
             np.savez_compressed(file, **arrays)
 
@@ -299,11 +296,20 @@ class LoadMatrix(Value):
     def load(cls, path: str | Path) -> "LoadMatrix":
         """Read a file written by `save`. Pickled content is refused."""
         arrays = read_npz(path, wanted=LOADS_FORMAT, error=LoadsError)
-        known = {"format", "load_MLRE", "stage", *_OPTIONAL}
-        unknown = sorted(set(arrays) - known)
-        if unknown or "load_MLRE" not in arrays or "stage" not in arrays:
+        known = {"format", "load_MLRE", "stage", *OPTIONAL}
+        if (set(arrays) ^ known) - set(OPTIONAL):
             raise LoadsError(f"{path}: expected arrays {sorted(known)}, found {sorted(arrays)}")
-        options = {name: arrays[name] for name in _OPTIONAL if name in arrays}
+        return cls.from_arrays(arrays)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Return stage and arrays as a file holds them: integers in their narrowest dtype, absent ones left out."""
+        arrays = {name: getattr(self, name) for name in ("load_MLRE", *OPTIONAL)}
+        return {"stage": np.array(self.stage)} | {n: narrow(array) for n, array in arrays.items() if array is not None}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "LoadMatrix":
+        """Build a matrix from what `to_arrays` returned; other arrays are ignored."""
+        options: dict[str, Any] = {name: arrays[name] for name in OPTIONAL if name in arrays}
         return cls(arrays["load_MLRE"], stage=str(arrays["stage"]), **options)  # type: ignore[arg-type]  # checked there
 
 
