@@ -34,6 +34,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from equipoise.calibrate.bench import Bench, Timing, measure
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.options import TransferOptions
 from equipoise.core.plan import Visit
-from equipoise.layer.dispatch import Dispatch, SourceSplit, prepare_dispatch
+from equipoise.layer.dispatch import Dispatch, SourceSplit, assign_slots, build_dispatch, sort_rows
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planner import plan
 from equipoise.transfer.cuda_pages import CudaPager
@@ -92,7 +93,8 @@ def prepare_with_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> Dispa
     all_S = torch.arange(slots)
     used_H = all_S[count_S > 0]
     split = SourceSplit(home_slot_E=all_S, expert_H=used_H, end_H=count_S[used_H], slot_H=used_H)
-    made = prepare_dispatch(ids_TK.cpu(), split, count_S[None], home_slots=homes)
+    send = sort_rows(assign_slots(ids_TK.cpu(), split), num_ranks=1, width=slots)
+    made = replace(build_dispatch(send, count_S[None], home_slots=homes), ids_TK=ids_TK.cpu())
     return made.to(str(ids_TK.device))
 
 

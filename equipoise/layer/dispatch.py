@@ -286,17 +286,6 @@ def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_to_all(count_RS, ones_R, ones_R, group)
 
 
-def planned_counts(plan: Plan, micro_step: int, layer: int, *, rank: int) -> Tensor:
-    """[R source, S] rows that each source sends to each slot of `rank` when all routes are the planned ones."""
-    width = plan.home_slots + plan.slots
-    slot_E = physical_slots(plan, micro_step, layer)[:, rank]
-    held = (slot_E >= 0).nonzero()[0]
-    receive_RS = torch.zeros((plan.cluster.ep, width), dtype=torch.int64)
-    split_RE = plan.split_RER(micro_step, layer)[:, held, rank]
-    receive_RS[:, torch.from_numpy(slot_E[held] - rank * width)] = torch.from_numpy(split_RE)
-    return receive_RS
-
-
 def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: int = 1) -> Dispatch:
     """Put the tables together, without communication.
 
@@ -347,17 +336,25 @@ def with_relay(dispatch: Dispatch, *, nodes: NodeRanks, swap: Swap) -> Dispatch:
 
 
 def prepare_dispatch(
-    ids_TK: Tensor, split: SourceSplit, receive_RS: Tensor, *, home_slots: int, pad: int = 1
+    ids_TK: Tensor, plan: Plan, entry: tuple[int, int], *, rank: int, pad: int = 1, swap: Swap | None = None
 ) -> Dispatch:
-    """Make a dispatch ahead of its layer, without communication. Needs all routes of all sources to be planned.
+    """Make the dispatch of one (micro-step, layer) ahead of its layer, as `rank` sees it.
 
     Args:
-        ids_TK: [T, K] the ids this rank will replay
-        split: this rank's share of the plan there
-        receive_RS: what `planned_counts` says
+        ids_TK: [T, K] the ids this rank will replay; the plan must know those of all ranks
+        swap: exchanges integers with the other ranks, for a dispatch in two levels; None: a direct one, made without
+            communication
     """
-    num_ranks, width = receive_RS.shape
-    send = sort_rows(assign_slots(ids_TK, split), num_ranks=num_ranks, width=width)
+    coverage_MLR = plan.loads.coverage_MLR
+    if coverage_MLR is not None and not (coverage_MLR == 1).all():
+        raise InfeasiblePlanError(
+            f"a dispatch can be prepared only where every route is known; coverage is down to "
+            f"{float(coverage_MLR.min()):.3f}: let the layer exchange counts"
+        )
+    # Step 1: order this rank's rows, and compare their counts with the plan's, which other ranks prepare to receive.
+    width, ranks = plan.home_slots + plan.slots, plan.cluster.ep
+    split = SourceSplit.of(plan, *entry, source=rank, device=str(ids_TK.device))
+    send = sort_rows(assign_slots(ids_TK, split), num_ranks=ranks, width=width)
     # A holder's share begins where the one before it ends, at row 0 for the first holder of an expert.
     is_first_H = split.expert_H != split.expert_H.roll(1)
     is_first_H[:1] = True
@@ -366,32 +363,20 @@ def prepare_dispatch(
     planned_RS.view(-1).index_add_(0, split.slot_H, rows_H)
     wrong = (planned_RS != send.count_RS).nonzero()
     if len(wrong):
-        # Other ranks prepare to receive the plan's counts.
-        rank, slot = wrong[0].tolist()
+        to_rank, slot = wrong[0].tolist()
         raise RoutesError(
-            f"slot {slot} of rank {rank} gets {int(send.count_RS[rank, slot])} rows from these ids, but the plan says "
-            f"{int(planned_RS[rank, slot])}; prepare with the ids that were counted, or let the layer exchange counts"
+            f"slot {slot} of rank {to_rank} gets {int(send.count_RS[to_rank, slot])} rows from these ids, but the plan "
+            f"says {int(planned_RS[to_rank, slot])}; prepare with the ids that were counted, or let the layer exchange "
+            "counts"
         )
-    return replace(build_dispatch(send, receive_RS, home_slots=home_slots, pad=pad), ids_TK=ids_TK)
-
-
-def prepare_entry(
-    ids_TK: Tensor, plan: Plan, entry: tuple[int, int], *, rank: int, pad: int = 1, swap: Swap | None = None
-) -> Dispatch:
-    """Make the dispatch of one (micro-step, layer) as `rank` sees it.
-
-    Args:
-        swap: exchanges integers with the other ranks, for a dispatch in two levels; None: a direct one
-    """
-    coverage_MLR = plan.loads.coverage_MLR
-    if coverage_MLR is not None and not (coverage_MLR == 1).all():
-        raise InfeasiblePlanError(
-            f"a dispatch can be prepared only where every route is known; coverage is down to "
-            f"{float(coverage_MLR.min()):.3f}: let the layer exchange counts"
-        )
-    split = SourceSplit.of(plan, *entry, source=rank, device=str(ids_TK.device))
-    receive_RS = planned_counts(plan, *entry, rank=rank)
-    dispatch = prepare_dispatch(ids_TK, split, receive_RS, home_slots=plan.home_slots, pad=pad)
+    # Step 2: the plan says how many rows each source sends to each slot of this rank.
+    slot_E = physical_slots(plan, *entry)[:, rank]
+    held = (slot_E >= 0).nonzero()[0]
+    receive_RS = torch.zeros((ranks, width), dtype=torch.int64)
+    split_RE = plan.split_RER(*entry)[:, held, rank]
+    receive_RS[:, torch.from_numpy(slot_E[held] - rank * width)] = torch.from_numpy(split_RE)
+    # Step 3: put the tables together.
+    dispatch = replace(build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=pad), ids_TK=ids_TK)
     if swap is None:
         return dispatch
     return with_relay(dispatch, nodes=NodeRanks(tuple(plan.cluster.node_R), rank), swap=swap)

@@ -217,7 +217,8 @@ def _apply_backward(
     grad_ND: Tensor, part: _Part, options: BlockOptions, has_training: bool
 ) -> tuple[Tensor, ExpertWeights | None]:
     """Return the gradients of rows and, where experts train, of weights."""
-    grad_pre_NF = _grad_pre(grad_ND, part, options)
+    grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
+    grad_pre_NF = activate_backward(grad_act_NF, part.pre_NF, options.activation)
     grad_rows_ND = _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options)
     if not has_training:
         return grad_rows_ND, None
@@ -229,8 +230,9 @@ def _backward_joined(
     ctx: Any, grad_ND: Tensor, part: _Part, *, has_training: bool
 ) -> tuple[Tensor, ExpertWeights | None]:
     """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are computed."""
-    groups, options = ctx.groups, ctx.options
-    grad_pre_NF, own = _grad_pre(grad_ND, part, options), None
+    groups, options, own = ctx.groups, ctx.options, None
+    grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
+    grad_pre_NF = activate_backward(grad_act_NF, part.pre_NF, options.activation)
     if has_training:
         sums = _Sums(grad_ND, grad_pre_NF, activate(part.pre_NF, options.activation), part.rows_ND)
         home_slots = groups.home_end_S.numel()
@@ -249,12 +251,6 @@ class _Sums(NamedTuple):
     grad_pre_NF: Tensor
     act_NF: Tensor
     rows_ND: Tensor
-
-
-def _grad_pre(grad_ND: Tensor, part: _Part, options: BlockOptions) -> Tensor:
-    """Gradient of the activation's input."""
-    grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
-    return activate_backward(grad_act_NF, part.pre_NF, options.activation)
 
 
 def _weight_gradients(sums: _Sums, part: _Part, options: BlockOptions) -> ExpertWeights:

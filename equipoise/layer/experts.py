@@ -29,7 +29,7 @@ from equipoise.layer.dispatch import (
     assign_slots,
     build_dispatch,
     exchange_counts,
-    prepare_entry,
+    prepare_dispatch,
     sort_rows,
     with_relay,
 )
@@ -55,35 +55,6 @@ SIZES = (1, 2, 3, 5, 9, 17, 33)
 """Group sizes that `check_row_bits` tries, in multiples of the padding."""
 
 
-class RowTraffic:
-    """Rows that reached one rank in a window, entry by entry, and the bytes it sent for them.
-
-    Tokens are counted where they are sent in forward; outputs and gradients return row by row either way.
-    """
-
-    def __init__(self, shape_ML: tuple[int, int], nodes: NodeRanks) -> None:
-        others = [(rank, node) for rank, node in enumerate(nodes.node_R) if rank != nodes.rank]
-        here = nodes.node_R[nodes.rank]
-        self._tiers = {
-            "across": [rank for rank, node in others if node != here],
-            "inside": [rank for rank, node in others if node == here],
-        }
-        self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
-        """[M, L] rows that arrived at this rank; -1 where its layer has not run."""
-        self.bytes: Counter[str] = Counter()
-        """Sent by this rank: `direct` and, where rows go in two levels, `two_level`; `across` and `inside` nodes."""
-
-    def note(self, visit: Visit, dispatch: Dispatch, *, row_bytes: int) -> None:
-        """Count one layer's rows; a recomputed layer counts its bytes again."""
-        self.arrived_ML[visit.micro_step, visit.layer] = sum(dispatch.receive_R)
-        sent = [("direct", dispatch.send_R)]
-        if dispatch.relay is not None:
-            sent += [("two_level", dispatch.relay.copies_R), ("two_level", dispatch.relay.inner_send_R)]
-        for name, rows_R in sent:
-            for tier, ranks in self._tiers.items():
-                self.bytes[f"{name} {tier}"] += row_bytes * sum(rows_R[rank] for rank in ranks)
-
-
 class Window:
     """One plan as one rank executes it. Shared by all layers of the rank."""
 
@@ -104,8 +75,26 @@ class Window:
             )
         self.plan, self.rank, self.transfers, self.dispatches = plan, rank, transfers, dispatches
         self.nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
-        self.traffic = RowTraffic((plan.loads.num_micro_steps, plan.loads.num_layers), self.nodes)
+        shape_ML = (plan.loads.num_micro_steps, plan.loads.num_layers)
+        self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
+        """[M, L] rows that arrived at this rank; -1 where its layer has not run."""
+        self.sent_bytes: Counter[str] = Counter()
+        """Tokens sent by this rank in forward: `direct` and, where they go in two levels, `two_level`; `across` and
+        `inside` nodes. Outputs and gradients return row by row either way, and are not counted."""
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
+
+    def note_rows(self, visit: Visit, dispatch: Dispatch, *, row_bytes: int) -> None:
+        """Count the rows and bytes of one layer; a recomputed layer counts its bytes again."""
+        self.arrived_ML[visit.micro_step, visit.layer] = sum(dispatch.receive_R)
+        sent = [("direct", dispatch.send_R)]
+        if dispatch.relay is not None:
+            sent += [("two_level", dispatch.relay.copies_R), ("two_level", dispatch.relay.inner_send_R)]
+        node_R = self.nodes.node_R
+        for name, rows_R in sent:
+            others = [(rows_R[r], node) for r, node in enumerate(node_R) if r != self.rank]
+            inside = sum(rows for rows, node in others if node == node_R[self.rank])
+            self.sent_bytes[f"{name} inside"] += row_bytes * inside
+            self.sent_bytes[f"{name} across"] += row_bytes * (sum(rows for rows, _ in others) - inside)
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
         """This rank's split at one entry, where the ids are; read from the plan once."""
@@ -128,11 +117,6 @@ class LayerOptions(BlockOptions):
     is_checked: bool = False
     """Exchange counts also where a dispatch is prepared, and compare."""
 
-    @property
-    def pad(self) -> int:
-        """Groups are filled to a multiple of this many rows."""
-        return DETERMINISTIC_PAD if self.is_deterministic else 1
-
 
 class BalancedExperts(nn.Module):
     """The routed experts of one layer that have their home on this rank, and the rows of all."""
@@ -150,6 +134,8 @@ class BalancedExperts(nn.Module):
         super().__init__()
         self.options = options or LayerOptions()
         self.layer, self.group = layer, group
+        # Groups are filled to a multiple of this many rows.
+        self._pad = DETERMINISTIC_PAD if self.options.is_deterministic else 1
         self.window: Window | None = None
         for name, tensor in zip(("gate_up", "down", "gate_up_bias", "down_bias"), home, strict=True):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
@@ -163,7 +149,7 @@ class BalancedExperts(nn.Module):
                 f"{home.down_SDF.dtype}, got {hidden} and {width}; use products='loop'"
             )
         if self.options.is_deterministic and not home.gate_up_SFD.is_meta:
-            check_row_bits(home, pad=self.options.pad, options=self.options)
+            check_row_bits(home, pad=self._pad, options=self.options)
 
     @property
     def home(self) -> ExpertWeights:
@@ -216,7 +202,7 @@ class BalancedExperts(nn.Module):
         if prepared is not None:
             self._check_prepared(prepared, ids_TK, visit)
         dispatch = prepared or self._make_dispatch(ids_TK, visit)
-        window.traffic.note(visit, dispatch, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
+        window.note_rows(visit, dispatch, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
         # Step 3: tokens, as rows, to the ranks that compute them, slot by slot.
         send_R, receive_R = dispatch.send_R, dispatch.receive_R
         if dispatch.relay is None:
@@ -248,7 +234,7 @@ class BalancedExperts(nn.Module):
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=self.options.combine_order)
         swap = swap if self.options.dispatch == "two_level" else None
         entry = (micro_step, self.layer)
-        return prepare_entry(ids_TK, plan, entry, rank=self.group.rank(), pad=self.options.pad, swap=swap)
+        return prepare_dispatch(ids_TK, plan, entry, rank=self.group.rank(), pad=self._pad, swap=swap)
 
     def check_matched(self) -> None:
         """Raise if any row since the last check did not follow its prepared route; call before the optimizer runs."""
@@ -266,7 +252,7 @@ class BalancedExperts(nn.Module):
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
         send = sort_rows(assign_slots(ids_TK, split), num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
         receive_RS = exchange_counts(send.count_RS, self.group)
-        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.options.pad)
+        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self._pad)
         if self.options.dispatch == "direct":
             return dispatch
         return with_relay(dispatch, nodes=window.nodes, swap=partial(all_to_all, group=self.group))

@@ -67,7 +67,7 @@ class WindowMeter:
             name: {key: value - self._before[name].get(key, 0) for key, value in now.items()}
             for name, now in _snapshot(self._counters).items()
         }
-        plan, traffic = self._planned.plan, self._window.traffic
+        plan = self._planned.plan
         return WindowReport(
             **moved,
             digest=plan.digest(),
@@ -78,9 +78,9 @@ class WindowMeter:
             planning_s=self._planned.planning_s,
             waited_s=self._planned.waited_s,
             dispatch=self._planned.dispatch,
-            dispatch_bytes=dict(traffic.bytes),
+            dispatch_bytes=dict(self._window.sent_bytes),
             planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,
-            arrived_ML=traffic.arrived_ML,
+            arrived_ML=self._window.arrived_ML,
         )
 
 

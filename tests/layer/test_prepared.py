@@ -6,14 +6,7 @@ from hypothesis import settings
 
 from equipoise.core import LoadMatrix
 from equipoise.core.errors import InfeasiblePlanError
-from equipoise.layer.dispatch import (
-    SourceSplit,
-    planned_counts,
-    prepare_dispatch,
-    prepare_entry,
-    prepared_bytes,
-    with_relay,
-)
+from equipoise.layer.dispatch import prepare_dispatch, prepared_bytes, with_relay
 from equipoise.layer.relay import NodeRanks
 from tests.layer.cases import random_plan, random_routing, static_plan
 from tests.layer.test_dispatch import cases, play
@@ -27,8 +20,7 @@ def test_with_planned_routes_the_prepared_dispatch_equals_the_exchanged_one(seed
     dispatches, _ = play(routing, plan, pad=pad)
     for rank, dispatch in enumerate(dispatches):
         ids_TK = torch.from_numpy(routing.ids[0][0][rank])
-        split, counts = SourceSplit.of(plan, 0, 0, source=rank), planned_counts(plan, 0, 0, rank=rank)
-        prepared = prepare_dispatch(ids_TK, split, counts, home_slots=plan.home_slots, pad=pad)
+        prepared = prepare_dispatch(ids_TK, plan, (0, 0), rank=rank, pad=pad)
         assert (prepared.send_R, prepared.receive_R) == (dispatch.send_R, dispatch.receive_R)
         assert torch.equal(prepared.place_N, dispatch.place_N) and torch.equal(prepared.index_TK, dispatch.index_TK)
         assert torch.equal(prepared.groups.home_end_S, dispatch.groups.home_end_S)
@@ -43,7 +35,7 @@ def test_partial_coverage_cannot_be_prepared():
     loads = LoadMatrix(plan.loads.load_MLRE, coverage_MLR=coverage)
     partial = type(plan)(**{**fields_of(plan), "loads": loads})
     with pytest.raises(InfeasiblePlanError, match=r"coverage is down to 0\.500"):
-        prepare_entry(torch.from_numpy(routing.ids[0][0][0]), partial, (0, 0), rank=0)
+        prepare_dispatch(torch.from_numpy(routing.ids[0][0][0]), partial, (0, 0), rank=0)
 
 
 def fields_of(plan):
@@ -60,7 +52,7 @@ def alone(rows_NX, send_R, receive_R):
 def test_packing_changes_no_value(is_two_level):
     routing = random_routing(3, ranks=1)
     ids_TK = torch.from_numpy(routing.ids[0][0][0])
-    prepared = prepare_entry(ids_TK, static_plan(routing), (0, 0), rank=0)
+    prepared = prepare_dispatch(ids_TK, static_plan(routing), (0, 0), rank=0)
     if is_two_level:
         prepared = with_relay(prepared, nodes=NodeRanks((0,), 0), swap=alone)
     packed = prepared.packed()
@@ -82,7 +74,7 @@ def test_the_bytes_of_a_window_are_foreseen():
         for m in range(2):
             for layer in range(2):
                 ids_TK = torch.from_numpy(routing.ids[m][layer][rank])
-                packed = prepare_entry(ids_TK, plan, (m, layer), rank=rank).packed()
+                packed = prepare_dispatch(ids_TK, plan, (m, layer), rank=rank).packed()
                 # The ends of 5 slots are beyond what grows with rows.
                 total += packed.flat_X.nbytes - 4 * 5
         found.append(total)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from equipoise.layer.dispatch import WindowDispatches, prepare_entry
+from equipoise.layer.dispatch import WindowDispatches, prepare_dispatch
 from tests.layer.cases import random_routing, static_plan
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_what_is_brought_is_what_was_made(order, late):
     plan = static_plan(routing)
     entries = [(m, layer) for m in range(2) for layer in range(2)]
     prepared = {
-        (m, layer): prepare_entry(torch.from_numpy(routing.ids[m][layer][0]), plan, (m, layer), rank=0)
+        (m, layer): prepare_dispatch(torch.from_numpy(routing.ids[m][layer][0]), plan, (m, layer), rank=0)
         for m, layer in entries
     }
     dispatches, sums = Made(prepared, late), []
