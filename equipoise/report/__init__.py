@@ -1,11 +1,12 @@
 """Results to text and to one HTML file that works offline.
 
-    page.py        what a page holds (answer, figures, charts, tables, definitions), and figures as people read them
+    page.py        what a page holds (answer, figures, charts, tables), and figures as people read them
     charts.py      one function per chart, from plain arrays
     source.py      which result makes which page; to add one, write its maker and add it to `MAKERS`
     analysis.py, simulation.py, run.py, replay.py
                    the pages of an analysis, a simulation, a training run, a rank replay
-    render.py      the HTML file, from templates/, with the colours of light and dark
+    render.py      the HTML file, with the colours of light and dark
+    templates/     HTML, CSS and JavaScript of the page, and the definitions of its words
     summary.py     the same as text, and timelines as a Chrome trace
 
 Figures come from result documents, which take skew from `loads.skew`, and from nowhere else.

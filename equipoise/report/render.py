@@ -1,19 +1,10 @@
 """Make one HTML file of a page: template, styles and script from package data, plotly's script from its package.
 
-Nothing is fetched when the page is opened: everything is in the file, and its content policy forbids the rest.
-Templates hold no figures and no logic beyond loops: what is shown was made in Python.
-
-How data travels:
+A browser fetches nothing when it opens the page: everything is in the file, and its content policy forbids the rest.
+Templates hold no figures and no logic beyond loops. Data is in two places:
     page-data     JSON: charts (traces, layout, views), themes
     files         each a gzip of the text, base64: plotly's script; for download, the result as JSON and every
                   section's data as CSV
-
-Invariants (asserted by the tests):
-1. The file names no address outside itself, and a browser asks for none.
-2. Text of the result cannot end the script it is in, nor become markup.
-3. The same page gives the same bytes.
-4. Light and dark differ in ink, grid and ground, never in the colour of a series.
-5. Ink stands out from its ground by a contrast of at least 7, series colours by at least 1.7.
 """
 
 import base64
@@ -29,6 +20,7 @@ from equipoise.core import EquipoiseError
 from equipoise.core.files import whole_file
 from equipoise.report.page import DEFINITIONS, Cell, Chart, Page, Table
 
+# Light and dark differ in ink, grid and ground, never in the colour of a series.
 BLUE, ORANGE, GREEN, VERMILION = "#0f7fc0", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#d1c21a", "#8c8c8c"
 SERIES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY)

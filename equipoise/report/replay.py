@@ -9,9 +9,6 @@ Reads its document: benchmark "rank replay", device, commit, torch, note, rows {
 
 The timeline of a case is composed as the replay composes it: ranks start a layer together, when the slowest one has
 finished the layer before.
-
-Invariants (asserted by the tests):
-1. Every bar is as long as that rank was measured to take; no rank begins a layer before all have ended the last.
 """
 
 from itertools import pairwise

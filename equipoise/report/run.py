@@ -6,11 +6,6 @@ The document, made from `config.toml` and `metrics.jsonl` (each figure: `docs/me
     steps     one object of metrics per step
 
 Figures of a run are measured, but for `static_s` and `saved_s`, which its plans predicted.
-
-Invariants (asserted by the tests):
-1. A folder without metrics, with a broken line or with broken settings is refused by name; the unfinished last line of
-   a run that is still being written is left out.
-2. What a run without expert parallelism cannot have, such as skew after, is not drawn.
 """
 
 import json

@@ -1,19 +1,7 @@
 """The page of a simulation: a document of format "equipoise-simulation-1" (its fields: `equipoise/sim/result.py`).
 
-Takes every figure from the document. Which policy is "after": `equipoise` if it was simulated, else the fastest that is
-neither `static` nor `balanced`.
-
-Invariants (asserted by the tests):
-1. Shares are of static's `expert_s`: lost is static less balanced, recovered is static less after. Where balanced takes
-   longer than static, nothing is lost, and the page says that balanced ranks would not be faster.
-2. Why after takes less time than balanced is said by the parts, compute and all-to-all, that take it less.
-3. A policy that was not simulated is never spoken of, and a part it would give is named as missing.
-4. The machine is all of it: every pipeline stage and EP group has its own ranks; its links are named where the document
-   has both.
-5. A plan that takes longer than static is said to, and no figure of it reads as a gain; planning is charged apart from
-   moving.
-6. A part that was asked for and left out is missing for the reason that the document's notes give.
-7. A document without policies, or with bars of an unknown lane, is refused in words that name them.
+Takes every figure from the document, and says nothing of a policy that was not simulated. Shares are of static's
+`expert_s`. "After" is `equipoise` if it was simulated, else the fastest policy but `static` and `balanced`.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,4 @@
-"""A page as plain text, for a terminal on a login node, and its timelines as a Chrome trace.
-
-Invariants (asserted by the tests):
-1. Everything the page says in words stands in the summary: answer, conditions, figures, each caption and note.
-2. Lines are at most as wide as asked for, except for single words that are wider.
-3. Every event of the result is one complete event of the trace, at the same microsecond.
-4. Ranks of different timelines are different processes, in the order of the result; their names say whether the
-   timeline is simulated or measured. A bar in an unknown lane is refused by its name.
-"""
+"""A page as plain text, for a terminal on a login node, and its timelines as a Chrome trace."""
 
 import math
 import textwrap

@@ -24,12 +24,6 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
                 estimated_share, and skew {stage: before, after} of the planned loads
     no_plan     why there is no plan; null if there is one
     memory      see `MemoryForecast.to_dict`; place.group beside it names the EP group
-
-Invariants (asserted by the tests):
-1. Stages are kept apart: skew is never taken over recompute and update together.
-2. Widths that do not divide the experts are left out, never rounded.
-3. Groups are never added up: two opposite groups of skew s have mean skew s.
-4. Where sources are not the ranks of the EP group, compute is still priced and the all-to-all is not: None, never 0.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

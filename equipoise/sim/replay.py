@@ -2,14 +2,6 @@
 
 The clock itself is `cost.clock`, which plans take their seconds from, too: for one pipeline stage whose activations are
 kept, the parts of a window are its plan's own predicted seconds, and attention beside them.
-
-Invariants (asserted by the tests):
-1. The parts of the group add up to its seconds; what a stage does not do itself is its bubble.
-2. The six kinds of seconds of a rank add up to the group's.
-3. The byte matrix holds every row that leaves its rank, once per exchange, and no other; or every token, once for each
-   node it is sent to, and once for each rank that it is handed on to there.
-4. A timeline's bars are those of the shown micro-step; pulls that began before it have a negative start. The first one
-   shows what is published, the last one what is collected.
 """
 
 from collections.abc import Sequence
@@ -181,7 +173,8 @@ def bytes_between(
 ) -> np.ndarray:
     """[R, R] bytes of all-to-all from rank to rank in one micro-step: all layers and exchanges.
 
-    Backward exchanges carry the same rows both ways again; where it repeats forward, so does that.
+    Backward exchanges carry the same rows both ways again; where it repeats forward, so does that. With `sends` tokens,
+    a token counts once for each node it is sent to, and once for each rank it is handed on to there.
     """
     first = plans[0]
     ranks, node_R = first.cluster.ep, first.cluster.node_array_R

@@ -53,13 +53,6 @@
 `Parts`: {compute, all_to_all_inside, all_to_all_across, pull, return, publish, collect, planning, attention, bubble,
 rollout, other, total}. `Balance`: {skew_M [M], busiest_M [M], mean_M [M], rank_load_MR [M][R], rank_load_LR [L][R]}.
 With pipeline stages X counts ranks stage by stage: X = Q * R, rank r of stage q is q * R + r. Without, X = R.
-
-Invariants (asserted by the tests):
-1. The parts of a window add up to the seconds of its slowest group.
-2. Of every path, exposed + hidden = moved, and neither is negative.
-3. The six kinds of seconds of a rank add up to its group's seconds.
-4. The document is plain JSON: it survives a round trip, without NaN.
-5. The break-even is the least number of tokens from which on *every* larger number tried pays.
 """
 
 from collections.abc import Callable, Sequence

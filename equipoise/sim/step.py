@@ -6,14 +6,6 @@ Steps:
 3. Each group's window runs on the clock (`replay.py`); a window takes its slowest group.
 4. Windows follow one another. A window is planned while what is before it runs, or not (`StepSetting.planning`); while
    it waits for its plan, the planner cannot start on the next one.
-
-Invariants (asserted by the tests):
-1. For one pipeline stage a window's parts are the plan's own predicted seconds, to the nanosecond.
-2. A step takes its windows, the slowest group of each, and what was given for rollout and the rest.
-3. No policy's busiest rank has fewer rows than `balanced`'s, which is the mean. For one pipeline stage `balanced` is
-   then never slower in compute than one whose ranks all have rows in equally many experts; a rank with its rows in
-   fewer experts than the others may be a little faster than the mean rank. A single rank computes as `balanced` does.
-4. Same input, same result.
 """
 
 from collections.abc import Callable, Sequence

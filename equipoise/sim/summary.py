@@ -1,9 +1,4 @@
-"""A simulation in plain text, tables of 100 columns or less: the answer, policies, parts, sweep, notes.
-
-Invariants (asserted by the tests):
-1. Every figure is one of `Simulation.to_dict()`, rounded.
-2. The parts that are shown of a policy add up to its step.
-"""
+"""A simulation in plain text, tables of 100 columns or less: the answer, policies, parts, sweep, notes."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,18 +1,11 @@
 """The same step at other EP widths, slots and sizes, and from which tokens per rank and skew on a plan pays.
 
-How sizes change without new routes (both are compositions, and the result says so):
+How sizes change without new routes:
 - tokens: loads are multiplied, which keeps the routing pattern and its skew.
 - skew: loads are mixed with the same rows dealt out evenly, which keeps the tokens.
 
 The break-even looks at a few layers and micro-steps of one window, spread over it: what a plan saves is much the same
 in all of them, and a curve needs many points.
-
-Other EP widths and packings are made by a function that is given.
-
-Invariants (asserted by the tests):
-1. A point with the step's own figures has the seconds of `simulate`.
-2. Mixing keeps every source's rows; skew falls as the even part grows.
-3. No two curves are of the same loads, and loads without rows have none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,11 +1,4 @@
-"""The windows of a simulated step and their plans: which stages run, which EP groups each has, and who plans them.
-
-Invariants (asserted by the tests):
-1. A stage that has windows keeps them; one that has none replays all micro-steps of the other in one window.
-2. Every group has as many source ranks as the EP group, and every window the same layers and experts as the model.
-3. A policy plans each window of each group and pipeline stage on its own, its search starting from the window before.
-4. Given plans are replayed as they are, and refused where their loads are not those of the windows.
-"""
+"""The windows of a simulated step and their plans: which stages run, which EP groups each has, and who plans them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
