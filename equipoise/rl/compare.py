@@ -16,7 +16,7 @@ Verdict, per pair of modes:
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from torch import Tensor
@@ -58,10 +58,10 @@ class Pair:
     """Two legs compared."""
 
     names: tuple[str, str]
-    loss_gap_S: tuple[float, ...]
+    loss_gap: tuple[float, ...]
     """Per step, the largest difference of a loss, relative to the size of its terms."""
-    norm_gap_S: tuple[float, ...]
-    weight_gap_S: tuple[float, ...]
+    norm_gap: tuple[float, ...]
+    weight_gap: tuple[float, ...]
     """Per step, the largest difference of a weight, relative to the largest weight."""
     is_bit_equal: bool
     """Whether every loss has the same bits."""
@@ -73,7 +73,7 @@ class Pair:
         """Whether the two learnt the same."""
         if self.must_be_bit_equal and not self.is_bit_equal:
             return False
-        return max(self.loss_gap_S) <= self.limit and self.weight_gap_S[-1] <= self.limit
+        return max(self.loss_gap) <= self.limit and self.weight_gap[-1] <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Comparison:
         for index, leg in enumerate(self.legs):
             pair = None if index == 0 else self.pairs[index - 1]
             for step, (loss, norm) in enumerate(zip(leg["loss"], leg["grad_norm"], strict=True)):
-                gaps = () if pair is None else (pair.loss_gap_S[step], pair.norm_gap_S[step], pair.weight_gap_S[step])
+                gaps = () if pair is None else (pair.loss_gap[step], pair.norm_gap[step], pair.weight_gap[step])
                 name = leg["name"] if step == 0 else ""
                 lines.append(f"{name:>24}{step:>6}{loss:>12.6f}{norm:>12.6f}" + "".join(f"{g:>10.1e}" for g in gaps))
             lines.append(f"{'':>24}displaced {leg['displaced']}, replicas {leg['replicas']}")
@@ -109,8 +109,8 @@ class Comparison:
                 bits = ", losses have the same bits (they must)" if pair.is_bit_equal else ", losses have OTHER BITS"
             lines.append(
                 f"{'good' if pair.is_good else 'BAD':>4}  {pair.names[0]} and {pair.names[1]}: loss within "
-                f"{max(pair.loss_gap_S):.1e} (limit {pair.limit:.1g}), final weights within "
-                f"{pair.weight_gap_S[-1]:.1e} (limit {pair.limit:.1g}){bits}"
+                f"{max(pair.loss_gap):.1e} (limit {pair.limit:.1g}), final weights within "
+                f"{pair.weight_gap[-1]:.1e} (limit {pair.limit:.1g}){bits}"
             )
         return [*lines, *self.problems, self.verdict]
 
@@ -128,18 +128,7 @@ class Comparison:
             "is_free": self.is_free,
             "trouble": list(self.problems),
             "legs": [dict(leg) for leg in self.legs],
-            "pairs": [
-                {
-                    "names": list(pair.names),
-                    "loss_gap": list(pair.loss_gap_S),
-                    "norm_gap": list(pair.norm_gap_S),
-                    "weight_gap": list(pair.weight_gap_S),
-                    "is_bit_equal": pair.is_bit_equal,
-                    "limit": pair.limit,
-                    "is_good": pair.is_good,
-                }
-                for pair in self.pairs
-            ],
+            "pairs": [{**asdict(pair), "is_good": pair.is_good} for pair in self.pairs],
         }
 
 
@@ -214,28 +203,24 @@ def build_comparison(legs: Sequence[Leg], *, is_free: bool, limit: float) -> Com
 
 
 def pair_of(first: Leg, second: Leg, *, limit: float, must_be_bit_equal: bool = False) -> Pair:
-    """Compare two legs."""
-    gaps = [
-        max(abs(a - b) / max(size, 1e-12) for a, b, size in zip(x, y, s, strict=True))
-        for x, y, s in zip(first.losses, second.losses, first.sizes, strict=True)
-    ]
-    norms = [abs(a - b) / max(a, 1e-12) for a, b in zip(first.norms, second.norms, strict=True)]
-    weights = [weight_gap(a, b) for a, b in zip(first.weights, second.weights, strict=True)]
+    """Compare two legs, step by step."""
+
+    def weight_gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+        largest = max(float(tensor.abs().max()) for tensor in a.values())
+        return max(float((a[name] - b[name]).abs().max()) for name in a) / max(largest, 1e-12)
+
     return Pair(
         names=(first.name, second.name),
-        loss_gap_S=tuple(gaps),
-        norm_gap_S=tuple(norms),
-        weight_gap_S=tuple(weights),
+        loss_gap=tuple(
+            max(abs(a - b) / max(size, 1e-12) for a, b, size in zip(x, y, sizes, strict=True))
+            for x, y, sizes in zip(first.losses, second.losses, first.sizes, strict=True)
+        ),
+        norm_gap=tuple(abs(a - b) / max(a, 1e-12) for a, b in zip(first.norms, second.norms, strict=True)),
+        weight_gap=tuple(weight_gap(a, b) for a, b in zip(first.weights, second.weights, strict=True)),
         is_bit_equal=first.losses == second.losses,
         limit=limit,
         must_be_bit_equal=must_be_bit_equal,
     )
-
-
-def weight_gap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of a weight, relative to the largest weight."""
-    largest = max(float(tensor.abs().max()) for tensor in first.values())
-    return max(float((first[name] - second[name]).abs().max()) for name in first) / max(largest, 1e-12)
 
 
 def _train_leg(trainer: Trainer, *, name: str, given: Sequence[Experience] | None, keep: list[Experience]) -> Leg:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -50,83 +50,62 @@ def ignore(event: RunEvent) -> None:
     """Show nothing."""
 
 
-class Sink(Protocol):
+class Sink(NamedTuple):
     """A destination of metrics."""
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write one step's metrics."""
-        ...
-
-    def close(self) -> None:
-        """Finish."""
-        ...
+    name: str
+    write: Callable[[Mapping[str, Any]], None]
+    """Called with one step's metrics."""
+    close: Callable[[], None]
 
 
-class JsonLines:
-    """`metrics.jsonl`."""
+def open_lines(path: Path, *, first_step: int) -> Sink:
+    """Open `metrics.jsonl`; lines of steps from `first_step` on are dropped, because they are trained again."""
+    kept = [line for line in read_lines(path) if line["step"] < first_step]
+    with whole_file(path, error=TrainingError) as draft:
+        draft.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
+    file = path.open("a", encoding="utf-8")
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
-        """Open the file; lines of steps from `first_step` on are dropped, because they are trained again."""
-        kept = [line for line in read_lines(path) if line["step"] < first_step]
-        with whole_file(path, error=TrainingError) as draft:
-            draft.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+    def write(metrics: Mapping[str, Any]) -> None:
+        file.write(json.dumps(metrics) + "\n")
+        file.flush()
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    return Sink(path.name, write, file.close)
 
 
-class TensorBoard:
-    """A folder of event files."""
+def _open_tensorboard(folder: Path) -> Sink:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise not_installed("track.tensorboard", True, package="tensorboard") from error
+    writer: Any = SummaryWriter(str(folder))
 
-    def __init__(self, folder: Path) -> None:
-        """Open the folder, or raise with the command that installs TensorBoard."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise TrainingError(
-                "setting track.tensorboard is true, but tensorboard is not installed; "
-                "run: pip install 'equipoise[tensorboard]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Add every number as a scalar."""
+    def write(metrics: Mapping[str, Any]) -> None:
         for name, value in numbers(metrics).items():
-            self._writer.add_scalar(name, value, int(metrics["step"]))
+            writer.add_scalar(name, value, int(metrics["step"]))
 
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+    return Sink("TensorBoard", write, writer.close)
 
 
-class WeightsAndBiases:
-    """A run of Weights & Biases."""
+def _open_wandb(project: str, *, settings: Mapping[str, Any]) -> Sink:
+    try:
+        import wandb
+    except ImportError as error:
+        raise not_installed("track.wandb_project", project, package="wandb") from error
+    run: Any = wandb.init(project=project, config=dict(settings))
 
-    def __init__(self, project: str, *, config: Mapping[str, Any]) -> None:
-        """Start the run, or raise with the command that installs wandb."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise TrainingError(
-                f"setting track.wandb_project is {project!r}, but wandb is not installed; "
-                "run: pip install 'equipoise[wandb]'"
-            ) from error
-        self._run: Any = wandb.init(project=project, config=dict(config))
+    def write(metrics: Mapping[str, Any]) -> None:
+        run.log(numbers(metrics), step=int(metrics["step"]))
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Log every number."""
-        self._run.log(numbers(metrics), step=int(metrics["step"]))
+    return Sink("Weights & Biases", write, run.finish)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+
+def not_installed(setting: str, value: object, *, package: str) -> TrainingError:
+    """Return the error of a setting whose package is missing."""
+    return TrainingError(
+        f"setting {setting} is {value}, but {package} is not installed; run: pip install 'equipoise[{package}]', or "
+        "leave it out"
+    )
 
 
 class Sinks:
@@ -134,11 +113,11 @@ class Sinks:
 
     def __init__(self, folder: Path, config: TrackConfig, *, first_step: int, settings: Mapping[str, Any]) -> None:
         """Open all sinks; one that cannot start is an error here, and never one later."""
-        self._sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", first_step=first_step)]
+        self._sinks = [open_lines(folder / "metrics.jsonl", first_step=first_step)]
         if config.tensorboard:
-            self._sinks.append(TensorBoard(folder / "tensorboard"))
+            self._sinks.append(_open_tensorboard(folder / "tensorboard"))
         if config.wandb_project:
-            self._sinks.append(WeightsAndBiases(config.wandb_project, config=settings))
+            self._sinks.append(_open_wandb(config.wandb_project, settings=settings))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write one step to all sinks."""
@@ -146,7 +125,7 @@ class Sinks:
             try:
                 sink.write(metrics)
             except Exception:  # noqa: BLE001  # reporting must not stop training
-                _LOG.exception("metrics are no longer written to %s", type(sink).__name__)
+                _LOG.exception("metrics are no longer written to %s", sink.name)
                 self._sinks.remove(sink)
 
     def close(self) -> None:

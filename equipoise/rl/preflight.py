@@ -17,6 +17,7 @@ from equipoise.core.errors import TrainingError
 from equipoise.launch import find_torchrun
 from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
 from equipoise.rl.config import TrainConfig, build_cluster, read_config, setting_of
+from equipoise.rl.metrics import not_installed
 from equipoise.rl.model import Limits, check_checkpoint, check_weights, family_config, limits_of, open_tokenizer
 from equipoise.rl.rollout import Outside, RecordedRollouts, Request, find_rollouts
 from equipoise.rl.task import Question, find_reward, open_task
@@ -168,13 +169,9 @@ def check_settings(config: TrainConfig) -> None:
     _check_tokens(config, asked, limits)
     if config.rollout.source:
         _check_source(config)
-    wanted = {"track.tensorboard": config.track.tensorboard, "track.wandb_project": config.track.wandb_project}
     for name, package in (("track.tensorboard", "tensorboard"), ("track.wandb_project", "wandb")):
-        if wanted[name] and find_spec(package) is None:
-            raise TrainingError(
-                f"setting {name} is {wanted[name]}, but {package} is not installed; "
-                f"run: pip install 'equipoise[{package}]', or leave it out"
-            )
+        if (wanted := setting_of(config, name)) and find_spec(package) is None:
+            raise not_installed(name, wanted, package=package)
     if config.model.device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("setting model.device is cuda, but torch finds no GPU here; use --set model.device=cpu")
 

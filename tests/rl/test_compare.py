@@ -21,7 +21,7 @@ def check(comparison, steps):
     assert by_name[PLACED]["displaced"] > 0 and by_name[PLACED]["replicas"] == 0
     bits = [pair for pair in comparison.pairs if pair.must_be_bit_equal]
     assert [pair.names for pair in bits] == [("static", PLACED)] and bits[0].is_bit_equal
-    assert max(bits[0].weight_gap_S) == 0.0
+    assert max(bits[0].weight_gap) == 0.0
 
 
 @pytest.mark.dist(2)

@@ -13,11 +13,12 @@ from equipoise.core import RoutesError, TrainingError
 from equipoise.cost import CostModel
 from equipoise.rl.config import TrackConfig, build_cluster
 from equipoise.rl.metrics import (
-    JsonLines,
     RankFigures,
+    Sink,
     Sinks,
     lost_seconds,
     numbers,
+    open_lines,
     read_lines,
     skew_after,
     skew_before,
@@ -124,7 +125,7 @@ def test_rows_that_are_not_the_planned_ones_are_told_with_their_place():
 def test_lines_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for first, written in ((0, (0, 1, 2)), (1, (1,))):
-        sink = JsonLines(path, first_step=first)
+        sink = open_lines(path, first_step=first)
         for step in written:
             sink.write({"step": step, "first": first})
         sink.close()
@@ -151,7 +152,7 @@ def test_a_line_that_was_cut_short_is_as_if_not_written(tmp_path, caplog):
     path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "rew')
     assert [line["step"] for line in read_lines(path)] == [0, 1]
     assert "the last line was cut short" in caplog.text
-    sink = JsonLines(path, first_step=2)
+    sink = open_lines(path, first_step=2)
     sink.write({"step": 2})
     sink.close()
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
@@ -178,15 +179,14 @@ def test_wandb_that_is_not_installed_is_told_before_training(tmp_path, monkeypat
 
 
 def test_a_sink_that_fails_later_does_not_stop_training(tmp_path, caplog):
-    class Broken:
-        def write(self, metrics):
-            raise ConnectionError("gone")
+    def write(metrics):
+        raise ConnectionError("gone")
 
-        def close(self):
-            raise AssertionError("it was dropped")
+    def close():
+        raise AssertionError("it was dropped")
 
     sinks = Sinks(tmp_path, TrackConfig(), first_step=0, settings={})
-    sinks._sinks.insert(0, Broken())
+    sinks._sinks.insert(0, Sink("Broken", write, close))
     sinks.write({"step": 0})
     sinks.write({"step": 1})
     sinks.close()
