@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
 from equipoise.core import ModelShape, PaddingPolicy, Piece, RoutesError, SampleRoutes, Schedule, ScheduleError, Stage
-from equipoise.core.value import int64_array
 
 _TRACKER = ModuleTracker()
 """Tells whether a backward pass is running; it tracks nothing."""
@@ -292,22 +291,17 @@ def schedule_from(batches: Sequence[Sequence[MicroBatch]], *, stage: Stage = "up
 
 def _sample_rows(batch: MicroBatch, index: int, model: ModelShape) -> np.ndarray:
     """[T, L, K] ids of one sample's forwarded tokens."""
-    start = batch.starts[index] if batch.starts else 0
-    rows_TLK = np.full((batch.lengths[index], model.layers, model.top_k), -1, dtype=np.int64)
+    start, length = batch.starts[index] if batch.starts else 0, batch.lengths[index]
     routes = batch.routes[index] if batch.routes else None
     if routes is None:
-        return rows_TLK
-    if routes.ids_TLK.shape[1:] != rows_TLK.shape[1:]:
+        return np.full((length, model.layers, model.top_k), -1, dtype=np.int64)
+    if routes.ids_TLK.shape[1:] != (model.layers, model.top_k):
         raise RoutesError(
             f"sample {routes.name!r}: routes have layers and choices {routes.ids_TLK.shape[1:]}, {model.name!r} has "
-            f"{rows_TLK.shape[1:]}"
+            f"{(model.layers, model.top_k)}"
         )
     routes.check_ids(model.experts)
-    there_TLK = int64_array("ids_TLK", routes.ids_TLK[start : start + len(rows_TLK)], ndim=3, error=RoutesError)
-    rows_TLK[: len(there_TLK)] = there_TLK
-    if routes.known_TL is not None:
-        rows_TLK[: len(there_TLK)][~routes.known_TL[start : start + len(rows_TLK)]] = -1
-    return rows_TLK
+    return routes.token_ids(start, start + length)
 
 
 def _padding_rows(batch: MicroBatch, model: ModelShape) -> np.ndarray:

@@ -88,6 +88,15 @@ class SampleRoutes(Value):
         """Recorded rows, T."""
         return int(self.ids_TLK.shape[0])
 
+    def token_ids(self, start: int, stop: int) -> np.ndarray:
+        """Return [stop - start, L, K] int64 ids of a range of tokens, -1 where a route is unknown or has no row."""
+        ids_TLK = np.full((stop - start, *self.ids_TLK.shape[1:]), -1, dtype=np.int64)
+        recorded_TLK = ids_TLK[: max(0, self.num_rows - start)]
+        recorded_TLK[:] = self.ids_TLK[start:stop]
+        if self.known_TL is not None:
+            recorded_TLK[~self.known_TL[start:stop]] = -1
+        return ids_TLK
+
     def check_ids(self, experts: int) -> None:
         """Raise unless every known id is in 0..experts-1."""
         ids = self.ids_TLK

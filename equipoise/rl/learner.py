@@ -32,7 +32,7 @@ from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import WindowRoutes
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.config import Mode, TrainConfig, build_cluster
-from equipoise.rl.model import packed_inputs
+from equipoise.rl.model import pack_tokens, packed_inputs
 from equipoise.rl.task import TaskSource, Tokenizer
 from equipoise.transfer.node import ExpertWeights
 from equipoise.transfer.waits import all_or_none
@@ -94,19 +94,10 @@ def warm_up(
 
 
 def _supervised_loss(model: nn.Module, answered: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of the answers' tokens, and their number.
-
-    Args:
-        answered: token ids of (prompt, answer) pairs
-    """
+    """Return the summed loss of the answers' tokens, and their number, of (prompt, answer) pairs of token ids."""
+    packed = pack_tokens([np.array(p + a) for p, a in answered], [len(prompt) for prompt, _ in answered])
     device = next(model.parameters()).device
-    tokens = [np.array(prompt + answer) for prompt, answer in answered]
-    places = [np.arange(len(t) - 1) for t in tokens]
-    is_answer = [at >= len(prompt) - 1 for at, (prompt, _) in zip(places, answered, strict=True)]
-    input_T, position_T, target_T, answer_T = (
-        torch.from_numpy(np.concatenate(parts)).to(device)
-        for parts in ([t[:-1] for t in tokens], places, [t[1:] for t in tokens], is_answer)
-    )
+    input_T, position_T, target_T, answer_T = (part_T.to(device) for part_T in packed)
     logits_TV = model(**packed_inputs(model, input_T, position_T)).logits[0]
     loss = torch.nn.functional.cross_entropy(logits_TV[answer_T].float(), target_T[answer_T], reduction="sum")
     return loss, answer_T.sum()

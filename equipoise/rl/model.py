@@ -4,9 +4,11 @@ A checkpoint that is damaged, lacks a weight or is of another family is refused,
 """
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -143,6 +145,21 @@ def packed_inputs(model: nn.Module, input_T: Tensor, position_T: Tensor) -> dict
         for mask_TT in (sees_TT, sees_TT & (back_TT < model.config.sliding_window))
     )
     return {**inputs, "attention_mask": {"full_attention": full, "sliding_attention": near}}
+
+
+def pack_tokens(tokens: Sequence[np.ndarray], num_prompt: Sequence[int]) -> tuple[Tensor, ...]:
+    """Pack samples behind each other, each without its last token, which has no target.
+
+    Args:
+        tokens: token ids of each sample, prompt and response
+        num_prompt: tokens of each prompt
+
+    Returns: [T] input ids, positions in the sample, targets, and whether a target belongs to a response
+    """
+    places = [np.arange(len(one) - 1) for one in tokens]
+    is_response = [at >= prompt - 1 for at, prompt in zip(places, num_prompt, strict=True)]
+    parts = ([one[:-1] for one in tokens], places, [one[1:] for one in tokens], is_response)
+    return tuple(torch.from_numpy(np.concatenate(part)) for part in parts)
 
 
 def family_config(config: ModelConfig) -> Any:

@@ -122,16 +122,11 @@ def from_routes(routes: SampleRoutes, model: ModelShape, *, num_prompt: int) -> 
     """Return a sample from a recording with token ids; rows that are missing or unknown become -1."""
     if routes.tokens_T is None:
         raise RoutesError(f"sample {routes.name!r} has no token ids; record them, training needs them")
-    ids_TLK = np.full((routes.num_tokens - 1, model.layers, model.top_k), -1, dtype=np.int64)
-    rows = min(routes.num_rows, len(ids_TLK))
-    ids_TLK[:rows] = routes.ids_TLK[:rows]
-    if routes.known_TL is not None:
-        ids_TLK[:rows][~routes.known_TL[:rows]] = -1
     return Sample(
         name=routes.name,
         tokens_T=np.asarray(routes.tokens_T),
         num_prompt=num_prompt,
-        ids_TLK=ids_TLK,
+        ids_TLK=routes.token_ids(0, routes.num_tokens - 1),
         experts=model.experts,
     )
 

@@ -24,7 +24,7 @@ from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import RankRows
 from equipoise.rl.config import TrainConfig, UpdateConfig
 from equipoise.rl.learner import Learner
-from equipoise.rl.model import packed_inputs
+from equipoise.rl.model import pack_tokens, packed_inputs
 from equipoise.rl.rollout import Sample, count_ids
 
 _SMALL = 1e-6
@@ -74,19 +74,16 @@ Window = list[PackedBatch]
 def pack(samples: Mapping[int, Sample], indices: Sequence[int]) -> PackedBatch:
     """Pack the samples with these indices, in order."""
     chosen = [samples[i] for i in indices]
-    lengths = [len(sample.tokens_T) - 1 for sample in chosen]
-    places = [np.arange(length) for length in lengths]
-
-    def joined(parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts))
-
+    packed = pack_tokens([sample.tokens_T for sample in chosen], [sample.num_prompt for sample in chosen])
+    input_T, position_T, target_T, is_response_T = packed
+    ids_TLK = np.concatenate([sample.ids_TLK for sample in chosen])
     return PackedBatch(
-        input_T=joined([sample.tokens_T[:-1] for sample in chosen]),
-        position_T=joined(places),
-        target_T=joined([sample.tokens_T[1:] for sample in chosen]),
-        is_response_T=joined([at >= sample.num_prompt - 1 for at, sample in zip(places, chosen, strict=True)]),
-        sample_T=joined([np.full(length, i) for length, i in zip(lengths, indices, strict=True)]),
-        ids_LTK=joined([sample.ids_TLK for sample in chosen]).transpose(0, 1).contiguous(),
+        input_T=input_T,
+        position_T=position_T,
+        target_T=target_T,
+        is_response_T=is_response_T,
+        sample_T=torch.from_numpy(np.repeat(indices, [len(sample.ids_TLK) for sample in chosen])),
+        ids_LTK=torch.from_numpy(ids_TLK).transpose(0, 1).contiguous(),
         count_LE=np.sum([sample.count_LE for sample in chosen], axis=0),
     )
 
