@@ -40,14 +40,16 @@ from equipoise.routes.wire import (
     Response,
     decode_base64,
     field,
+    find_dtype,
     given_name,
+    join_ids,
     recordings,
     shape_bytes,
     token_array,
 )
 
 MAGIC = "nrlre1:"
-DTYPES = {"int8": "|i1", "int16": "<i2", "int32": "<i4"}
+DTYPES = ("int8", "int16", "int32")
 _ENVELOPE = re.compile(
     MAGIC + r"(?P<dtype>[^:]*):(?P<shape>[0-9]{1,18}x[0-9]{1,18}x[0-9]{1,18}):(?P<data>.*)", re.DOTALL
 )
@@ -70,7 +72,7 @@ def read_text(source: Source, model: ModelShape) -> Iterator[Recording]:
             rows = _decode_envelope(field(record, "routed_experts"), place=place)
             prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
             generated = token_array(field(record, "generation_token_ids"), "generation_token_ids", place=place)
-            tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+            tokens = join_ids(prompt, generated)
             if tokens is not None and len(tokens) != len(rows):
                 raise RoutesError(
                     f"{place}: the envelope has {len(rows)} rows for {len(tokens)} tokens; it must have one each"
@@ -137,11 +139,9 @@ def _decode_envelope(text: Any, *, place: str) -> np.ndarray:
     parts = _ENVELOPE.fullmatch(text)
     if parts is None:
         raise RoutesError(f"{place}: envelope {text[:40]!r} lacks a shape <S>x<L>x<K>; was it cut?")
-    if parts["dtype"] not in DTYPES:
-        raise RoutesError(f"{place}: envelope has dtype {parts['dtype']!r}; known: {', '.join(DTYPES)}")
+    dtype = find_dtype(parts["dtype"], DTYPES, place=place)
     shape = [int(size) for size in parts["shape"].split("x")]
-    raw = decode_base64(parts["data"], place=place)
-    return shape_bytes(raw, dtype=np.dtype(DTYPES[parts["dtype"]]), shape=shape, place=place)
+    return shape_bytes(decode_base64(parts["data"], place=place), dtype=dtype, shape=shape, place=place)
 
 
 def _without_last(rows: np.ndarray) -> np.ndarray:

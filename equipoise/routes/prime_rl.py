@@ -30,6 +30,7 @@ from equipoise.routes.wire import (
     choice_name,
     decode_base64,
     field,
+    find_dtype,
     items,
     optional_count,
     recordings,
@@ -37,7 +38,7 @@ from equipoise.routes.wire import (
     token_array,
 )
 
-DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
+DTYPES = ("uint8", "uint16", "int16", "int32")
 
 
 def matches(source: Source) -> bool:
@@ -80,11 +81,9 @@ def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, 
             f"{place} has no routed_experts with data, shape and dtype; was the request aborted, or "
             "enable_return_routed_experts off? Drop the record or record again"
         )
-    name, data = field(value, "dtype"), field(value, "data")
-    if name not in DTYPES:
-        raise RoutesError(f"{place}: routed_experts has dtype {name!r}; known: {', '.join(DTYPES)}")
+    dtype, data = find_dtype(field(value, "dtype"), DTYPES, place=place), field(value, "data")
     raw = data if isinstance(data, bytes) else decode_base64(data, place=place)
-    rows = shape_bytes(raw, dtype=np.dtype(DTYPES[name]), shape=field(value, "shape"), place=place)
+    rows = shape_bytes(raw, dtype=dtype, shape=field(value, "shape"), place=place)
     given = field(value, "start")
     start = optional_count(given, "start", place=place) or 0
     num_tokens = response.num_tokens

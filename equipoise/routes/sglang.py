@@ -30,7 +30,6 @@ Bytes that do not divide by hidden layers x K x 4 are refused: nothing guesses t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,6 +46,7 @@ from equipoise.routes.wire import (
     given_name,
     is_int_array,
     items,
+    join_ids,
     optional_count,
     recordings,
     shape_bytes,
@@ -67,10 +67,10 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
-        prompt = find_field("input_ids", record, field(record, "request"))
-        tokens = _Tokens.of(meta, prompt, field(record, "output_ids"), place=place)
+        prompt, generated = find_field("input_ids", record, field(record, "request")), field(record, "output_ids")
         name = given_name(field(meta, "id"), place=place)
-        yield from recordings(rows, _response(name, record, meta, tokens, place=place))
+        response = _response(record, meta, name=name, counts=meta, prompt=prompt, generated=generated, place=place)
+        yield from recordings(rows, response)
 
 
 def matches_openai(source: Source) -> bool:
@@ -138,38 +138,21 @@ def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> 
     counts = meta if has_own else (field(record, "usage") if count == 1 else None)
     prompt = find_field("prompt_token_ids", record, choice)
     prompt = find_field("input_ids", field(record, "request")) if prompt is None else prompt
-    tokens = _Tokens.of(counts, prompt, field(choice, "token_ids"), place=place)
     owner = given_name(field(record, "id"), field(meta, "id"), place=place)
-    name = choice_name(owner, choice, position=position, count=count)
-    return _response(name, record, meta, tokens, place=place)
+    name, generated = choice_name(owner, choice, position=position, count=count), field(choice, "token_ids")
+    return _response(record, meta, name=name, counts=counts, prompt=prompt, generated=generated, place=place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    """The number of tokens of a response, and their ids where they cover all of them."""
-
-    num_prompt: int | None
-    num_tokens: int | None
-    ids: np.ndarray | None
-
-    @classmethod
-    def of(cls, counts: Any, prompt: Any, generated: Any, *, place: str) -> "_Tokens":
-        """Take the recorded counts, else the lengths of the id lists."""
-        num_prompt = optional_count(field(counts, "prompt_tokens"), "prompt_tokens", place=place)
-        num_generated = optional_count(field(counts, "completion_tokens"), "completion_tokens", place=place)
-        prompt_ids = token_array(prompt, "prompt token ids", place=place)
-        generated_ids = token_array(generated, "generated token ids", place=place)
-        num_prompt = len(prompt_ids) if num_prompt is None and prompt_ids is not None else num_prompt
-        num_generated = len(generated_ids) if num_generated is None and generated_ids is not None else num_generated
-        num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
-        has_ids = prompt_ids is not None and generated_ids is not None
-        ids = np.concatenate([prompt_ids, generated_ids]) if has_ids else None
-        # Ids that do not cover all tokens (images, a rewritten prompt) would be paired with the wrong rows.
-        covers = ids is not None and len(ids) == num_tokens
-        return cls(num_prompt=num_prompt, num_tokens=num_tokens, ids=ids if covers else None)
-
-
-def _response(name: str, record: Any, meta: Any, tokens: _Tokens, *, place: str) -> Response:
+def _response(record: Any, meta: Any, *, name: str, counts: Any, prompt: Any, generated: Any, place: str) -> Response:
+    """Return what a response says besides its rows: token counts as recorded, else the lengths of the id lists."""
+    num_prompt = optional_count(field(counts, "prompt_tokens"), "prompt_tokens", place=place)
+    num_generated = optional_count(field(counts, "completion_tokens"), "completion_tokens", place=place)
+    prompt_ids = token_array(prompt, "prompt token ids", place=place)
+    generated_ids = token_array(generated, "generated token ids", place=place)
+    num_prompt = len(prompt_ids) if num_prompt is None and prompt_ids is not None else num_prompt
+    num_generated = len(generated_ids) if num_generated is None and generated_ids is not None else num_generated
+    num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
+    tokens = join_ids(prompt_ids, generated_ids)
     start = find_field("routed_experts_start_len", record, field(record, "request"), meta)
     versions = field(meta, "weight_versions")
     if versions is None:
@@ -178,9 +161,10 @@ def _response(name: str, record: Any, meta: Any, tokens: _Tokens, *, place: str)
     return Response(
         name=name,
         start=optional_count(start, "routed_experts_start_len", place=place) or 0,
-        num_prompt=tokens.num_prompt,
-        num_tokens=tokens.num_tokens,
-        tokens=tokens.ids,
+        num_prompt=num_prompt,
+        num_tokens=num_tokens,
+        # Ids that do not cover all tokens (images, a rewritten prompt) would be paired with the wrong rows.
+        tokens=tokens if tokens is not None and len(tokens) == num_tokens else None,
         versions=versions,
     )
 

@@ -50,6 +50,7 @@ from equipoise.routes.wire import (
     given_name,
     is_int_array,
     items,
+    join_ids,
     optional_count,
     recordings,
     token_array,
@@ -112,7 +113,7 @@ def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
     prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
     for position, output in enumerate(outputs):
         generated = token_array(field(output, "token_ids"), "token_ids", place=place)
-        tokens = None if prompt is None or generated is None else np.concatenate([prompt, generated])
+        tokens = join_ids(prompt, generated)
         response = Response(
             name=choice_name(owner, output, position=position, count=len(outputs)),
             start=_prompt_start(record, None, place=place),
@@ -168,7 +169,7 @@ def http_response(record: Any, choice: Any, *, position: int, place: str) -> Res
         start=_prompt_start(record, request, place=place),
         num_prompt=num_prompt,
         num_tokens=None if num_prompt is None or num_generated is None else num_prompt + num_generated,
-        tokens=None if prompt is None or generated is None else np.concatenate([prompt, generated]),
+        tokens=join_ids(prompt, generated),
         versions=field(choice, "weight_versions"),
     )
 

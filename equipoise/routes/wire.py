@@ -102,6 +102,11 @@ def token_array(value: Any, what: str, *, place: str) -> np.ndarray | None:
     return int64_array(f"{place}: {what}", array, ndim=1, error=RoutesError)
 
 
+def join_ids(prompt: np.ndarray | None, generated: np.ndarray | None) -> np.ndarray | None:
+    """Return the token ids of a sample, None unless those of both its parts are known."""
+    return None if prompt is None or generated is None else np.concatenate([prompt, generated])
+
+
 def is_int_array(value: Any, *, ndim: int) -> bool:
     """Whether `value` is an integer array or tensor, not a list, of `ndim` axes."""
     array = None if isinstance(value, list | tuple) else plain_array(value)
@@ -116,6 +121,13 @@ def decode_base64(text: Any, *, place: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RoutesError(f"{place}: routed_experts is not base64: {error}; was the text cut or re-encoded?") from error
+
+
+def find_dtype(name: Any, known: Sequence[str], *, place: str) -> np.dtype:
+    """Return the little-endian dtype that a record names."""
+    if name not in known:
+        raise RoutesError(f"{place}: routed_experts has dtype {name!r}; known: {', '.join(known)}")
+    return np.dtype(name).newbyteorder("<")
 
 
 def decode_npy(raw: bytes, *, place: str) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from equipoise.core import Routes, RoutesError, SampleRoutes, Segment
 from equipoise.core.files import whole_file
-from equipoise.routes import nemo_rl, prime_rl
+from equipoise.routes import nemo_rl
 from equipoise.routes.interpret import Format
 from equipoise.routes.registry import find_format, write_routes
 from equipoise.routes.sglang import WIRE_DTYPE
@@ -319,7 +319,7 @@ def _prime_rl_records(routes: Routes) -> Iterator[dict[str, Any]]:
 
 def _wire_object(rows: np.ndarray, *, start: int) -> dict[str, Any]:
     name = rows.dtype.name
-    data = encode_base64(rows.astype(prime_rl.DTYPES[name]).tobytes())
+    data = encode_base64(rows.astype(np.dtype(name).newbyteorder("<")).tobytes())
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": name}
 
 
@@ -365,7 +365,7 @@ def _nemo_rl_rows(sample: SampleRoutes, routes: Routes, *, form: str) -> np.ndar
 def _envelope(rows: np.ndarray) -> str:
     name = rows.dtype.name
     shape = "x".join(str(n) for n in rows.shape)
-    return f"{nemo_rl.MAGIC}{name}:{shape}:{encode_base64(rows.astype(nemo_rl.DTYPES[name]).tobytes())}"
+    return f"{nemo_rl.MAGIC}{name}:{shape}:{encode_base64(rows.astype(np.dtype(name).newbyteorder('<')).tobytes())}"
 
 
 def _text_record(sample: SampleRoutes, routes: Routes) -> dict[str, Any]:
