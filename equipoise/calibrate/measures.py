@@ -17,6 +17,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.expert_block import BlockOptions, Products, expert_block
 from equipoise.layer.ops import combine_rows, reorder_rows, spread_rows
+from equipoise.transfer.engine import NoTransfers
 from equipoise.transfer.node import ExpertWeights
 
 
@@ -161,27 +162,14 @@ KEYS = ("forward_ns", "update_ns", "even_forward_ns", "even_update_ns")
 """The tables of a shape."""
 
 
-class EmptyBank:
+class EmptyBank(NoTransfers):
     """The transfers of a rank that holds no replica, outside any window."""
 
     def __init__(self, like: ExpertWeights) -> None:
-        self._empty = like.map(lambda tensor: tensor.detach()[:0])
+        super().__init__([like])
 
     def wait_for(self, visit: Visit) -> None:
         """Wait for nothing: home weights are there."""
-
-    def joined(self, visit: Visit) -> None:
-        """There are no replicas to join."""
-
-    def weights(self, visit: Visit) -> ExpertWeights:
-        """Return zero-size tensors."""
-        return self._empty
-
-    def hand_in(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
-        """Take nothing."""
-
-    def collect_returns(self, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
-        """Add nothing."""
 
 
 def random_experts(slots: int, shape: tuple[int, int], bench: Bench) -> ExpertWeights:

@@ -31,10 +31,10 @@ def report(
     as_json: JsonFlag = False,
 ) -> None:
     """Show a result, and write its page and its trace."""
-    from equipoise.report import Beside, build_page, chrome_trace, write_page
+    from equipoise.report import build_page, chrome_trace, write_page
 
     refuse_existing(out, trace, force=force, read=(result, doctor, measured))
-    page = build_page(result, title=title, beside=Beside(doctor=doctor, measured=measured))
+    page = build_page(result, title=title, doctor=doctor, measured=measured)
     # Make both before writing one: a result without a timeline has no trace.
     events = None if trace is None else chrome_trace(page.document)
     written = []

@@ -6,30 +6,38 @@
     analysis.py, simulation.py, run.py, replay.py
                    the pages of an analysis, a simulation, a training run, a rank replay
     render.py      the HTML file, with the colours of light and dark
-    templates/     HTML, CSS and JavaScript of the page, and the definitions of its words
+    templates/     HTML, CSS and JavaScript of the page, and the definitions of its terms
     summary.py     the same as text, and timelines as a Chrome trace
 
-Figures come from result documents, which take skew from `loads.skew`, and from nowhere else.
+Every figure is taken from a result document, whose skew is that of `loads.skew`.
 """
 
 from pathlib import Path
 
 from equipoise.report.page import Page
 from equipoise.report.render import render, write_page
-from equipoise.report.source import NOTHING, Beside, Result, build_page
+from equipoise.report.source import Document, Result, build_page
 from equipoise.report.summary import as_text, chrome_trace, summarise
 
 
-def write_report(result: Result, path: str | Path, *, title: str | None = None, beside: Beside = NOTHING) -> Page:
+def write_report(
+    result: Result,
+    path: str | Path,
+    *,
+    title: str | None = None,
+    doctor: Path | Document | None = None,
+    measured: Path | Document | None = None,
+) -> Page:
     """Write the page of a result as one HTML file that works offline.
 
     Args:
         result: an `Analysis` or `Simulation`, its JSON document, the path of a file with one, or a run's folder
         path: the HTML file
         title: what the page is called; the file's name by default
-        beside: the doctor's verdict, and how far predictions are from what was measured
+        doctor: what `equipoise doctor --json` printed about its routes
+        measured: what `python -m benchmarks.validate` wrote: how far predictions are from what was measured
     """
-    page = build_page(result, title=title, beside=beside)
+    page = build_page(result, title=title, doctor=doctor, measured=measured)
     write_page(page, Path(path))
     return page
 
@@ -37,7 +45,6 @@ def write_report(result: Result, path: str | Path, *, title: str | None = None, 
 __all__ = [
     "write_report",
     "Page",
-    "Beside",
     "build_page",
     "render",
     "write_page",

@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.core.value import plural
 from equipoise.report.charts import (
-    activations_words,
+    activations_text,
     cost_parts,
     memory,
     skew_by_layer,
@@ -51,7 +51,7 @@ def analysis_page(document: Document, *, title: str) -> Page:
         notes=(),
         figures=_figures(document),
         sections=(_parts(document), _over_micro_steps(document), *_by_layer_and_width(document), _memory(document)),
-        missing=tuple(Missing(title=name, words=words, command=_SIMULATE) for name, words in _MISSING),
+        missing=tuple(Missing(title=name, text=text, command=_SIMULATE) for name, text in _MISSING),
         document=document,
     )
 
@@ -63,8 +63,8 @@ def _answer(document: Document) -> str:
         return f"{now}; no plan was tried: {document['no_plan']}."
     gain = gained(whole["saved"]["share"], lost=whole["lost"]["share"])
     slots = f"{plural(plan['slots'], 'replica slot')} ({num_bytes(plan['buffer_bytes'])} per GPU)"
-    words = f"{now}; a plan with {slots if plan['slots'] else 'placement alone, which takes no memory,'} would {gain}"
-    return f"{words}." if plan["worth_it"] else f"{words}, which is not worth it here."
+    text = f"{now}; a plan with {slots if plan['slots'] else 'placement alone, which takes no memory,'} would {gain}"
+    return f"{text}." if plan["worth_it"] else f"{text}, which is not worth it here."
 
 
 def _conditions(document: Document) -> Iterator[str]:
@@ -89,21 +89,21 @@ def _conditions(document: Document) -> Iterator[str]:
 
 def _figures(document: Document) -> tuple[Figure, ...]:
     whole, plan, held = document["seconds"], document["plan"], document["memory"]
-    words = f"{seconds(whole['lost']['seconds'])} of {seconds(whole['now']['total'])} per step"
-    found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), words=words)]
+    text = f"{seconds(whole['lost']['seconds'])} of {seconds(whole['now']['total'])} per step"
+    found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), text=text)]
     if plan is not None:
         saved, stage = whole["saved"], _longest_stage(document)
-        label, words = "Recovered by a plan", f"{seconds(saved['seconds'])}, every cost charged"
+        label, text = "Recovered by a plan", f"{seconds(saved['seconds'])}, every cost charged"
         if saved["share"] < 0:
-            label, words = "Slower by", f"{seconds(-saved['seconds'])} more with a plan, every cost charged"
+            label, text = "Slower by", f"{seconds(-saved['seconds'])} more with a plan, every cost charged"
         skew = plan["skew"][stage]
         levelled = f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
         found += [
-            Figure(label=label, value=percent(abs(saved["share"])), words=words),
-            Figure(label="Mean skew", value=levelled, words=f"busiest rank / mean rank, {stage}"),
+            Figure(label=label, value=percent(abs(saved["share"])), text=text),
+            Figure(label="Mean skew", value=levelled, text=f"busiest rank / mean rank, {stage}"),
         ]
     peak = f"received rows, rank {held['place']['rank']}, layer {held['place']['layer']}"
-    return (*found, Figure(label="Peak memory", value=num_bytes(held["peak_bytes"]), words=peak))
+    return (*found, Figure(label="Peak memory", value=num_bytes(held["peak_bytes"]), text=peak))
 
 
 def _longest_stage(document: Document) -> str:
@@ -118,7 +118,7 @@ def _parts(document: Document) -> Chart:
             parts = found["seconds"][which]
             if parts is not None:
                 names = {"compute": "compute", "all_to_all": "all-to-all", "transfers": "transfers"}
-                bars[f"{stage}, {which}"] = {words: parts[name] or 0.0 for name, words in names.items()}
+                bars[f"{stage}, {which}"] = {label: parts[name] or 0.0 for name, label in names.items()}
     whole = document["seconds"]
     planned = "" if whole["planned"] is None else f", {seconds(whole['planned']['total'])} with the plan"
     return cost_parts(
@@ -134,16 +134,16 @@ def _over_micro_steps(document: Document) -> Chart:
     stages, plan = document["stages"], document["plan"]
     steps = [step for stage in stages.values() for step in stage["skew"]["micro_steps"]]
     series = {"before": [s["mean"] for s in steps], "before, worst layer": [s["max"] for s in steps]}
-    words = f"The busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the mean load"
-    words += f", up to {ratio(max(series['before, worst layer']))} in single layers"
+    text = f"The busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the mean load"
+    text += f", up to {ratio(max(series['before, worst layer']))} in single layers"
     if plan is not None:
         lengths = {name: len(stage["skew"]["micro_steps"]) for name, stage in stages.items()}
         series["after"] = [plan["skew"][name]["after"]["mean"] for name, n in lengths.items() for _ in range(n)]
-        words += f"; with the plan {ratio(max(series['after']))} on average over each stage"
+        text += f"; with the plan {ratio(max(series['after']))} on average over each stage"
     return skew_over_micro_steps(
         series,
         windows=[(name, len(stage["skew"]["micro_steps"])) for name, stage in stages.items()],
-        caption=f"{words}. Lines are means over layers.",
+        caption=f"{text}. Lines are means over layers.",
     )
 
 
@@ -182,5 +182,5 @@ def _memory(document: Document) -> Chart:
         limit_bytes=limit,
         caption=f"Rank {place['rank']} needs {num_bytes(held['peak_bytes'])} for {plural(held['peak_rows'], 'row')} in "
         f"{place['stage']} micro-step {place['micro_step']}, layer {place['layer']}. "
-        f"{activations_words(held['activations'])} {verdict}",
+        f"{activations_text(held['activations'])} {verdict}",
     )

@@ -58,7 +58,7 @@ MAX_SHOWN_WINDOWS = 8
 MIB, GIB = 2**20, 2**30
 
 Windows = Sequence[tuple[str, int]]
-"""(words, micro-steps) of each window, in order."""
+"""(name, micro-steps) of each window, in order."""
 PartSeconds = Mapping[str, Mapping[str, float]]
 """Seconds by name of the bar, then by part."""
 
@@ -96,10 +96,10 @@ def bars(name: str, x: Sequence[Cell], y: Sequence[Cell], *, colour: str, hover:
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, "hovertemplate": hover, **more}
 
 
-def limit_line(value: float, words: str, *, at: Literal["left", "right"] = "left") -> dict[str, Any]:
+def limit_line(value: float, text: str, *, at: Literal["left", "right"] = "left") -> dict[str, Any]:
     """Shapes and annotations: a dashed line across the chart at a limit, with its name at the end that is free."""
     across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
-    name = {"xref": "paper", "x": int(at == "right"), "y": value, "text": words, "xanchor": at, "yanchor": "bottom"}
+    name = {"xref": "paper", "x": int(at == "right"), "y": value, "text": text, "xanchor": at, "yanchor": "bottom"}
     return {
         "shapes": [{**across, "line": {"width": 1.25, "dash": "dash"}}],
         "annotations": [{**name, "showarrow": False}],
@@ -228,7 +228,7 @@ def heat_map(
     first = next(iter(binned.values()))
     rows, columns = bin_labels(grid.row_labels, first.row_size), bin_labels(grid.column_labels, first.column_size)
     layout = frame(height=height or max(240, min(520, 110 + 13 * len(rows))), x=grid.columns, y=grid.rows)
-    # Labels of blocks are words; without this plotly would read "12-15" as a date.
+    # Labels of blocks are strings; without this plotly would read "12-15" as a date.
     layout["xaxis"] |= {"type": "category", "nticks": 16, "showgrid": False, "ticks": ""}
     layout["yaxis"] |= {"type": "category", "nticks": 12, "showgrid": False, "ticks": "", "autorange": "reversed"}
     layout["coloraxis"] = {"cmin": ends[0], "cmax": ends[1], "colorbar": {"title": {"text": grid.value}}}
@@ -356,7 +356,7 @@ def cost_parts(
         parts: bars in their order from the top
         caption: what is seen
         title: of the chart
-        terms: words to define beside the parts that are drawn
+        terms: terms to define beside the parts that are drawn
         focus: parts of the first view; a second view then shows all of them. Empty for no switch
     """
     names = _shown_parts(parts)
@@ -445,7 +445,7 @@ EventDict = Mapping[str, Any]
 
 
 def check_lanes(events: Sequence[EventDict], *, of: str) -> None:
-    """Refuse a bar whose lane is unknown: it would be missing from the chart without a word."""
+    """Refuse a bar whose lane is unknown: the chart would leave it out silently."""
     odd = next((event for event in events if event["lane"] not in LANES), None)
     if odd is not None:
         raise ValueError(
@@ -570,7 +570,7 @@ def memory(views: Mapping[str, Mapping[str, Sequence[int]]], *, limit_bytes: int
     )
 
 
-def activations_words(activations: str, *, stages: int = 1) -> str:
+def activations_text(activations: str, *, stages: int = 1) -> str:
     """Which activations of experts the received rows count, `kept` or `recomputed`; `stages`: of the pipeline."""
     if activations == "kept" and stages > 1:
         return (
@@ -659,7 +659,7 @@ def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: st
 
 
 def _shares(name: str, x: Sequence[Any], shares: Sequence[float], place: int) -> dict[str, Any]:
-    """One line; lines that lie on each other are told apart by dash and by the shape of their points."""
+    """One line; dash and points distinguish it from lines that it covers."""
     style = (SERIES[place % len(SERIES)], _DASHES[place % len(_DASHES)])
     trace = line(name, x, [100 * share for share in shares], style=style)
     marker = {**trace["marker"], "symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 9, "line": {"width": 1.5}}

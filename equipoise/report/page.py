@@ -45,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One chart, as plotly draws it, with its words and its data."""
+    """One chart, as plotly draws it, with its texts and its data."""
 
     name: str
     """Its id in the page and the name of its data file: letters and dashes."""
@@ -57,7 +57,7 @@ class Chart:
     data: Table
     """What is drawn, for download; not binned."""
     terms: tuple[str, ...]
-    """Words of the definitions that a reader of this chart needs."""
+    """Terms that a reader of this chart needs defined."""
     views: tuple[ChartView, ...] = ()
     """Choices of the switch, the first one shown; none where there is nothing to switch."""
     scale: Scale = ""
@@ -78,13 +78,13 @@ class Chart:
         return tuple((name, *ink) for name, ink in found.items()) if len(found) > 1 else ()
 
     def __post_init__(self) -> None:
-        # Points and rows come from the result, which may be damaged; the words are ours.
+        # Points and rows are the result's, which may be damaged: an error. Texts are ours: an assertion.
         has_points = all(np.size(trace["z"] if "z" in trace else trace["x"]) for trace in self.traces)
         if not self.traces or not has_points or not self.data.rows:
             raise ValueError(f"chart {self.name} has no data")
         assert self.caption, f"chart {self.name} has no caption"
         unknown = set(self.terms) - set(DEFINITIONS)
-        assert not unknown, f"chart {self.name} uses words without definition: {sorted(unknown)}"
+        assert not unknown, f"chart {self.name} uses terms without definition: {sorted(unknown)}"
         for view in self.views:
             assert len(view.visible) == len(self.traces) and any(view.visible), f"view {view.label} of {self.name}"
 
@@ -105,7 +105,7 @@ class Missing:
     """A part this result cannot have, and the command that would give it; an empty one where none would."""
 
     title: str
-    words: str
+    text: str
     command: str
 
 
@@ -115,7 +115,7 @@ class Figure:
 
     label: str
     value: str
-    words: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +277,7 @@ def bin_labels(labels: Sequence[int], size: int) -> list[str]:
 
 
 def binning_note(binned: Binned, rows: str, columns: str) -> str:
-    """What was averaged, in words; empty where nothing was."""
+    """Say what was averaged; empty if nothing was."""
     if not binned.is_binned:
         return ""
     parts = [f"{n} {word}" for n, word in ((binned.row_size, rows), (binned.column_size, columns)) if n > 1]
@@ -287,4 +287,4 @@ def binning_note(binned: Binned, rows: str, columns: str) -> str:
 DEFINITIONS: dict[str, str] = tomllib.loads(
     (resources.files("equipoise.report") / "templates" / "definitions.toml").read_text(encoding="utf-8")
 )
-"""Every word that a page defines, and what it means."""
+"""Every term that a page uses, and what it means."""

@@ -27,7 +27,7 @@ _COLOURS = (VERMILION, ORANGE, YELLOW, PURPLE, SKY, GREEN, GREY)
 _COLUMNS = ("case", "stage", "policy", "skew", "layer_ms", "pct measured", "pct with all-to-all", "pct charged")
 NOT_MEASURED = Missing(
     title="Predicted against measured",
-    words="How far predictions are from what a rank replay measured can be shown beside this result:",
+    text="How far predictions are from what a rank replay measured can be shown beside this result:",
     command="python -m benchmarks.validate REPLAY -o validate.json; equipoise report RESULT --measured validate.json",
 )
 _LEVELS = {"layer": BLUE, "run": ORANGE}
@@ -81,12 +81,12 @@ def _figures(rows: list[Document]) -> tuple[Figure, ...]:
         Figure(
             label=label,
             value=f"{sum(row[name] for row in ours) / len(ours):.1f} %",
-            words=f"of balanced, mean of {len(ours)}",
+            text=f"of balanced, mean of {len(ours)}",
         )
         for label, name in named.items()
     ]
     where = f"{worst['case']}, {worst['stage']}"
-    return (*found, Figure(label="Worst, measured", value=f"{worst['pct measured']:.1f} %", words=where))
+    return (*found, Figure(label="Worst, measured", value=f"{worst['pct measured']:.1f} %", text=where))
 
 
 def _shares(document: Document) -> Chart:

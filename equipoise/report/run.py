@@ -75,14 +75,14 @@ def run_page(document: Document, *, title: str) -> Page:
 _MISSING = (
     Missing(
         title="Heat maps, timeline, policies",
-        words="A run keeps figures per step. Record its routes and simulate them:",
+        text="A run keeps figures per step. Record its routes and simulate them:",
         command="equipoise train --record ROUTES; equipoise simulate ROUTES --model ROUTES/model/config.json",
     ),
 )
 
 _NOT_TIMED = Missing(
     title="Measured seconds of expert layers",
-    words="Not measured: a run times its steps, stages and waits, not its expert layers, and its predicted seconds are "
+    text="Not measured: a run times its steps, stages and waits, not its expert layers, and its predicted seconds are "
     "those of the described cluster, which this machine is not. A rank replay on one GPU measures both:",
     command="python -m benchmarks.rank_replay --work WORK -o REPLAY; python -m benchmarks.validate REPLAY",
 )
@@ -116,10 +116,10 @@ def _figures(steps: Steps, *, has_after: bool) -> tuple[Figure, ...]:
     waited, exposed = (sum(step[name] for step in steps) for name in ("waited_s", "exposed_s"))
     skew = ratio(_mean(steps, "skew_before")) + (f" to {ratio(_mean(steps, 'skew_after'))}" if has_after else "")
     return (
-        Figure(label="Reward", value=f"{first:.3f} to {last:.3f}", words="first and last quarter"),
-        Figure(label="Mean skew", value=skew, words="busiest rank / mean rank, update"),
-        Figure(label="Waited for plans", value=percent(waited / spent), words=f"{seconds(waited)} of {seconds(spent)}"),
-        Figure(label="Exposed transfers", value=percent(exposed / spent), words=f"{seconds(exposed)}, slowest rank"),
+        Figure(label="Reward", value=f"{first:.3f} to {last:.3f}", text="first and last quarter"),
+        Figure(label="Mean skew", value=skew, text="busiest rank / mean rank, update"),
+        Figure(label="Waited for plans", value=percent(waited / spent), text=f"{seconds(waited)} of {seconds(spent)}"),
+        Figure(label="Exposed transfers", value=percent(exposed / spent), text=f"{seconds(exposed)}, slowest rank"),
     )
 
 
@@ -142,7 +142,7 @@ def _reward(steps: Steps) -> Chart:
 
 def _skew(steps: Steps, *, has_after: bool) -> Chart:
     names = {"before": "skew_before", **({"after": "skew_after"} if has_after else {})}
-    words = f"Before: recorded routes at the owners, {ratio(_mean(steps, 'skew_before'))} on average."
+    text = f"Before: recorded routes at the owners, {ratio(_mean(steps, 'skew_before'))} on average."
     after = f" After: rows that arrived, {ratio(_mean(steps, 'skew_after'))}." if has_after else ""
     return _lines(
         steps,
@@ -150,7 +150,7 @@ def _skew(steps: Steps, *, has_after: bool) -> Chart:
         styles=STYLES,
         name="skew-over-steps",
         title="Skew over steps",
-        caption=f"{words}{after}",
+        caption=f"{text}{after}",
         y="busiest rank / mean rank",
         terms=("skew", "before", "after"),
     )
@@ -219,7 +219,7 @@ def _lines(
     styles: dict[str, tuple[str, str]],
     y: str,
     from_zero: bool = False,
-    **words: Any,
+    **page: Any,
 ) -> Chart:
     """Lines over steps; `names` says which metric a line shows."""
     layout = _step_frame(len(steps), y=y)
@@ -234,11 +234,11 @@ def _lines(
             rows=tuple((s["step"], *(s[metric] for metric in names.values())) for s in steps),
         ),
         wide=False,
-        **words,
+        **page,
     )
 
 
-def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, str], y: str, **words: Any) -> Chart:
+def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, str], y: str, **page: Any) -> Chart:
     """Stacked columns over steps."""
     at = [step["step"] for step in steps]
     shown = {name: values for name, values in parts.items() if any(values)}
@@ -250,7 +250,7 @@ def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, 
         layout=_step_frame(len(steps), y=y) | {"barmode": "stack", "bargap": 0.15},
         data=Table(columns=("step", *with_unit(shown, y)), rows=tuple(zip(at, *shown.values(), strict=True))),
         wide=False,
-        **words,
+        **page,
     )
 
 

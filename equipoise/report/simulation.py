@@ -40,7 +40,7 @@ EXPERT_PARTS = {
     "collect": "collect",
     "planning": "planning",
 }
-"""Parts of the document that balance changes, by the words they are drawn with."""
+"""Parts of the document that balance changes, by the name they are drawn with."""
 OTHER_PARTS = {"attention": "attention", "bubble": "bubble", "rollout": "rollout", "other": "other"}
 RANK_PARTS = {
     "compute": "compute",
@@ -82,7 +82,7 @@ class ComparedPolicies:
 
 def simulation_page(document: Document, *, title: str) -> Page:
     """Make the page of a simulation."""
-    # Refuse what no simulation writes and what no chart would notice, in words that name the field.
+    # Refuse what no simulation writes and no chart would notice; the message names the field.
     if not document["policies"]:
         raise ValueError("`policies` is empty, a simulation has at least one")
     for policy in document["policies"]:
@@ -136,8 +136,8 @@ def _answer(compared: ComparedPolicies) -> str:
     saved = compared.share(after)
     # Without balanced nothing is known to be lost but what the plan gives back.
     gain = gained(saved, lost=saved if balanced is None else compared.share(balanced))
-    words = f"{now}; {plan} with {memory if after['slots'] else 'placement alone'} would {gain}"
-    return f"{words}." if saved >= WORTH else f"{words}, which is not worth it here."
+    text = f"{now}; {plan} with {memory if after['slots'] else 'placement alone'} would {gain}"
+    return f"{text}." if saved >= WORTH else f"{text}, which is not worth it here."
 
 
 def _conditions(document: Document, compared: ComparedPolicies) -> Iterator[str]:
@@ -169,46 +169,46 @@ def _figures(document: Document, compared: ComparedPolicies) -> Iterator[Figure]
     static, after, balanced = compared.static, compared.after, compared.balanced
     if static is not None and balanced is not None:
         share, now, level = compared.share(balanced), static["expert_s"], balanced["expert_s"]
-        words = f"{seconds(now - level)} of {seconds(now)} per step"
+        text = f"{seconds(now - level)} of {seconds(now)} per step"
         if share <= 0:
-            words = f"balanced takes {seconds(level)}, static {seconds(now)} per step"
-        yield Figure(label="Lost", value=percent(max(0.0, share)), words=words)
+            text = f"balanced takes {seconds(level)}, static {seconds(now)} per step"
+        yield Figure(label="Lost", value=percent(max(0.0, share)), text=text)
     if after is None:
         return
     if static is not None:
         share, of_balanced = compared.share(after), after["of_balanced"]
         if share < 0:
-            words = "more time in expert layers with the plan"
-            yield Figure(label="Slower by", value=percent(-share), words=words)
+            text = "more time in expert layers with the plan"
+            yield Figure(label="Slower by", value=percent(-share), text=text)
         else:
-            words = "of the time in expert layers" if of_balanced is None else f"{percent(of_balanced)} of balanced"
-            yield Figure(label="Recovered", value=percent(share), words=words)
+            text = "of the time in expert layers" if of_balanced is None else f"{percent(of_balanced)} of balanced"
+            yield Figure(label="Recovered", value=percent(share), text=text)
     # Means over all micro-steps; each is the mean over as many layers.
     before_M, after_M = (
         np.concatenate([window[which]["skew_M"] for window in windows])
         for which, windows in (("before", document["windows"]), ("after", after["windows"]))
     )
     levelled = f"{ratio(float(before_M.mean()))} to {ratio(float(after_M.mean()))}"
-    yield Figure(label="Mean skew", value=levelled, words="busiest rank / mean rank")
+    yield Figure(label="Mean skew", value=levelled, text="busiest rank / mean rank")
     # What moving experts costs, with planning named apart where training waits for it.
-    spent, label, words = after["seconds"], "Cost of moving", "exposed, of expert time"
+    spent, label, text = after["seconds"], "Cost of moving", "exposed, of expert time"
     if spent["planning"]:
         planning, moving = (s / after["expert_s"] for s in (spent["planning"], sum(spent[name] for name in MOVING)))
-        label, words = "Planning and moving", f"planning {percent(planning)}, moving {percent(moving)}"
-    yield Figure(label=label, value=percent(after["exposed_share"]), words=words)
+        label, text = "Planning and moving", f"planning {percent(planning)}, moving {percent(moving)}"
+    yield Figure(label=label, value=percent(after["exposed_share"]), text=text)
     if static is not None:
-        words, longer = f"{percent(static['expert_share'])} of training is experts", after["step_s"] / static["step_s"]
+        text, longer = f"{percent(static['expert_share'])} of training is experts", after["step_s"] / static["step_s"]
         if longer > 1:
-            yield Figure(label="Whole step longer by", value=percent(longer - 1), words=words)
+            yield Figure(label="Whole step longer by", value=percent(longer - 1), text=text)
         else:
             speed = f"{static['step_s'] / after['step_s']:.2f} x"
-            yield Figure(label="Whole step", value=speed, words=f"as fast; {words}")
+            yield Figure(label="Whole step", value=speed, text=f"as fast; {text}")
 
 
 def _missing(document: Document, compared: ComparedPolicies) -> Iterator[Missing]:
     if compared.static is None or compared.after is None or compared.balanced is None:
-        words = "The comparison needs doing nothing, a plan, and even ranks:"
-        yield Missing(title="Policies", words=words, command=f"{COMMAND} --policies static,equipoise,balanced")
+        text = "The comparison needs doing nothing, a plan, and even ranks:"
+        yield Missing(title="Policies", text=text, command=f"{COMMAND} --policies static,equipoise,balanced")
     sweep = document["sweep"] or {"points": [], "break_even": None}
     for part, found, option in (
         ("Sweep", sweep["points"], "--sweep ep=8,16 slots=0,1,2"),
@@ -218,10 +218,10 @@ def _missing(document: Document, compared: ComparedPolicies) -> Iterator[Missing
             # As the notes say why, or else because nobody asked.
             note = next((note for note in document["notes"] if note.startswith(f"{part} left out:")), None)
             command = f"{COMMAND} {option}" if note is None else ""
-            yield Missing(title=part, words=note or "Not asked for:", command=command)
+            yield Missing(title=part, text=note or "Not asked for:", command=command)
     if not any(policy["timeline"] for policy in document["policies"]):
-        words = "This result was written without one:"
-        yield Missing(title="Timeline", words=words, command=f"{COMMAND} -o result.json")
+        text = "This result was written without one:"
+        yield Missing(title="Timeline", text=text, command=f"{COMMAND} -o result.json")
 
 
 def _sections(document: Document, views: dict[str, Document], after: Document | None) -> Iterator[Chart | Listing]:
@@ -243,12 +243,12 @@ def _sections(document: Document, views: dict[str, Document], after: Document | 
 
 def _skew(document: Document, after: Document | None) -> Chart:
     series = {"before": [float(v) for window in document["windows"] for v in window["before"]["skew_M"]]}
-    words = f"Before, the busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the "
-    words += "mean load"
+    text = f"Before, the busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the "
+    text += "mean load"
     if after is not None:
         series["after"] = [float(v) for window in after["windows"] for v in window["after"]["skew_M"]]
-        words += f"; with {after['policy']} {ratio(min(series['after']))} to {ratio(max(series['after']))}"
-    caption = f"{words}. Each point is the mean over layers of one micro-step's skew."
+        text += f"; with {after['policy']} {ratio(min(series['after']))} to {ratio(max(series['after']))}"
+    caption = f"{text}. Each point is the mean over layers of one micro-step's skew."
     return charts.skew_over_micro_steps(series, windows=_windows(document), caption=caption)
 
 
@@ -269,12 +269,12 @@ def _policies(document: Document) -> Chart:
         said.append(f"Expert layers take {seconds(static['expert_s'])} with static")
     if balanced is not None:
         said.append(f"balanced, which is even ranks and no plan, would take {seconds(balanced['expert_s'])}")
-    words = "; ".join(said)
+    text = "; ".join(said)
     defined = (name for name in DEFINED if any(p["policy"].startswith(name) for p in document["policies"]))
     return charts.cost_parts(
         bars,
         title="Policies by cost part",
-        caption=f"{words[0].upper()}{words[1:]}. Transfers count only as far as nothing hides them.",
+        caption=f"{text[0].upper()}{text[1:]}. Transfers count only as far as nothing hides them.",
         terms=("exposed", *defined),
         focus=tuple(EXPERT_PARTS.values()),
     )
@@ -282,16 +282,16 @@ def _policies(document: Document) -> Chart:
 
 def _against(plan: Document, static: Document | None) -> str:
     """The fastest plan's seconds, against doing nothing and balanced as far as they were simulated."""
-    words = f"The fastest plan is {plan['policy']} with {seconds(plan['expert_s'])} in expert layers"
+    text = f"The fastest plan is {plan['policy']} with {seconds(plan['expert_s'])} in expert layers"
     speeds = []
     if static is not None and plan["expert_s"] >= static["expert_s"]:
         now = f"No plan is faster than static, which takes {seconds(static['expert_s'])} in expert layers"
-        words = f"{now}: the fastest one, {plan['policy']}, takes {seconds(plan['expert_s'])}"
+        text = f"{now}: the fastest one, {plan['policy']}, takes {seconds(plan['expert_s'])}"
     elif static is not None:
         speeds.append(f"{plan['speedup']:.2f} times static's speed")
     if plan["of_balanced"] is not None:
         speeds.append(f"{percent(plan['of_balanced'])} of balanced's speed")
-    return f"{words}, {' and '.join(speeds)}" if speeds else words
+    return f"{text}, {' and '.join(speeds)}" if speeds else text
 
 
 def _rank_loads(document: Document, after: Document | None) -> Iterator[Chart]:
@@ -334,11 +334,11 @@ def _rank_seconds(document: Document, views: dict[str, Document]) -> Chart:
     group, drawn, waits = document["shown"]["group"], {}, []
     for view, policy in views.items():
         kinds = {
-            words: np.sum([window["ranks"][name][group] for window in policy["windows"]], axis=0)
-            for name, words in RANK_PARTS.items()
+            part: np.sum([window["ranks"][name][group] for window in policy["windows"]], axis=0)
+            for name, part in RANK_PARTS.items()
         }
         ranks = range(len(kinds["compute"]))
-        drawn[view] = {str(r): {words: float(values[r]) for words, values in kinds.items()} for r in ranks}
+        drawn[view] = {str(r): {part: float(values[r]) for part, values in kinds.items()} for r in ranks}
         whole = max(sum(sum(parts.values()) for parts in drawn[view].values()), 1e-12)
         waits.append(f"{percent(sum(parts['waiting'] for parts in drawn[view].values()) / whole)} {view}")
     planning = " and planning" if any(policy["seconds"]["planning"] for policy in views.values()) else ""
@@ -378,8 +378,8 @@ def _memory(document: Document, views: dict[str, Document]) -> Chart:
     held, setting = {view: policy["memory"] for view, policy in views.items()}, document["setting"]
     limit = max(memory["limit_bytes"] for memory in held.values())
     peaks = {view: m["experts_bytes"] + m["replicas_bytes"] + max(m["received_bytes_X"]) for view, m in held.items()}
-    words = ", ".join(f"{num_bytes(peak)} {view}" for view, peak in peaks.items())
-    words += f", of {num_bytes(limit)} that it has" if limit else ""
+    text = ", ".join(f"{num_bytes(peak)} {view}" for view, peak in peaks.items())
+    text += f", of {num_bytes(limit)} that it has" if limit else ""
     return charts.memory(
         {
             view: {
@@ -390,8 +390,8 @@ def _memory(document: Document, views: dict[str, Document]) -> Chart:
             for view, m in held.items()
         },
         limit_bytes=limit or None,
-        caption=f"What expert parallelism takes of a rank at worst: {words}. "
-        f"{charts.activations_words(setting['activations'], stages=setting['pipeline_stages'])} Attention, optimizer "
+        caption=f"What expert parallelism takes of a rank at worst: {text}. "
+        f"{charts.activations_text(setting['activations'], stages=setting['pipeline_stages'])} Attention, optimizer "
         f"and the rest are not counted.{_stages_counted(document)}",
     )
 
@@ -408,10 +408,10 @@ def _sweep(found: Document) -> Iterator[Chart]:
     if found["break_even"] is not None:
         curves = found["break_even"]["curves"]
         starts = ["never with those tried" if c["tokens"] is None else f"from {c['tokens']:,} on" for c in curves]
-        words = [f"skew {ratio(c['skew'])}: {start}" for c, start in zip(curves, starts, strict=True)]
+        text = [f"skew {ratio(c['skew'])}: {start}" for c, start in zip(curves, starts, strict=True)]
         worth = found["break_even"]["worth"]
         caption = f"Tokens per rank and micro-step from which on a plan saves at least {percent(worth)}. "
-        yield charts.break_even(curves, worth=worth, caption=f"{caption}{'; '.join(words).capitalize()}.")
+        yield charts.break_even(curves, worth=worth, caption=f"{caption}{'; '.join(text).capitalize()}.")
 
 
 def _paths(document: Document, after: Document) -> Listing:
@@ -433,7 +433,7 @@ def _paths(document: Document, after: Document) -> Listing:
 
 
 def _windows(document: Document) -> list[tuple[str, int]]:
-    """Words and micro-steps of each window: 'recompute', 'update 1', 'update 2'."""
+    """Name and micro-steps of each window: 'recompute', 'update 1', 'update 2'."""
     stages = [window["stage"] for window in document["windows"]]
     names = []
     for i, stage in enumerate(stages):

@@ -10,7 +10,7 @@ ours, and is not blamed on the result.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from equipoise.sim.result import FORMAT as SIMULATION_FORMAT
 Document = dict[str, Any]
 NO_VERDICT = Missing(
     title="The doctor's verdict",
-    words="Whether the routes are right was not handed in:",
+    text="Whether the routes are right was not given:",
     command="equipoise doctor ROUTES --json > doctor.json; equipoise report RESULT --doctor doctor.json",
 )
 
@@ -46,27 +46,20 @@ MAKERS: dict[str, Callable[..., Page]] = {
 """Who makes the page of a document, by its format or the benchmark that wrote it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What can be shown beside a result: other documents about the same thing, or the paths of files with them."""
-
-    doctor: Path | Document | None = None
-    """What `equipoise doctor --json` printed about its routes."""
-    measured: Path | Document | None = None
-    """What `python -m benchmarks.validate` wrote: how far predictions are from what was measured."""
-
-
-NOTHING = Beside()
-"""No other document."""
-
-
-def build_page(result: Result, *, title: str | None = None, beside: Beside = NOTHING) -> Page:
+def build_page(
+    result: Result,
+    *,
+    title: str | None = None,
+    doctor: Path | Document | None = None,
+    measured: Path | Document | None = None,
+) -> Page:
     """Make the page of a result.
 
     Args:
         result: a result, its document, or the path of a file or a run's folder
         title: what the page is called; the file's name by default
-        beside: other documents to show with it
+        doctor: what `equipoise doctor --json` printed about its routes
+        measured: what `python -m benchmarks.validate` wrote: how far predictions are from what was measured
     """
     document, name = read_document(result)
     # Results of benchmarks say which benchmark made them.
@@ -85,16 +78,16 @@ def build_page(result: Result, *, title: str | None = None, beside: Beside = NOT
             f"{name} says it is {form} but a field of it is not what it should be ({error}); write it again with this "
             "version"
         ) from error
-    # What was handed in beside the result, and a word on what was not.
+    # What was given beside the result, or the command that makes it.
     sections, missing = list(page.sections), list(page.missing)
-    if beside.measured is None:
+    if measured is None:
         missing.append(NOT_MEASURED)
     else:
-        sections.append(validation_chart(*read_document(beside.measured)))
-    if beside.doctor is None:
+        sections.append(validation_chart(*read_document(measured)))
+    if doctor is None:
         missing.append(NO_VERDICT)
     else:
-        sections.append(doctor_listing(*read_document(beside.doctor)))
+        sections.append(doctor_listing(*read_document(doctor)))
     return replace(page, sections=tuple(sections), missing=tuple(missing))
 
 

@@ -32,7 +32,7 @@ def summarise(page: Page, *, width: int = 80) -> tuple[Block, ...]:
         return [line for found in lines for line in found]
 
     head = (*wrap(page.answer), "", *wrap(*page.conditions))
-    figures = tuple((f.label, f.value, f.words) for f in page.figures)
+    figures = tuple((f.label, f.value, f.text) for f in page.figures)
     blocks = [
         Block(heading=f"{page.title}: {page.kind}", lines=head),
         Block(heading="Key figures", lines=_table_lines(Table(columns=("", "", ""), rows=figures), width)[1:]),
@@ -43,7 +43,7 @@ def summarise(page: Page, *, width: int = 80) -> tuple[Block, ...]:
             lines += ["", *_table_lines(section.data, width)]
         blocks.append(Block(heading=section.title, lines=tuple(lines)))
     if page.missing:
-        missing = wrap(*(f"{m.title}. {m.words} {m.command}" for m in page.missing))
+        missing = wrap(*(f"{m.title}. {m.text} {m.command}" for m in page.missing))
         blocks.append(Block(heading="Not in this result", lines=tuple(missing)))
     return tuple(blocks)
 
@@ -54,7 +54,7 @@ def as_text(blocks: tuple[Block, ...]) -> str:
 
 
 def _table_lines(table: Table, width: int) -> tuple[str, ...]:
-    """Aligned columns, numbers to the right and words to the left; columns that do not fit are left to the page."""
+    """Aligned columns, numbers to the right and text to the left; columns that do not fit are left to the page."""
     columns = [_cell_texts(name, [row[i] for row in table.rows]) for i, name in enumerate(table.columns)]
     kept, room = [], width - 2
     for i, (texts, _) in enumerate(columns):

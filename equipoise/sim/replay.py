@@ -174,7 +174,7 @@ def bytes_between(
     """[R, R] bytes of all-to-all from rank to rank in one micro-step: all layers and exchanges.
 
     Backward exchanges carry the same rows both ways again; where it repeats forward, so does that. With `sends` tokens,
-    a token counts once for each node it is sent to, and once for each rank it is handed on to there.
+    a token counts once for each node it is sent to, and once for each rank it is forwarded to there.
     """
     first = plans[0]
     ranks, node_R = first.cluster.ep, first.cluster.node_array_R
@@ -191,7 +191,7 @@ def bytes_between(
                 rows_RR = rows_between(load_RE, plan.quota_ER(micro_step, layer), node_R, plan.persistent)
             moved_RR += rows_RR if sends == "rows" else tokens_between(rows_RR, node_R, plan.model.top_k)
     np.fill_diagonal(moved_RR, 0)
-    # What is dispatched comes back combined.
+    # Dispatched rows are returned combined.
     both_ways = moved_RR + moved_RR.T
     times = 1 if first.loads.stage == "recompute" else 3 if activations == "recomputed" else 2
     found: np.ndarray = np.rint(both_ways * times * first.model.row_bytes).astype(np.int64)

@@ -56,7 +56,7 @@ With pipeline stages X counts ranks stage by stage: X = Q * R, rank r of stage q
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -83,10 +83,17 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as plain JSON content, arrays as nested lists."""
-    found = {f.name: getattr(value, f.name) for f in fields(value)}
-    return {name: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for name, v in found.items()}
+def _plain(value: Any) -> Any:
+    """A result as plain JSON content: types that have no `to_dict` by field, arrays as nested lists."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, TimelineEvent | Shown):
+        return value._asdict()
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +194,6 @@ class Balance(Value):
     rank_load_LR: np.ndarray
     """[L, R] rows of each rank, added up over micro-steps."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The arrays, for JSON."""
-        return _plain(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowLoads(Value):
@@ -202,10 +205,6 @@ class WindowLoads(Value):
     tokens_per_rank: float
     load_LE: np.ndarray
     before: Balance
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        return {**_plain(self), "before": self.before.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -227,11 +226,11 @@ class WindowResult(Value):
         return {
             "seconds": self.seconds.to_dict(),
             "slowest": self.slowest,
-            "group_s": self.group_s_G.tolist(),
-            "ranks": {name: self.rank_s_CGX[k].tolist() for k, name in enumerate(RANK_PARTS)},
-            "paths": [use.to_dict() for use in self.paths],
-            "after": self.after.to_dict(),
-            "byte_RR": self.byte_RR.tolist(),
+            "group_s": _plain(self.group_s_G),
+            "ranks": dict(zip(RANK_PARTS, self.rank_s_CGX.tolist(), strict=True)),
+            "paths": _plain(self.paths),
+            "after": _plain(self.after),
+            "byte_RR": _plain(self.byte_RR),
         }
 
 
@@ -248,10 +247,6 @@ class Memory(Value):
     limit_bytes: int
     """Of the device."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
-        return _plain(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyResult(Value):
@@ -262,7 +257,7 @@ class PolicyResult(Value):
     windows: tuple[WindowResult, ...]
     memory: Memory
     given: Parts
-    """Parts that were handed in: rollout and other."""
+    """Parts that the setting gives: rollout and other."""
     timeline: tuple[TimelineEvent, ...] = ()
 
     @property
@@ -288,9 +283,9 @@ class PolicyResult(Value):
             "speedup": None if floor is None else ratio(floor.experts, seconds.experts),
             "step_speedup": None if floor is None else ratio(floor.total, seconds.total),
             "exposed_share": ratio(seconds.transfers + seconds.planning, seconds.experts),
-            "memory": self.memory.to_dict(),
-            "windows": [window.to_dict() for window in self.windows],
-            "timeline": [event._asdict() for event in self.timeline],
+            "memory": _plain(self.memory),
+            "windows": _plain(self.windows),
+            "timeline": _plain(self.timeline),
         }
 
 
@@ -355,14 +350,9 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        break_even = None
-        if self.curves:
-            break_even = {"worth": self.curves[0].worth, "curves": [curve.to_dict() for curve in self.curves]}
-        return {
-            "axes": {name: list(values) for name, values in self.axes.items()},
-            "points": [point.to_dict() for point in self.points],
-            "break_even": break_even,
-        }
+        break_even = {"worth": self.curves[0].worth, "curves": _plain(self.curves)} if self.curves else None
+        axes = {name: list(values) for name, values in self.axes.items()}
+        return {"axes": axes, "points": _plain(self.points), "break_even": break_even}
 
 
 class Shown(NamedTuple):
@@ -412,11 +402,11 @@ class Simulation(Value):
             "profile": {"device": self.profile.device, "kind": self.profile.kind},
             "setting": self.setting,
             "layer_numbers": list(model.layer_numbers),
-            "shown": self.shown._asdict(),
+            "shown": _plain(self.shown),
             "notes": list(self.notes),
-            "windows": [window.to_dict() for window in self.windows],
+            "windows": _plain(self.windows),
             "policies": [result.to_dict(**ends) for result in self.policies],
-            "sweep": None if self.sweep is None else self.sweep.to_dict(),
+            "sweep": _plain(self.sweep),
         }
 
 

@@ -30,7 +30,7 @@ class StepSetting:
     activations: Activations = "kept"
     """Whether the backward pass repeats the forward pass of a layer (`recomputed`)."""
     rollout_s: float = 0.0
-    """Seconds of rollout, as measured or hoped for: handed through, and what planning can hide behind."""
+    """Seconds of rollout, measured or assumed: part of the step, and planning can hide behind them."""
     other_s: float = 0.0
     """Seconds per step of what is not simulated: optimizer, embedding, head, gradient reduction."""
     planning: Planning = "hidden"
@@ -204,12 +204,6 @@ class PolicyPlans:
     """Whether a later window may start from an earlier one's plan; a plan holds its loads, which takes memory."""
     _warm: dict[tuple[int, int], Plan] = field(default_factory=dict)
     """The last plan of each (group, pipeline stage)."""
-    _slots: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._slots = self.slots
-        if self.policy in NO_SLOTS:
-            self.slots = 0
 
     def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
         """Plan one group's window."""
@@ -228,7 +222,7 @@ class PolicyPlans:
             part,
             cluster=self.cluster,
             model=model,
-            slots=self._slots,
+            slots=self.slots,
             policy=self.policy,
             options=stage_options(self.options, key[1], self.pipeline_stages),
             history=history,
@@ -312,6 +306,7 @@ def plan_sources(
     unknown = [name for name in names if name not in known]
     if unknown:
         raise InfeasiblePlanError(f"no policy {unknown[0]!r}; known: {', '.join(known)}")
+    require_int("slots", slots, low=0, error=InfeasiblePlanError)
     if history is not None and (history.num_layers, history.num_experts) != (model.layers, model.experts):
         raise LoadsError(
             f"history has {history.num_layers} layers of {history.num_experts} experts, the step {model.layers} of "
@@ -320,7 +315,7 @@ def plan_sources(
     return [
         PolicyPlans(
             policy=name,
-            slots=require_int("slots", slots, low=0, error=InfeasiblePlanError),
+            slots=0 if name in NO_SLOTS else slots,
             cluster=cluster,
             model=model,
             options=replace(options, sends=setting.sends),

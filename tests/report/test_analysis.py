@@ -124,7 +124,7 @@ def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
     page = build_page(slow, title="x")
     assert page.answer.endswith("would take 27.1 % more time, which is not worth it here.")
     figures = {figure.label: figure for figure in page.figures}
-    assert (figures["Slower by"].value, figures["Slower by"].words) == (
+    assert (figures["Slower by"].value, figures["Slower by"].text) == (
         "27.1 %",
         "500 ms more with a plan, every cost charged",
     )

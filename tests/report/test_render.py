@@ -79,7 +79,7 @@ def test_the_first_view_is_the_one_drawn(page, html):
 
 
 def test_answer_figures_and_what_is_missing_stand_in_the_page(page, html):
-    for words in (page.answer, page.figures[0].value, page.missing[0].words, *page.notes, *page.conditions):
+    for words in (page.answer, page.figures[0].value, page.missing[0].text, *page.notes, *page.conditions):
         assert words.replace("'", "&#39;") in html
 
 

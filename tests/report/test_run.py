@@ -5,7 +5,7 @@ import json
 import pytest
 
 from equipoise.core import EquipoiseError
-from equipoise.report import Beside, build_page
+from equipoise.report import build_page
 from tests.report.documents import metrics, write_run
 
 
@@ -82,7 +82,7 @@ def test_a_path_that_moved_nothing_is_not_spoken_of(tmp_path):
 
 def test_a_run_says_that_its_predicted_seconds_were_not_measured(run, tmp_path):
     parts = {part.title: part for part in build_page(run).missing}
-    assert "Not measured: a run times its steps" in parts["Measured seconds of expert layers"].words
+    assert "Not measured: a run times its steps" in parts["Measured seconds of expert layers"].text
     drawn = chart(build_page(run), "predicted-seconds")
     assert "not measured on this machine" in drawn.caption
     # A cut axis would make a small difference look large.
@@ -120,10 +120,10 @@ def test_errors_of_a_rank_replay_can_stand_beside_it(run, tmp_path):
     row = {"shape visited": "no", "layer mean": 3.0, "layer worst": -9.0, "run mean": 1.5, "run worst": 2.5}
     rows = [{"case": name, "stage": stage, **row} for name, stage in (("qwen3", "update"), ("all", "both"))]
     document = {"benchmark": "validate", "replay": {"device": "NVIDIA H200"}, "rows": rows, "limits": []}
-    page = build_page(run, beside=Beside(measured=document))
+    page = build_page(run, measured=document)
     errors = chart(page, "predicted-against-measured")
     assert "off by 1.5 % on average, 2.5 % at worst" in errors.caption
     assert errors.traces[0]["y"] == ["qwen3, update", "all, both"]
     assert "Predicted against measured" not in [part.title for part in page.missing]
     with pytest.raises(EquipoiseError, match="is no validation"):
-        build_page(run, beside=Beside(measured={"benchmark": "planner"}))
+        build_page(run, measured={"benchmark": "planner"})

@@ -39,7 +39,7 @@ def test_the_answer_has_the_documents_shares_and_the_memory_it_takes(document, p
         f"a plan with 1 replica slot ({held} per GPU) would recover {saved}."
     )
     figures = {figure.label: figure for figure in page.figures}
-    assert figures["Recovered"].words == f"{percent(ours['of_balanced'])} of balanced"
+    assert figures["Recovered"].text == f"{percent(ours['of_balanced'])} of balanced"
     before = np.mean(np.concatenate([w["before"]["skew_M"] for w in document["windows"]]))
     after = np.mean(np.concatenate([w["after"]["skew_M"] for w in ours["windows"]]))
     assert figures["Mean skew"].value == f"{ratio(before)} to {ratio(after)}"
@@ -295,9 +295,9 @@ def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
     figures = {figure.label: figure for figure in page.figures}
     assert figures["Slower by"].value == more
     assert figures["Whole step longer by"].value == longer
-    assert figures["Whole step longer by"].words == f"{percent(static['expert_share'])} of training is experts"
+    assert figures["Whole step longer by"].text == f"{percent(static['expert_share'])} of training is experts"
     assert not {"Recovered", "Whole step"} & set(figures)
-    assert not [text for f in page.figures for text in (f.value, f.words) if "-" in text or "as fast" in text]
+    assert not [text for f in page.figures for text in (f.value, f.text) if "-" in text or "as fast" in text]
 
 
 def test_without_balanced_a_plan_that_takes_longer_is_called_so_too(document):
@@ -318,7 +318,7 @@ def test_planning_is_charged_apart_from_moving(document, page):
     slow = build_page(slowed(document, planning=1.0), title="x")
     figures = {figure.label: figure for figure in slow.figures}
     assert figures["Planning and moving"].value == percent((1 + moving) / (1 + whole))
-    assert figures["Planning and moving"].words == (
+    assert figures["Planning and moving"].text == (
         f"planning {percent(1 / (1 + whole))}, moving {percent(moving / (1 + whole))}"
     )
     assert "Cost of moving" not in figures
@@ -364,7 +364,7 @@ def test_a_sweep_that_saves_nowhere_says_so(document):
 def test_what_was_left_out_is_missing_for_the_reason_in_the_notes(document, note, sweep, break_even):
     notes = [*document["notes"], *([] if note is None else [note])]
     missing = {m.title: m for m in build_page({**document, "sweep": None, "notes": notes}, title="x").missing}
-    assert (missing["Sweep"].words, missing["Break-even"].words) == (sweep, break_even)
+    assert (missing["Sweep"].text, missing["Break-even"].text) == (sweep, break_even)
     assert missing["Sweep"].command.endswith("--sweep ep=8,16 slots=0,1,2")
     # It was asked for where a note says why it is not there.
     assert missing["Break-even"].command.endswith("" if note else "--break-even")
@@ -401,9 +401,9 @@ def test_where_balanced_takes_longer_nothing_is_lost(document):
     assert page.answer.startswith("Balanced ranks would not be faster here; a plan with 1 replica slot")
     assert page.answer.endswith("would save 0 %, which is not worth it here.")
     lost = page.figures[0]
-    assert (lost.label, lost.value, lost.words) == ("Lost", "0 %", "balanced takes 12.0 s, static 10.0 s per step")
+    assert (lost.label, lost.value, lost.text) == ("Lost", "0 %", "balanced takes 12.0 s, static 10.0 s per step")
 
 
 def test_no_share_is_said_to_be_of_a_ceiling(page):
     assert "% of balanced's speed" in chart(page, "cost-parts").caption
-    assert "ceiling" not in " ".join([c.caption for c in page.sections] + [m.words for m in page.missing])
+    assert "ceiling" not in " ".join([c.caption for c in page.sections] + [m.text for m in page.missing])

@@ -8,7 +8,7 @@ import pytest
 
 import equipoise as eq
 from equipoise.core import EquipoiseError
-from equipoise.report import Beside, build_page, source
+from equipoise.report import build_page, source
 from tests.report.documents import simulation
 
 DIAGNOSIS = {
@@ -134,7 +134,7 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
 
 def test_the_doctors_verdict_becomes_a_table(tmp_path):
     (tmp_path / "doctor.json").write_text(json.dumps(DIAGNOSIS))
-    page = build_page(simulation(), title="x", beside=Beside(doctor=tmp_path / "doctor.json"))
+    page = build_page(simulation(), title="x", doctor=tmp_path / "doctor.json")
     listing = page.sections[-1]
     assert listing.name == "doctor"
     assert "1 of 2 checks found something in 12 samples, 3,456 rows: rows-tokens." in listing.caption
@@ -144,7 +144,7 @@ def test_the_doctors_verdict_becomes_a_table(tmp_path):
 
 
 def test_one_sample_of_a_verdict_is_not_said_as_many():
-    page = build_page(simulation(), title="x", beside=Beside(doctor={**DIAGNOSIS, "num_samples": 1, "num_rows": 1}))
+    page = build_page(simulation(), title="x", doctor={**DIAGNOSIS, "num_samples": 1, "num_rows": 1})
     assert "in 1 sample, 1 row:" in page.sections[-1].caption
 
 
@@ -155,4 +155,4 @@ def test_without_a_verdict_the_page_says_how_to_get_one():
 
 def test_something_else_in_place_of_a_verdict_is_refused(tmp_path):
     with pytest.raises(EquipoiseError, match="is no diagnosis"):
-        build_page(simulation(), title="x", beside=Beside(doctor={"format": "equipoise-analysis-2"}))
+        build_page(simulation(), title="x", doctor={"format": "equipoise-analysis-2"})

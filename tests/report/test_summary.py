@@ -21,7 +21,7 @@ def test_everything_the_page_says_in_words_stands_in_the_summary(page):
     for words in (page.answer, page.kind, *page.conditions, *(s.caption for s in page.sections)):
         assert squeezed(words) in text
     for figure in page.figures:
-        assert squeezed(f"{figure.label} {figure.value} {figure.words}") in text
+        assert squeezed(f"{figure.label} {figure.value} {figure.text}") in text
     for part in page.missing:
         assert squeezed(part.command) in text
 
