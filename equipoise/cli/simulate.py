@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from equipoise.core import LoadMatrix
     from equipoise.sim import Simulation, StepSetting
     from equipoise.sim.result import BreakEvenCurve, SweepPoint
+    from equipoise.sim.windows import StepCase
 
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
 GENERATED = "a generated step"
@@ -191,31 +192,35 @@ def simulate(
     """Compare policies on a step, with every cost charged."""
     from equipoise.cli.step_loads import open_step, read_history
     from equipoise.core.options import PlanOptions
-    from equipoise.sim import simulate as simulate_step
+    from equipoise.sim.step import simulate_case
     from equipoise.sim.summary import summary
+    from equipoise.sim.windows import StepCase
 
     # Step 1: check the options, before the dump is read, which may take minutes.
     dump, axes = split_arguments(arguments or [], sweep.sweep or [])
     results.refuse_existing(dump, policy.history)
-    given: dict[str, Any] = {
-        "cluster": machine.build_cluster(ep=packing.ep),
-        "setting": step.build_setting(shown),
-        "options": PlanOptions(cross_node=policy.cross_node),
-        "slots": policy.slots,
-    }
+    cluster, setting = machine.build_cluster(ep=packing.ep), step.build_setting(shown)
     history = read_history(policy.history, policy.names)
 
     # Step 2: read the dump, and check what depends on it, before the step is simulated, which may take minutes too.
     source = open_step(dump, reading, packing, demo_samples=256 if demo else None)
     windows = source.windows(packing.ep, None)
-    # Pairs say how often one sending of a token serves several experts.
-    given |= {"model": source.model, "pair_LEE": source.pair_LEE if step.sends == "tokens" else None}
-    _check_step(source, windows, axes, given)
+    case = StepCase(
+        cluster=cluster,
+        model=source.model,
+        slots=policy.slots,
+        setting=setting,
+        options=PlanOptions(cross_node=policy.cross_node),
+        history=history,
+        # Pairs say how often one sending of a token serves several experts.
+        pair_LEE=source.pair_LEE if step.sends == "tokens" else None,
+    )
+    _check_step(source, windows, axes, case)
 
     # Step 3: simulate the step, then its sweep and its break-even.
     with progress("simulating (the first run compiles for a while)") as show:
-        found = simulate_step(windows, policy.names, history=history, progress=show, **given)
-    found, is_whole = _add_sweep(found, source, windows, axes, given, break_even=sweep.break_even)
+        found = simulate_case(windows, policy.names, case, progress=show)
+    found, is_whole = _add_sweep(found, source, windows, axes, case, break_even=sweep.break_even)
 
     name = GENERATED if dump is None else dump.name
     text = summary(found, title=name)
@@ -250,18 +255,18 @@ def split_arguments(arguments: list[str], sweep: list[str]) -> tuple[Path | None
     return (Path(dumps[0]) if dumps else None), axes
 
 
-def _check_step(source: "StepSource", windows: "Sequence[LoadMatrix]", axes: Axes, given: Mapping[str, Any]) -> None:
+def _check_step(source: "StepSource", windows: "Sequence[LoadMatrix]", axes: Axes, case: "StepCase") -> None:
     """Raise if the shown part, the slots or a point of the sweep cannot exist."""
     from equipoise.sim.sweep import check_rows
 
-    cluster, shown = given["cluster"], given["setting"].shown
+    cluster, shown = case.cluster, case.setting.shown
     require_int("--shown-window", shown.window, low=0, high=len(windows) - 1, error=LoadsError)
     window = windows[shown.window]
     require_int("--shown-micro-step", shown.micro_step, low=0, high=window.num_micro_steps - 1, error=LoadsError)
     if shown.group is not None:
         last = max(0, window.num_ranks // cluster.ep - 1)
         require_int("--shown-group", shown.group, low=0, high=last, error=LoadsError)
-    check_slots(given["slots"], cluster=cluster, model=source.model)
+    check_slots(case.slots, cluster=cluster, model=source.model)
     for ep, micro in product(axes.get("ep", (cluster.ep,)), axes.get("micro", (None,))):
         check_slots(axes.get("slots", ()), cluster=cluster.with_ep(ep), model=source.model)
         source.check(ep, micro)
@@ -274,7 +279,7 @@ def _add_sweep(
     source: "StepSource",
     windows: "Sequence[LoadMatrix]",
     axes: Axes,
-    given: Mapping[str, Any],
+    case: "StepCase",
     *,
     break_even: bool,
 ) -> "tuple[Simulation, bool]":
@@ -291,18 +296,18 @@ def _add_sweep(
     try:
         if axes:
             with progress("sweeping") as show:
-                points = sweep_points(source.windows, axes=axes, progress=show, **given)
+                points = sweep_points(source.windows, case, axes=axes, progress=show)
         if break_even:
             # The last window is an update, if there is one.
-            window = windows[-1].split_groups(given["cluster"].ep)[found.shown.group or 0]
+            window = windows[-1].split_groups(case.cluster.ep)[found.shown.group or 0]
             with progress("break-even") as show:
-                curves = break_even_curves(window, progress=show, **given)
+                curves = break_even_curves(window, case, progress=show)
     except KeyboardInterrupt:
         cut = [name for name, is_cut in (("Sweep", axes and not points), ("Break-even", break_even)) if is_cut]
         notes, is_whole = (*notes, *map(STOPPED.format, cut)), False
     if curves == ():
         notes = (*notes, NO_CURVES)
-    if curves and given["setting"].planning_s:
+    if curves and case.setting.planning_s:
         notes = (*notes, NO_PLANNING)
     swept = Sweep(axes=dict(axes), points=points, curves=curves or ()) if points or curves else None
     return replace(found, notes=notes, sweep=swept), is_whole

@@ -9,14 +9,14 @@ Steps:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.options import replica_bytes
 from equipoise.core.plan import Plan
-from equipoise.core.value import require_int, require_kind
+from equipoise.core.value import require_int
 from equipoise.cost import Profile
 from equipoise.loads import count_step, generate_counts, step_schedules
 from equipoise.loads.forecast import received_bytes_MLR
@@ -37,7 +37,15 @@ from equipoise.sim.result import (
     WindowResult,
 )
 from equipoise.sim.summary import notes_of
-from equipoise.sim.windows import PlanSource, StepSetting, plan_sources, stage_layers, stage_options, windows_of
+from equipoise.sim.windows import (
+    PlanSource,
+    StepCase,
+    StepSetting,
+    plan_sources,
+    stage_layers,
+    stage_options,
+    windows_of,
+)
 
 FORESEES = ("equipoise",)
 """Policies whose windows are planned before they run; others plan nothing, or are charged while they run."""
@@ -75,22 +83,31 @@ def simulate(
         pair_LEE: [L, E, E] tokens that chose both experts, which thin the rows that cross nodes
         progress: called with (group windows replayed, group windows in all)
     """
-    require_kind("cluster", cluster, Cluster, error=InfeasiblePlanError)
-    require_kind("model", model, ModelShape, error=InfeasiblePlanError)
-    windows = windows_of(loads, cluster=cluster, model=model, stages=stages)
-    setting, options = _checked(setting or StepSetting(), windows, model), options or PlanOptions()
-    sources = plan_sources(
-        how,
-        windows,
+    case = StepCase(
         cluster=cluster,
         model=model,
         slots=slots,
-        setting=setting,
-        options=options,
+        setting=setting or StepSetting(),
+        options=options or PlanOptions(),
         history=history,
         pair_LEE=pair_LEE,
     )
-    step = _Step(windows, cluster, model, setting, options, pair_LEE)
+    return simulate_case(loads, how, case, stages=stages, progress=progress)
+
+
+def simulate_case(
+    loads: LoadMatrix | Sequence[LoadMatrix | Groups],
+    how: str | Plan | Sequence[str | Plan],
+    case: StepCase,
+    *,
+    stages: Sequence[Stage] | None = None,
+    progress: Progress | None = None,
+) -> Simulation:
+    """Replay one RL step; arguments as in `simulate`."""
+    windows = windows_of(loads, case, stages=stages)
+    case = replace(case, setting=_checked(case.setting, windows, case.model))
+    setting, options = case.setting, case.options
+    sources = plan_sources(how, windows, case)
     done, total = 0, len(sources) * sum(len(groups) for groups in windows)
 
     def report() -> None:
@@ -99,16 +116,15 @@ def simulate(
         if progress is not None:
             progress(done, total)
 
-    knows = history is not None, pair_LEE is not None
     return Simulation(
-        model=model,
-        cluster=cluster,
-        profile=Profile.read(cluster.profile),
-        setting={**setting.to_dict(), "depth": options.depth, "cross_node": options.cross_node, "slots": slots},
+        model=case.model,
+        cluster=case.cluster,
+        profile=Profile.read(case.cluster.profile),
+        setting={**setting.to_dict(), "depth": options.depth, "cross_node": options.cross_node, "slots": case.slots},
         shown=setting.shown,
-        windows=tuple(step.describe(groups) for groups in windows),
-        policies=tuple(step.run(source, report) for source in sources),
-        notes=notes_of(windows, sources, cluster=cluster, setting=setting, options=options, knows=knows),
+        windows=tuple(_describe(groups, case) for groups in windows),
+        policies=tuple(_run(windows, source, case, report) for source in sources),
+        notes=notes_of(windows, sources, case),
     )
 
 
@@ -135,115 +151,104 @@ def _checked(setting: StepSetting, windows: Sequence[Groups], model: ModelShape)
     return replace(setting, shown=shown)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The step that all policies replay."""
+def _describe(groups: Groups, case: StepCase) -> WindowLoads:
+    """What the shown group computes in a window."""
+    assert case.setting.shown.group is not None, "chosen by _checked"
+    loads = complete(groups[case.setting.shown.group])[0]
+    tokens = loads.load_MLRE.sum() / (loads.num_micro_steps * loads.num_layers * loads.num_ranks)
+    return WindowLoads(
+        stage=loads.stage,
+        micro_steps=loads.num_micro_steps,
+        groups=len(groups),
+        tokens_per_rank=float(tokens) / case.model.top_k,
+        load_LE=loads.total_MLE().sum(axis=0),
+        before=balance_of(rank_loads(loads)),
+    )
 
-    windows: Sequence[Groups]
-    cluster: Cluster
-    model: ModelShape
-    setting: StepSetting
-    options: PlanOptions
-    pair_LEE: np.ndarray | None
 
-    def describe(self, groups: Groups) -> WindowLoads:
-        """What the shown group computes in a window."""
-        assert self.setting.shown.group is not None, "chosen before the step was made"
-        loads = complete(groups[self.setting.shown.group])[0]
-        tokens = loads.load_MLRE.sum() / (loads.num_micro_steps * loads.num_layers * loads.num_ranks)
-        return WindowLoads(
-            stage=loads.stage,
-            micro_steps=loads.num_micro_steps,
-            groups=len(groups),
-            tokens_per_rank=float(tokens) / self.model.top_k,
-            load_LE=loads.total_MLE().sum(axis=0),
-            before=balance_of(rank_loads(loads)),
+def _run(windows: Sequence[Groups], source: PlanSource, case: StepCase, report: Callable[[], None]) -> PolicyResult:
+    """Replay the whole step under one source of plans."""
+    setting, shown = case.setting, case.setting.shown
+    running_s, timeline = setting.rollout_s, tuple[TimelineEvent, ...]()
+    results: list[WindowResult] = []
+    memories: list[Memory] = []
+    for w, groups in enumerate(windows):
+        # Step 1: what of planning is not hidden by what runs before the window.
+        waited_s = 0.0
+        if source.policy in FORESEES:
+            waited_s = max(0.0, setting.planning_s - (running_s if setting.planning == "hidden" else 0.0))
+        # Step 2: every group; work and plans are kept of the shown one alone, to save memory.
+        outcomes: list[GroupOutcome] = []
+        for g, loads in enumerate(groups):
+            plans = source.plans(loads, window=w, group=g)
+            outcome = _run_group(plans, waited_s, case)
+            if g == shown.group:
+                shown_plans, shown_outcome = plans, outcome
+            outcomes.append(replace(outcome, works=()))
+            report()
+        # Step 3: the window's result. While it waited, the planner was busy with its plan.
+        results.append(_window(outcomes, shown_plans, setting))
+        running_s = results[-1].seconds.total - waited_s
+        memories.append(_memory(source.slots, shown_plans, shown_outcome, case))
+        if w == shown.window and setting.timeline_layers:
+            first = shown_outcome.works[0]
+            timeline = timeline_of(first, micro_step=shown.micro_step, layers=setting.timeline_layers)
+    worst = {f.name: np.max([getattr(m, f.name) for m in memories], axis=0) for f in fields(Memory)}
+    return PolicyResult(
+        policy=source.policy,
+        slots=source.slots,
+        windows=tuple(results),
+        memory=Memory(**worst),
+        given=Parts(rollout=setting.rollout_s, other=setting.other_s),
+        timeline=timeline,
+    )
+
+
+def _run_group(plans: Sequence[Plan], planning_s: float, case: StepCase) -> GroupOutcome:
+    works = [
+        plan_work(
+            plan,
+            options=stage_options(case.options, p, len(plans)),
+            activations=case.setting.activations,
+            sends=case.setting.sends,
+            pair_LEE=None if case.pair_LEE is None else case.pair_LEE[layers],
         )
+        for p, (plan, layers) in enumerate(zip(plans, stage_layers(case.model.layers, len(plans)), strict=True))
+    ]
+    return run_group(plans, works, planning_s=planning_s)
 
-    def run(self, source: PlanSource, report: Callable[[], None]) -> PolicyResult:
-        """Replay the whole step under one source of plans."""
-        setting, shown = self.setting, self.setting.shown
-        running_s, timeline = setting.rollout_s, tuple[TimelineEvent, ...]()
-        results: list[WindowResult] = []
-        memories: list[Memory] = []
-        for w, groups in enumerate(self.windows):
-            # Step 1: what of planning is not hidden by what runs before the window.
-            waited_s = 0.0
-            if source.policy in FORESEES:
-                waited_s = max(0.0, setting.planning_s - (running_s if setting.planning == "hidden" else 0.0))
-            # Step 2: every group; work and plans are kept of the shown one alone, to save memory.
-            outcomes: list[GroupOutcome] = []
-            for g, loads in enumerate(groups):
-                plans = source.plans(loads, window=w, group=g)
-                outcome = self._run_group(plans, waited_s)
-                if g == shown.group:
-                    shown_plans, shown_outcome = plans, outcome
-                outcomes.append(replace(outcome, works=()))
-                report()
-            # Step 3: the window's result. While it waited, the planner was busy with its plan.
-            results.append(self._window(outcomes, shown_plans))
-            running_s = results[-1].seconds.total - waited_s
-            memories.append(self._memory(source.slots, shown_plans, shown_outcome))
-            if w == shown.window and setting.timeline_layers:
-                first = shown_outcome.works[0]
-                timeline = timeline_of(first, micro_step=shown.micro_step, layers=setting.timeline_layers)
-        worst = {f.name: np.max([getattr(m, f.name) for m in memories], axis=0) for f in fields(Memory)}
-        return PolicyResult(
-            policy=source.policy,
-            slots=source.slots,
-            windows=tuple(results),
-            memory=Memory(**worst),
-            given=Parts(rollout=setting.rollout_s, other=setting.other_s),
-            timeline=timeline,
-        )
 
-    def _run_group(self, plans: Sequence[Plan], planning_s: float) -> GroupOutcome:
-        setting, cuts = self.setting, stage_layers(self.model.layers, len(plans))
-        works = [
-            plan_work(
-                plan,
-                options=stage_options(self.options, p, len(plans)),
-                activations=setting.activations,
-                sends=setting.sends,
-                pair_LEE=None if self.pair_LEE is None else self.pair_LEE[layers],
-            )
-            for p, (plan, layers) in enumerate(zip(plans, cuts, strict=True))
-        ]
-        return run_group(plans, works, planning_s=planning_s)
+def _window(outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan], setting: StepSetting) -> WindowResult:
+    group_s_G = np.array([outcome.seconds.total for outcome in outcomes])
+    slowest = int(group_s_G.argmax())
+    micro_step = min(setting.shown.micro_step, shown_plans[0].loads.num_micro_steps - 1)
+    return WindowResult(
+        seconds=outcomes[slowest].seconds,
+        slowest=slowest,
+        group_s_G=group_s_G,
+        rank_s_CGX=np.stack([outcome.rank_s_CX for outcome in outcomes], axis=1),
+        paths=outcomes[slowest].paths,
+        after=balance_of(np.concatenate([plan.rank_load_MLR for plan in shown_plans], axis=1)),
+        byte_RR=bytes_between(shown_plans, micro_step, sends=setting.sends, activations=setting.activations),
+    )
 
-    def _window(self, outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan]) -> WindowResult:
-        setting = self.setting
-        group_s_G = np.array([outcome.seconds.total for outcome in outcomes])
-        slowest = int(group_s_G.argmax())
-        micro_step = min(setting.shown.micro_step, shown_plans[0].loads.num_micro_steps - 1)
-        return WindowResult(
-            seconds=outcomes[slowest].seconds,
-            slowest=slowest,
-            group_s_G=group_s_G,
-            rank_s_CGX=np.stack([outcome.rank_s_CX for outcome in outcomes], axis=1),
-            paths=outcomes[slowest].paths,
-            after=balance_of(np.concatenate([plan.rank_load_MLR for plan in shown_plans], axis=1)),
-            byte_RR=bytes_between(shown_plans, micro_step, sends=setting.sends, activations=setting.activations),
-        )
 
-    def _memory(self, slots: int, plans: Sequence[Plan], outcome: GroupOutcome) -> Memory:
-        """Bytes per rank of the shown group in one window."""
-        model, stage, works = self.model, plans[0].loads.stage, outcome.works
-        # One forward, one backward: the first stage has as many micro-steps in flight as there are stages.
-        received_QR = [
-            received_bytes_MLR(work.rows_MLR, stage, model, self.setting.activations, in_flight=len(works) - q).max(
-                axis=(0, 1)
-            )
-            for q, work in enumerate(works)
-        ]
-        layers = max(plan.loads.num_layers for plan in plans)
-        copies = layers if plans[0].persistent else self.options.depth + 1
-        return Memory(
-            experts_bytes=layers * self.cluster.home_slots(model) * model.expert_bytes,
-            replicas_bytes=slots * copies * replica_bytes(model, stage),
-            received_bytes_X=np.concatenate(received_QR),
-            limit_bytes=self.cluster.memory_bytes,
-        )
+def _memory(slots: int, plans: Sequence[Plan], outcome: GroupOutcome, case: StepCase) -> Memory:
+    """Bytes per rank of the shown group in one window."""
+    model, stage, works = case.model, plans[0].loads.stage, outcome.works
+    # One forward, one backward: the first stage has as many micro-steps in flight as there are stages.
+    received_QMLR = (
+        received_bytes_MLR(work.rows_MLR, stage, model, case.setting.activations, in_flight=len(works) - q)
+        for q, work in enumerate(works)
+    )
+    layers = max(plan.loads.num_layers for plan in plans)
+    copies = layers if plans[0].persistent else case.options.depth + 1
+    return Memory(
+        experts_bytes=layers * case.cluster.home_slots(model) * model.expert_bytes,
+        replicas_bytes=slots * copies * replica_bytes(model, stage),
+        received_bytes_X=np.concatenate([bytes_MLR.max(axis=(0, 1)) for bytes_MLR in received_QMLR]),
+        limit_bytes=case.cluster.memory_bytes,
+    )
 
 
 def demo_step(*, layers: int = 8, ranks: int = 16) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:

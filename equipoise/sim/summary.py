@@ -3,13 +3,11 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from equipoise.core import Cluster
 from equipoise.core.value import plural
 from equipoise.cost import Profile
 from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
-from equipoise.planner import PlanOptions
 from equipoise.sim.result import WORTH, Groups, Simulation
-from equipoise.sim.windows import PlanSource, StepSetting
+from equipoise.sim.windows import PlanSource, StepCase
 
 SHORT = 0.5
 """A first micro-step below this share of the longest gets a note."""
@@ -39,18 +37,10 @@ PARTS = {
 """Parts of a step and the names of their columns."""
 
 
-def notes_of(
-    windows: Sequence[Groups],
-    sources: Sequence[PlanSource],
-    *,
-    cluster: Cluster,
-    setting: StepSetting,
-    options: PlanOptions,
-    knows: tuple[bool, bool],
-) -> tuple[str, ...]:
-    """Say what is measured, what is modelled and what is left out; `knows`: whether history and pairs were given."""
-    (has_history, has_pairs), names = knows, [source.policy for source in sources]
-    profile = Profile.read(cluster.profile)
+def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: StepCase) -> tuple[str, ...]:
+    """Say what is measured, what is modelled and what is left out."""
+    cluster, setting, has_pairs = case.cluster, case.setting, case.pair_LEE is not None
+    names, profile = [source.policy for source in sources], Profile.read(cluster.profile)
     made = "measured" if profile.kind == "measured" else "derived from an H200's measured figures by published ones"
 
     # What every simulation models.
@@ -81,7 +71,8 @@ def notes_of(
     elif "equipoise" in names:
         notes.append("Planning is assumed to take no time on the critical path.")
     if "eplb-history" in names:
-        known = "an earlier step's loads" if has_history else "the first half of each window's own micro-steps"
+        half = "the first half of each window's own micro-steps"
+        known = half if case.history is None else "an earlier step's loads"
         notes.append(f"eplb-history knows {known}.")
     if "reactive" in names:
         notes.append(
@@ -91,7 +82,7 @@ def notes_of(
 
     # What planning was allowed, and what it could be.
     has_recompute = any(groups[0].stage == "recompute" for groups in windows)
-    if options.cross_node:
+    if case.options.cross_node:
         notes.append(
             "Replicas of recompute may be in any node; every node then needs host memory for all experts, which the "
             "memory per rank does not hold."

@@ -11,18 +11,16 @@ in all of them, and a curve needs many points.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
-from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
+from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.value import require_int
 from equipoise.loads.skew import rank_loads, skew_ML
-from equipoise.planner import PlanOptions
 from equipoise.planner.plan import complete
 from equipoise.sim.result import WORTH, BreakEvenCurve, Progress, Shown, SweepPoint
-from equipoise.sim.step import simulate
-from equipoise.sim.windows import StepSetting
+from equipoise.sim.step import simulate_case
+from equipoise.sim.windows import StepCase
 
 AXES = ("ep", "slots", "micro", "tokens")
 """What can be swept: EP width, replica slots, samples per micro-step, tokens per rank and micro-step."""
@@ -42,35 +40,19 @@ Windows = Callable[[int, int | None], Sequence[LoadMatrix]]
 
 
 def sweep_points(
-    windows: Windows,
-    *,
-    cluster: Cluster,
-    model: ModelShape,
-    axes: Mapping[str, Sequence[int]],
-    slots: int = 1,
-    setting: StepSetting | None = None,
-    options: PlanOptions | None = None,
-    pair_LEE: np.ndarray | None = None,
-    progress: Progress | None = None,
+    windows: Windows, case: StepCase, *, axes: Mapping[str, Sequence[int]], progress: Progress | None = None
 ) -> tuple[SweepPoint, ...]:
     """Simulate every combination of the axes' values.
 
     Args:
         windows: makes the step's windows
-        cluster: hardware, and the EP width where that is not swept
-        model: the model's shape
+        case: how the step is simulated; its EP width and slots hold where these are not swept
         axes: values by name, see AXES; a missing one keeps what the step has
-        slots: replica slots per rank, where these are not swept
-        setting: the step around the experts
-        options: deeper knobs of planning
-        pair_LEE: [L, E, E] tokens that chose both experts, as in `simulate`
         progress: called with (points done, points in all)
     """
     values = {name: checked_axis(name, axes[name]) for name in axes}
-    plain = _undrawn(setting or StepSetting())
-    given: dict[str, Any] = {"setting": plain, "options": options, "pair_LEE": pair_LEE}
-    widths, micros = values.get("ep", (cluster.ep,)), values.get("micro", (None,))
-    counts, tokens = values.get("slots", (slots,)), values.get("tokens", (None,))
+    widths, micros = values.get("ep", (case.cluster.ep,)), values.get("micro", (None,))
+    counts, tokens = values.get("slots", (case.slots,)), values.get("tokens", (None,))
     total = len(widths) * len(micros) * len(tokens) * len(counts)
     points: list[SweepPoint] = []
     for ep, micro in product(widths, micros):
@@ -79,66 +61,55 @@ def sweep_points(
         if "tokens" in values:
             check_rows(step)
         for size in tokens:
-            sized = step if size is None else [at_tokens(loads, size, model) for loads in step]
-            for point in _at(sized, counts, cluster=cluster.with_ep(ep), model=model, **given):
+            sized = step if size is None else [at_tokens(loads, size, case.model) for loads in step]
+            for point in _at(sized, counts, replace(case, cluster=case.cluster.with_ep(ep))):
                 points.append(replace(point, micro=micro))
                 if progress is not None:
                     progress(len(points), total)
     return tuple(points)
 
 
-def _at(
-    step: Sequence[LoadMatrix], slots: Sequence[int], *, cluster: Cluster, model: ModelShape, **given: Any
-) -> Iterator[SweepPoint]:
+def _at(step: Sequence[LoadMatrix], slots: Sequence[int], case: StepCase) -> Iterator[SweepPoint]:
     """One point per number of slots."""
-    given |= {"cluster": cluster, "model": model}
-    compared = {r.policy: r.seconds.experts for r in simulate(step, COMPARED, **given).policies}
+    # A point has no arrays, and its windows may not have the micro-step that is shown; no policy here needs a history.
+    case = replace(case, setting=replace(case.setting, timeline_layers=0, shown=Shown()), history=None)
+    compared = {r.policy: r.seconds.experts for r in simulate_case(step, COMPARED, case).policies}
     for count in slots:
-        ours = simulate(step, "equipoise", slots=count, **given).policies[0].seconds.experts
+        ours = simulate_case(step, "equipoise", replace(case, slots=count)).policies[0].seconds.experts
         yield SweepPoint(
-            ep=cluster.ep,
+            ep=case.cluster.ep,
             slots=count,
             micro=None,
-            tokens=round(mean_tokens(step, model)),
-            skew=mean_skew(step, cluster.ep),
+            tokens=round(mean_tokens(step, case.model)),
+            skew=mean_skew(step, case.cluster.ep),
             seconds={**compared, "equipoise": ours},
         )
 
 
 def break_even_curves(
-    window: LoadMatrix,
-    *,
-    cluster: Cluster,
-    model: ModelShape,
-    slots: int = 1,
-    setting: StepSetting | None = None,
-    options: PlanOptions | None = None,
-    pair_LEE: np.ndarray | None = None,
-    progress: Progress | None = None,
+    window: LoadMatrix, case: StepCase, *, progress: Progress | None = None
 ) -> tuple[BreakEvenCurve, ...]:
     """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`.
 
     There is no curve where the layers and micro-steps looked at have no row.
     """
-    few, shape, layers = sampled(complete(window)[0], model)
-    given: dict[str, Any] = {"options": options, "pair_LEE": None if pair_LEE is None else pair_LEE[layers]}
-    plain = replace(_undrawn(setting or StepSetting()), pipeline_stages=1, planning_s=0.0)
+    few, shape, layers = sampled(complete(window)[0], case.model)
+    few_case = replace(
+        case,
+        model=shape,
+        setting=replace(case.setting, pipeline_stages=1, planning_s=0.0),
+        pair_LEE=None if case.pair_LEE is None else case.pair_LEE[layers],
+    )
     mixes, curves = distinct_mixes(few), list[BreakEvenCurve]()
     for mixed in mixes:
         points = []
         for tokens in TOKENS:
-            sized = [at_tokens(mixed, tokens, shape)]
-            (point,) = _at(sized, (slots,), cluster=cluster, model=shape, setting=plain, **given)
+            (point,) = _at([at_tokens(mixed, tokens, shape)], (case.slots,), few_case)
             points.append((tokens, point.saved_share))
             if progress is not None:
                 progress(len(curves) * len(TOKENS) + len(points), len(mixes) * len(TOKENS))
-        curves.append(BreakEvenCurve(skew=mean_skew([mixed], cluster.ep), points=tuple(points), worth=WORTH))
+        curves.append(BreakEvenCurve(skew=mean_skew([mixed], case.cluster.ep), points=tuple(points), worth=WORTH))
     return tuple(curves)
-
-
-def _undrawn(setting: StepSetting) -> StepSetting:
-    """The same without a timeline: a point has no arrays, and its windows may not have the micro-step that is shown."""
-    return replace(setting, timeline_layers=0, shown=Shown())
 
 
 def checked_axis(name: str, values: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.plan import Plan, Sends
-from equipoise.core.value import require_int
+from equipoise.core.value import Value, require_int, require_kind
 from equipoise.loads.forecast import Activations
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
@@ -64,14 +64,28 @@ def require_seconds(name: str, value: float) -> None:
         raise InfeasiblePlanError(f"{name} is {value}; it must be a number of seconds, at least 0")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepCase(Value):
+    """All that a simulation is given besides loads and policies; each field as in `simulate`."""
+
+    cluster: Cluster
+    model: ModelShape
+    slots: int = 1
+    setting: StepSetting = field(default_factory=StepSetting)
+    options: PlanOptions = field(default_factory=PlanOptions)
+    history: LoadMatrix | None = None
+    pair_LEE: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        require_kind("cluster", self.cluster, Cluster, error=InfeasiblePlanError)
+        require_kind("model", self.model, ModelShape, error=InfeasiblePlanError)
+
+
 def windows_of(
-    loads: LoadMatrix | Sequence[LoadMatrix | Groups],
-    *,
-    cluster: Cluster,
-    model: ModelShape,
-    stages: Sequence[Stage] | None,
+    loads: LoadMatrix | Sequence[LoadMatrix | Groups], case: StepCase, *, stages: Sequence[Stage] | None
 ) -> list[Groups]:
     """Return the windows to replay, each a sequence of EP groups; arguments as in `simulate`."""
+    cluster = case.cluster
     if not isinstance(loads, LoadMatrix | Sequence):
         raise LoadsError(f"loads are a {type(loads).__name__}; give a LoadMatrix, or a list of them, one per window")
     given = [loads] if isinstance(loads, LoadMatrix) else list(loads)
@@ -88,7 +102,7 @@ def windows_of(
             )
         else:
             windows.append(window.split_groups(cluster.ep))
-        _check_groups(windows[-1], cluster, model)
+        _check_groups(windows[-1], cluster, case.model)
     return windows if stages is None else [w for stage in stages for w in _in_stage(windows, stage)]
 
 
@@ -194,12 +208,7 @@ class PolicyPlans:
 
     policy: str
     slots: int
-    cluster: Cluster
-    model: ModelShape
-    options: PlanOptions
-    pipeline_stages: int = 1
-    history: LoadMatrix | None = None
-    pair_LEE: np.ndarray | None = None
+    case: StepCase
     keeps_plans: bool = True
     """Whether a later window may start from an earlier one's plan; a plan holds its loads, which takes memory."""
     _warm: dict[tuple[int, int], Plan] = field(default_factory=dict)
@@ -207,12 +216,13 @@ class PolicyPlans:
 
     def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
         """Plan one group's window."""
-        cuts = stage_layers(self.model.layers, self.pipeline_stages)
+        cuts = stage_layers(self.case.model.layers, self.case.setting.pipeline_stages)
         return [self._plan(loads, layers, (group, p)) for p, layers in enumerate(cuts)]
 
     def _plan(self, loads: LoadMatrix, layers: slice, key: tuple[int, int]) -> Plan:
-        part, model, history = loads, self.model, self.history
-        if self.pipeline_stages > 1:
+        case, stages = self.case, self.case.setting.pipeline_stages
+        part, model, history = loads, case.model, case.history
+        if stages > 1:
             part = layers_of(loads, layers)
             model = model.replace(layer_numbers=model.layer_numbers[layers], hidden_layers=model.hidden_layers)
             history = None if history is None else layers_of(history, layers)
@@ -220,13 +230,13 @@ class PolicyPlans:
             history = part.micro_steps(0, max(1, part.num_micro_steps // 2))
         made = plan(
             part,
-            cluster=self.cluster,
+            cluster=case.cluster,
             model=model,
             slots=self.slots,
             policy=self.policy,
-            options=stage_options(self.options, key[1], self.pipeline_stages),
+            options=stage_options(replace(case.options, sends=case.setting.sends), key[1], stages),
             history=history,
-            pair_LEE=None if self.pair_LEE is None else self.pair_LEE[layers],
+            pair_LEE=None if case.pair_LEE is None else case.pair_LEE[layers],
             warm=self._warm.get(key),
         )
         if self.policy == "equipoise" and self.keeps_plans:
@@ -273,22 +283,8 @@ class GivenPlans:
         return [found]
 
 
-def plan_sources(
-    how: str | Plan | Sequence[str | Plan],
-    windows: Sequence[Groups],
-    *,
-    cluster: Cluster,
-    model: ModelShape,
-    slots: int,
-    setting: StepSetting,
-    options: PlanOptions,
-    history: LoadMatrix | None,
-    pair_LEE: np.ndarray | None,
-) -> list[PlanSource]:
-    """One source per policy, or one for all plans given; raise before the first window for what would stop a later one.
-
-    Arguments are those of `simulate`.
-    """
+def plan_sources(how: str | Plan | Sequence[str | Plan], windows: Sequence[Groups], case: StepCase) -> list[PlanSource]:
+    """One source per policy, or one for all plans given; raise now for what would stop a later window."""
     given = list(how) if isinstance(how, Sequence) and not isinstance(how, str) else [how]
     strange = [one for one in given if not isinstance(one, str | Plan)]
     if strange:
@@ -299,13 +295,14 @@ def plan_sources(
     if not given:
         raise InfeasiblePlanError("nothing to simulate; give a policy's name or the plans of the windows")
     if plans:
-        return [GivenPlans.of(plans, windows, pipeline_stages=setting.pipeline_stages)]
+        return [GivenPlans.of(plans, windows, pipeline_stages=case.setting.pipeline_stages)]
     if len(set(names)) < len(names):
         raise InfeasiblePlanError(f"a policy is named twice in {', '.join(names)}; name each once")
     known = ("equipoise", *POLICIES)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise InfeasiblePlanError(f"no policy {unknown[0]!r}; known: {', '.join(known)}")
+    slots, history, model = case.slots, case.history, case.model
     require_int("slots", slots, low=0, error=InfeasiblePlanError)
     if history is not None and (history.num_layers, history.num_experts) != (model.layers, model.experts):
         raise LoadsError(
@@ -313,16 +310,6 @@ def plan_sources(
             f"{model.experts}; give the loads of an earlier step of the same model"
         )
     return [
-        PolicyPlans(
-            policy=name,
-            slots=0 if name in NO_SLOTS else slots,
-            cluster=cluster,
-            model=model,
-            options=replace(options, sends=setting.sends),
-            pipeline_stages=setting.pipeline_stages,
-            history=history,
-            pair_LEE=pair_LEE,
-            keeps_plans=len(windows) > 1,
-        )
+        PolicyPlans(policy=name, slots=0 if name in NO_SLOTS else slots, case=case, keeps_plans=len(windows) > 1)
         for name in names
     ]

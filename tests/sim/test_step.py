@@ -13,7 +13,7 @@ from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.result import Shown
-from equipoise.sim.windows import PolicyPlans, stage_layers
+from equipoise.sim.windows import PolicyPlans, StepCase, stage_layers
 from tests.cost.reference import by_relay
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
@@ -219,7 +219,7 @@ def test_a_later_window_is_planned_while_the_one_before_runs_and_not_while_that_
 def test_plans_and_pairs_are_cut_alike_into_pipeline_stages(layers, stages):
     given = {"cluster": cluster_of(2), "model": MODEL.replace(experts=2, top_k=1, layers=layers)}
     loads = LoadMatrix(np.arange(layers * 4).reshape(1, layers, 2, 2))
-    source = PolicyPlans(policy="static", slots=0, options=PlanOptions(), pipeline_stages=stages, **given)
+    source = PolicyPlans(policy="static", slots=0, case=StepCase(setting=StepSetting(pipeline_stages=stages), **given))
     plans, cuts = source.plans(loads, window=0, group=0), stage_layers(layers, stages)
     for made, cut in zip(plans, cuts, strict=True):
         assert np.array_equal(made.loads.load_MLRE, loads.load_MLRE[:, cut])

@@ -17,6 +17,7 @@ from equipoise.sim.sweep import (
     sampled,
     sweep_points,
 )
+from equipoise.sim.windows import StepCase
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
 
@@ -31,7 +32,7 @@ def windows_at(ep: int, micro: int | None) -> list[LoadMatrix]:
 
 def test_a_point_with_the_steps_own_figures_has_the_seconds_of_simulate(loads):
     given = {"cluster": cluster_of(), "model": MODEL}
-    (point,) = sweep_points(lambda ep, micro: [loads], axes={}, **given)
+    (point,) = sweep_points(lambda ep, micro: [loads], StepCase(**given), axes={})
     found = simulate(loads, ["static", "balanced", "equipoise"], **given)
     assert point.seconds == {result.policy: result.seconds.experts for result in found.policies}
     assert (point.ep, point.slots, point.micro, point.tokens) == (8, 1, None, 4096)
@@ -42,8 +43,7 @@ def test_every_combination_is_a_point_in_order():
     seen = []
     points = sweep_points(
         windows_at,
-        cluster=cluster_of(),
-        model=MODEL,
+        StepCase(cluster=cluster_of(), model=MODEL),
         axes={"ep": (4, 8), "slots": (0, 1), "micro": (1, 2), "tokens": (500,)},
         progress=lambda done, total: seen.append((done, total)),
     )
@@ -61,18 +61,20 @@ def test_what_the_step_shows_need_not_be_in_a_points_windows(loads):
     given = {"cluster": cluster_of(), "model": MODEL}
     setting = StepSetting(shown=Shown(window=1, micro_step=3))
     for make in (lambda ep, micro: [loads], lambda ep, micro: [loads.micro_steps(0, 2)] * 2):
-        shown, plain = (sweep_points(make, axes={}, setting=each, **given) for each in (setting, None))
+        shown, plain = (
+            sweep_points(make, StepCase(setting=each, **given), axes={}) for each in (setting, StepSetting())
+        )
         assert shown == plain
-    curves = break_even_curves(loads.micro_steps(0, 1), setting=setting, **given)
-    assert curves == break_even_curves(loads.micro_steps(0, 1), **given)
+    curves = break_even_curves(loads.micro_steps(0, 1), StepCase(setting=setting, **given))
+    assert curves == break_even_curves(loads.micro_steps(0, 1), StepCase(**given))
 
 
 def test_slots_that_are_not_swept_are_the_steps_own(loads):
     given = {"cluster": cluster_of(), "model": MODEL, "slots": 2}
-    (kept,) = sweep_points(lambda ep, micro: [loads], axes={"ep": (8,)}, **given)
+    (kept,) = sweep_points(lambda ep, micro: [loads], StepCase(**given), axes={"ep": (8,)})
     assert kept.slots == 2
     assert kept.seconds["equipoise"] == simulate(loads, "equipoise", **given).policies[0].seconds.experts
-    swept = sweep_points(lambda ep, micro: [loads], axes={"slots": (0, 1)}, **given)
+    swept = sweep_points(lambda ep, micro: [loads], StepCase(**given), axes={"slots": (0, 1)})
     assert [point.slots for point in swept] == [0, 1]
 
 
@@ -100,7 +102,7 @@ def test_the_sample_of_a_curve_is_spread_over_the_window():
 
 
 def test_a_plan_pays_more_with_more_tokens_and_more_skew(loads):
-    curves = break_even_curves(loads, cluster=cluster_of(), model=MODEL, setting=StepSetting())
+    curves = break_even_curves(loads, StepCase(cluster=cluster_of(), model=MODEL))
     assert len(curves) == len(MIXES)
     assert [tokens for tokens, _ in curves[0].points] == list(TOKENS)
     assert [curve.skew for curve in curves] == sorted(curve.skew for curve in curves)
@@ -117,8 +119,8 @@ def test_no_two_curves_are_of_the_same_loads_and_loads_without_rows_have_none(lo
         # Of a single row, a quarter and a half of its way from the even deal round to nothing.
         level[..., -1] = 1
     seen = []
-    given = {"cluster": cluster_of(), "model": MODEL, "progress": lambda done, total: seen.append((done, total))}
-    curves = break_even_curves(LoadMatrix(level), **given)
+    case = StepCase(cluster=cluster_of(), model=MODEL)
+    curves = break_even_curves(LoadMatrix(level), case, progress=lambda done, total: seen.append((done, total)))
     assert len(curves) == {0: 0, 1: 2, 100: 1}[rows]
     assert len({curve.skew for curve in curves}) == len(curves)
     assert seen[-1:] == [(len(curves) * len(TOKENS),) * 2][: len(curves)]
@@ -127,15 +129,15 @@ def test_no_two_curves_are_of_the_same_loads_and_loads_without_rows_have_none(lo
 def test_a_break_even_whose_sample_has_no_row_is_none():
     few = np.zeros((9, MODEL.layers, 8, MODEL.experts), dtype=np.int64)
     few[1] = 5
-    assert break_even_curves(LoadMatrix(few), cluster=cluster_of(), model=MODEL) == ()
+    assert break_even_curves(LoadMatrix(few), StepCase(cluster=cluster_of(), model=MODEL)) == ()
 
 
 def test_loads_without_rows_have_nothing_that_more_tokens_multiply(loads):
     windows = [loads, LoadMatrix(np.zeros_like(loads.load_MLRE))]
     given = {"cluster": cluster_of(), "model": MODEL}
     with pytest.raises(LoadsError, match=r"window 1 \(update\) has no row, and tokens= multiplies rows"):
-        sweep_points(lambda ep, micro: windows, axes={"tokens": (1024,)}, **given)
-    assert sweep_points(lambda ep, micro: windows[1:], axes={"ep": (8,)}, **given)[0].saved_share == 0
+        sweep_points(lambda ep, micro: windows, StepCase(**given), axes={"tokens": (1024,)})
+    assert sweep_points(lambda ep, micro: windows[1:], StepCase(**given), axes={"ep": (8,)})[0].saved_share == 0
 
 
 @pytest.mark.parametrize(
@@ -181,4 +183,4 @@ def test_points_and_curves_become_one_document():
 )
 def test_axes_that_make_no_sense_are_refused(loads, axes, words):
     with pytest.raises(InfeasiblePlanError, match=words):
-        sweep_points(lambda ep, micro: [loads], cluster=cluster_of(), model=MODEL, axes=axes)
+        sweep_points(lambda ep, micro: [loads], StepCase(cluster=cluster_of(), model=MODEL), axes=axes)
