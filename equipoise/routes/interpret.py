@@ -219,8 +219,13 @@ def _samples(recordings: Iterable[Recording], rules: _Rules) -> Iterator[SampleR
 
 
 def _sample(turns: list[Recording], rules: _Rules) -> SampleRoutes:
-    name = turns[0].name
-    rows, tokens, num_tokens = _empty(rules), None, 0
+    name, layers = turns[0].name, len(rules.layer_map.numbers)
+    rows = _Rows(
+        ids_TLK=np.zeros((0, layers, rules.model.top_k), dtype=id_dtype(rules.model.experts)),
+        known_TL=np.zeros((0, layers), dtype=bool),
+        padding_T=np.zeros(0, dtype=bool),
+    )
+    tokens, num_tokens = None, 0
     for turn in turns:
         _check_axis(turn, rules)
         tokens = _extend_tokens(name, tokens, turn.tokens)
@@ -235,15 +240,6 @@ def _sample(turns: list[Recording], rules: _Rules) -> SampleRoutes:
         padding_T=rows.padding_T if rows.padding_T.any() else None,
         segments=() if len(rows.segments) == 1 and not rows.segments[0].weight_version else rows.segments,
         tokens_T=tokens,
-    )
-
-
-def _empty(rules: _Rules) -> _Rows:
-    layers = len(rules.layer_map.numbers)
-    return _Rows(
-        ids_TLK=np.zeros((0, layers, rules.model.top_k), dtype=id_dtype(rules.model.experts)),
-        known_TL=np.zeros((0, layers), dtype=bool),
-        padding_T=np.zeros(0, dtype=bool),
     )
 
 
@@ -274,70 +270,45 @@ def _count_tokens(turn: Recording) -> int:
 
 def _interpret_turn(turn: Recording, rules: _Rules) -> _Rows:
     """Interpret the rows of one turn alone."""
-    keep = _kept_rows(turn, rules.last_row)
-    rows = turn.rows if keep is None else turn.rows[keep]
-    padding_T = np.zeros(len(turn.rows), dtype=bool) if turn.padding is None else turn.padding
-    padding_T = padding_T if keep is None else padding_T[keep]
-    _refuse_dense(turn.name, rows[~padding_T] if padding_T.any() else rows, rules.layer_map)
-    if rules.layer_map.wire_L != tuple(range(rows.shape[1])):
-        rows = rows[:, list(rules.layer_map.wire_L)]
-    _refuse_range(turn, rows, rules)
-    known_TL = _known(rows, padding_T)
-    dtype = id_dtype(rules.model.experts)
-    if known_TL.all():
-        return _Rows(ids_TLK=rows.astype(dtype, copy=False), known_TL=known_TL, padding_T=padding_T)
-    ids_TLK = np.where(known_TL[:, :, None], rows, 0).astype(dtype, copy=False)
-    return _Rows(ids_TLK=ids_TLK, known_TL=known_TL, padding_T=padding_T)
-
-
-def _kept_rows(turn: Recording, last_row: LastRow) -> np.ndarray | None:
-    """Return [rows] bool without the placeholder, or None to keep every row."""
-    if last_row == "recorded":
-        return None
-    real = np.arange(len(turn.rows)) if turn.padding is None else np.flatnonzero(~turn.padding)
-    if not len(real) or turn.start + len(real) != _count_tokens(turn):
-        return None
-    keep = np.ones(len(turn.rows), dtype=bool)
-    keep[real[-1]] = False
-    return keep
-
-
-def _refuse_dense(name: str, rows: np.ndarray, layer_map: LayerMap) -> None:
+    name, layer_map, experts = turn.name, rules.layer_map, rules.model.experts
+    rows = turn.rows
+    padding_T = np.zeros(len(rows), dtype=bool) if turn.padding is None else turn.padding
+    # Step 1: drop the placeholder of the last token, if rows reach that far.
+    real = np.flatnonzero(~padding_T)
+    if rules.last_row == "placeholder" and len(real) and turn.start + len(real) == _count_tokens(turn):
+        rows, padding_T = np.delete(rows, real[-1], axis=0), np.delete(padding_T, real[-1])
+    # Step 2: take the MoE layers; dense layers hold nothing but zeros, and -1 where a row is missing in every layer.
+    real_rows = rows[~padding_T] if padding_T.any() else rows
     for place, number in layer_map.dense:
-        # -1 marks a missing row in every layer, dense layers too.
-        bad = (rows[:, place] != 0) & (rows[:, place] != -1)
+        bad = (real_rows[:, place] != 0) & (real_rows[:, place] != -1)
         if bad.any():
             row, column = (int(i) for i in np.argwhere(bad)[0])
             raise RoutesError(
-                f"sample {name!r}: row {row} holds expert {int(rows[row, place, column])} in dense layer {number}; "
-                "is the layer axis shifted, or is this another model's recording?"
+                f"sample {name!r}: row {row} holds expert {int(real_rows[row, place, column])} in dense layer "
+                f"{number}; is the layer axis shifted, or is this another model's recording?"
             )
-
-
-def _refuse_range(turn: Recording, rows: np.ndarray, rules: _Rules) -> None:
-    experts = rules.model.experts
-    if not rows.size or (int(rows.max()) < experts and int(rows.min()) >= -1):
-        return
-    row, layer, column = (int(i) for i in np.argwhere((rows >= experts) | (rows < -1))[0])
-    raise RoutesError(
-        f"sample {turn.name!r}: token {turn.start + row}, layer {rules.layer_map.numbers[layer]} holds expert "
-        f"{int(rows[row, layer, column])}; {rules.model.name!r} has experts 0..{experts - 1}. "
-        "Are these physical ids, or another model's?"
-    )
-
-
-def _known(rows: np.ndarray, padding_T: np.ndarray) -> np.ndarray:
-    """Return [T, L] bool: which rows are routes."""
+    if layer_map.wire_L != tuple(range(rows.shape[1])):
+        rows = rows[:, list(layer_map.wire_L)]
+    # Step 3: refuse ids that the model does not have.
+    if rows.size and (int(rows.max()) >= experts or int(rows.min()) < -1):
+        row, layer, column = (int(i) for i in np.argwhere((rows >= experts) | (rows < -1))[0])
+        raise RoutesError(
+            f"sample {name!r}: token {turn.start + row}, layer {layer_map.numbers[layer]} holds expert "
+            f"{int(rows[row, layer, column])}; {rules.model.name!r} has experts 0..{experts - 1}. "
+            "Are these physical ids, or another model's?"
+        )
+    # Step 4: mark what is not a route.
     known_TL = np.ones(rows.shape[:2], dtype=bool)
     if rows.shape[2] > 1:
         # Two equal leading ids are rare in good data: compare all k only where they occur.
-        token, layer = np.nonzero(rows[:, :, 0] == rows[:, :, 1])
-        suspect = rows[token, layer]
-        known_TL[token, layer] = ~(suspect == suspect[:, :1]).all(axis=1)
+        suspect_at = np.nonzero(rows[:, :, 0] == rows[:, :, 1])
+        suspect = rows[suspect_at]
+        known_TL[suspect_at] = ~(suspect == suspect[:, :1]).all(axis=1)
     known_TL[padding_T] = True
     if rows.dtype.kind == "i":
         known_TL &= ~(rows < 0).any(axis=2)
-    return known_TL
+    ids_TLK = rows if known_TL.all() else np.where(known_TL[:, :, None], rows, 0)
+    return _Rows(ids_TLK=ids_TLK.astype(id_dtype(experts), copy=False), known_TL=known_TL, padding_T=padding_T)
 
 
 def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
@@ -353,7 +324,13 @@ def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
     if overlap:
         rows = _merge_overlap(name, rows, more, start=turn.start, overlap=overlap)
     gap = max(turn.start - num_tokens, 0)
-    _refuse_gap(name, gap, rows.ids_TLK)
+    layers, top_k = rows.ids_TLK.shape[1:]
+    needed = gap * (layers * (top_k * rows.ids_TLK.dtype.itemsize + 1) + 1)
+    if needed > MAX_GAP_BYTES:
+        raise RoutesError(
+            f"sample {name!r}: {gap} tokens without a row precede a recording and take {needed / 2**30:.1f} GiB; "
+            f"the limit is {MAX_GAP_BYTES / 2**30:g} GiB. Is its start offset right?"
+        )
     edges = (num_rows, num_rows + gap, num_rows + gap + len(more.ids_TLK) - overlap)
     parts = (
         Segment(start=edges[0], stop=edges[1]),
@@ -362,7 +339,6 @@ def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
     segments = (*rows.segments, *(part for part in parts if part.stop > part.start))
     if not edges[1]:
         return replace(more, segments=segments)
-    layers, top_k = rows.ids_TLK.shape[1:]
     unknown_TLK = np.zeros((gap, layers, top_k), dtype=rows.ids_TLK.dtype)
     return _Rows(
         ids_TLK=np.concatenate([rows.ids_TLK, unknown_TLK, more.ids_TLK[overlap:]]),
@@ -370,16 +346,6 @@ def _append(name: str, rows: _Rows, more: _Rows, turn: Recording) -> _Rows:
         padding_T=np.concatenate([rows.padding_T, np.zeros(gap, dtype=bool), more.padding_T[overlap:]]),
         segments=segments,
     )
-
-
-def _refuse_gap(name: str, gap: int, ids_TLK: np.ndarray) -> None:
-    _, layers, top_k = ids_TLK.shape
-    needed = gap * (layers * (top_k * ids_TLK.dtype.itemsize + 1) + 1)
-    if needed > MAX_GAP_BYTES:
-        raise RoutesError(
-            f"sample {name!r}: {gap} tokens without a row precede a recording and take {needed / 2**30:.1f} GiB; "
-            f"the limit is {MAX_GAP_BYTES / 2**30:g} GiB. Is its start offset right?"
-        )
 
 
 def _merge_overlap(name: str, rows: _Rows, more: _Rows, *, start: int, overlap: int) -> _Rows:
