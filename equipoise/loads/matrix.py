@@ -10,7 +10,7 @@ Routes and their histograms give the same loads if whole samples are forwarded; 
 error, never an estimate. `count_step` reads every sample once, whatever the number of windows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,11 +26,8 @@ from equipoise.core import (
     ScheduleError,
 )
 from equipoise.core.value import require_int, require_kind
-from equipoise.loads.count import RangeCount, count_range
+from equipoise.loads.count import Progress, RangeCount, count_range
 from equipoise.loads.filling import arange_rows, first_rows, spread_rows
-
-Progress = Callable[[int, int], None]
-"""Called with (samples done, samples in all) after each sample."""
 
 
 def count_loads(

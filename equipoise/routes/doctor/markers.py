@@ -204,13 +204,10 @@ def pack_tokens(markers: Markers, *, multiple: int = 1) -> np.ndarray:
 
 def pack_rows(markers: Markers, *, multiple: int = 1) -> np.ndarray:
     """Concatenate the marker rows of all samples; padding rows hold 0..k-1."""
-    parts = []
-    for recording in markers.recordings():
-        rows = np.empty((-(-len(recording.rows) // multiple) * multiple, *recording.rows.shape[1:]), dtype=np.int64)
-        rows[:] = np.arange(markers.model.top_k)
-        rows[: len(recording.rows)] = recording.rows
-        parts.append(rows)
-    return np.concatenate(parts)
+    tokens_T = pack_tokens(markers, multiple=multiple)
+    rows_TLK = markers.rows(tokens_T)
+    rows_TLK[tokens_T == PADDING] = np.arange(markers.model.top_k)
+    return rows_TLK
 
 
 # The self-check slices markers twice: `slice_arrays` cuts arrays step by step, as a trainer does; `slice_numbers`
