@@ -24,8 +24,9 @@ File of schedules, a trainer's own micro-batches: one JSON object
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def schedule_samples(
     *,
     ranks: int,
     samples_per_micro_step: int,
-    samples: Sequence[int] | None = None,
+    samples: Sequence[int] | np.ndarray | None = None,
     stage: Stage = "update",
     policy: TokenPolicy = PLAIN,
 ) -> Schedule:
@@ -88,7 +89,7 @@ def schedule_tokens(
     *,
     ranks: int,
     token_budget: int,
-    samples: Sequence[int] | None = None,
+    samples: Sequence[int] | np.ndarray | None = None,
     stage: Stage = "update",
     policy: TokenPolicy = PLAIN,
 ) -> Schedule:
@@ -139,22 +140,16 @@ def step_schedules(
     """
     if (samples_per_micro_step is None) == (token_budget is None):
         raise ScheduleError("give exactly one of samples_per_micro_step and token_budget")
-
-    def pack(samples: Sequence[int], stage: Stage) -> Schedule:
-        if token_budget is not None:
-            return schedule_tokens(
-                tokens_B, ranks=ranks, token_budget=token_budget, samples=samples, stage=stage, policy=policy
-            )
-        assert samples_per_micro_step is not None, "one of the two was checked to be given"
-        size = samples_per_micro_step
-        return schedule_samples(
-            tokens_B, ranks=ranks, samples_per_micro_step=size, samples=samples, stage=stage, policy=policy
-        )
-
+    pack: Callable[..., Schedule]
+    if token_budget is not None:
+        pack = partial(schedule_tokens, tokens_B, ranks=ranks, token_budget=token_budget, policy=policy)
+    else:
+        size = require_int("samples_per_micro_step", samples_per_micro_step, low=1, error=ScheduleError)
+        pack = partial(schedule_samples, tokens_B, ranks=ranks, samples_per_micro_step=size, policy=policy)
     everything = np.arange(len(tokens_B))
     count = require_int("mini_batches", mini_batches, low=1, high=max(1, len(everything)), error=ScheduleError)
-    updates = tuple(pack(run.tolist(), "update") for run in np.array_split(everything, count))
-    return (pack(everything.tolist(), "recompute"), *updates) if recompute else updates
+    updates = tuple(pack(samples=run, stage="update") for run in np.array_split(everything, count))
+    return (pack(samples=everything, stage="recompute"), *updates) if recompute else updates
 
 
 def slice_context(schedule: Schedule, cp: int) -> Schedule:
@@ -230,18 +225,13 @@ def longest_first_order(length_M: np.ndarray) -> np.ndarray:
 
 
 def _with(schedule: Schedule, parts: list[Piece], padding_MR: np.ndarray) -> Schedule:
-    return Schedule.of(
-        parts,
-        ranks=padding_MR.shape[1],
-        stage=schedule.stage,
-        micro_steps=schedule.micro_steps,
-        padding_MR=padding_MR,
-        padding_policy=schedule.padding_policy,
-        last_token=schedule.last_token,
-    )
+    pieces = np.array(parts, dtype=np.int64).reshape(-1, len(Piece._fields))
+    return replace(schedule, pieces=pieces, ranks=padding_MR.shape[1], padding_MR=padding_MR)
 
 
-def _window(tokens_B: np.ndarray, samples: Sequence[int] | None, policy: TokenPolicy) -> tuple[np.ndarray, np.ndarray]:
+def _window(
+    tokens_B: np.ndarray, samples: Sequence[int] | np.ndarray | None, policy: TokenPolicy
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the window's sample numbers that forward anything, and the forwarded tokens of every sample."""
     lengths = int64_array("tokens_B", tokens_B, ndim=1, error=ScheduleError)
     if len(lengths) and int(lengths.min()) < 0:
