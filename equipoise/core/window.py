@@ -168,8 +168,10 @@ class Schedule(Value):
 def _table(pieces: list[Sequence[int]]) -> np.ndarray:
     """Return [P, 5] int64 of an explicit list, or raise naming the first piece that is not five integers."""
     for index, piece in enumerate(pieces):
-        if not isinstance(piece, Sequence | np.ndarray) or len(piece) != len(Piece._fields):
-            raise ScheduleError(f"piece {index} is {piece}; a piece has the fields {', '.join(Piece._fields)}")
+        is_row = isinstance(piece, Sequence | np.ndarray) and len(piece) == len(Piece._fields)
+        if not is_row or not all(isinstance(n, int | np.integer) for n in piece):
+            fields = ", ".join(Piece._fields)
+            raise ScheduleError(f"piece {index} is {piece!r}; a piece has the fields {fields}, all of them integers")
     if not pieces:
         return np.empty((0, len(Piece._fields)), dtype=np.int64)
     return int64_array("pieces", [tuple(piece) for piece in pieces], ndim=2, error=ScheduleError)

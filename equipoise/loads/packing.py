@@ -330,16 +330,6 @@ def _read_window(window: Any, place: str) -> Schedule:
             options["padding_MR"] = np.array(window["padding"])
         if "micro_steps" in window:
             options["micro_steps"] = require_int("micro_steps", window["micro_steps"], low=1, error=ScheduleError)
-        return Schedule.of(_whole(window["pieces"]), ranks=window["ranks"], stage=window["stage"], **options)
+        return Schedule.of(window["pieces"], ranks=window["ranks"], stage=window["stage"], **options)
     except (ScheduleError, TypeError, ValueError, OverflowError) as error:
         raise ScheduleError(f"{place}: {error}") from error
-
-
-def _whole(pieces: Any) -> list[list[int]]:
-    """Check that the pieces are lists of five integers each."""
-    if not isinstance(pieces, list):
-        raise ScheduleError(f"pieces must be a list, got {type(pieces).__name__}")
-    for i, piece in enumerate(pieces):
-        if not isinstance(piece, list) or len(piece) != 5 or any(type(n) is not int for n in piece):
-            raise ScheduleError(f"piece {i} is {piece!r}; it must be [sample, start, stop, micro_step, rank]")
-    return pieces
