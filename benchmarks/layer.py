@@ -151,12 +151,12 @@ class ArenaBank(HeldBank):
         self._arena = Arena(layout, pager=pager, homes=pages)
         for one in pages:
             one.release()
-        for joined, *parts in zip(self._arena.joined(0, 0), home.tensors(), replicas.tensors(), strict=True):
+        for joined, *parts in zip(self._arena.joined[0][0], home.tensors(), replicas.tensors(), strict=True):
             joined.copy_(torch.cat([part.detach() for part in parts]))
 
     def joined(self, visit: Visit) -> ExpertWeights:
         """Return home and replica weights in one."""
-        return ExpertWeights(*self._arena.joined(0, 0))
+        return ExpertWeights(*self._arena.joined[0][0])
 
 
 def check_variants(variants: Mapping[str, Forward], leaves: tuple[Tensor, ...], given: Inputs) -> None:

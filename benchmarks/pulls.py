@@ -73,7 +73,7 @@ class PulledByEngine:
     def __init__(self, rank: OneRank, schedule: EveryVisit) -> None:
         """Poison the buffers and let the puller run."""
         for buffer in range(2):
-            for tensor in rank.node.buffers.slots(buffer).tensors():
+            for tensor in rank.node.buffers.slots[buffer].tensors():
                 tensor.fill_(torch.nan)
         self._rank, self._micro_step = rank, -1
         rank.node.synchronize(Transfer("fence"))

@@ -96,7 +96,7 @@ def measure_shape(shape: Shape, *, bench: Bench, group: dist.ProcessGroup) -> tu
 
 def check_pulls(rank: OneRank, path: PullPath) -> None:
     """Raise unless a pull brings the home's bits."""
-    buffer = rank.node.buffers.slots(0)
+    buffer = rank.node.buffers.slots[0]
     for tensor in buffer.tensors():
         tensor.fill_(torch.nan)
     path.pull({0: Need(0, 1, 0, 1, "peer")}, buffer)
@@ -108,7 +108,7 @@ def check_pulls(rank: OneRank, path: PullPath) -> None:
 
 def measure_path(shape: Shape, rank: OneRank, name: str, count: int, *, bench: Bench) -> dict[str, Any]:
     """Pulls of `count` replicas and plain copies of as many bytes, in turn."""
-    buffer, path = rank.node.buffers.slots(0), rank.paths[name]
+    buffer, path = rank.node.buffers.slots[0], rank.paths[name]
     sizes = [tensor[0].numel() for tensor in buffer.tensors()] * count
     plain = OneOrSame(sizes, bench, is_pinned=name == "host")
     works: dict[str, Callable[[int], object]] = {
@@ -139,7 +139,7 @@ def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> di
     """Each way of copying `count` replicas: what it takes alone, and what products take longer beside it."""
     rows, width = (PRODUCT_ROWS, PRODUCT_WIDTH) if bench.is_gpu else (8, 8)
     x_TD, w_DD = bench.random(rows, width), bench.random(width, width)
-    lane, buffer = Lane(bench.device), rank.node.buffers.slots(0)
+    lane, buffer = Lane(bench.device), rank.node.buffers.slots[0]
 
     def beside(path: PullPath, pulls: int = PULLS) -> Callable[[int], object]:
         def work(run: int) -> None:

@@ -103,10 +103,10 @@ class Itinerary(Value):
         """1 if every visit is a forward one, else 2."""
         return 1 if not self.phase_V.any() else 2
 
-    def visit(self, index: int) -> Visit:
-        """Return the visit at a position of the execution order."""
-        phase = PHASES[int(self.phase_V[index])]
-        return Visit(int(self.micro_step_V[index]), phase, int(self.layer_V[index]))
+    def visits(self) -> list[Visit]:
+        """Return all visits in execution order."""
+        columns = (self.micro_step_V.tolist(), self.phase_V.tolist(), self.layer_V.tolist())
+        return [Visit(micro_step, PHASES[phase], layer) for micro_step, phase, layer in zip(*columns, strict=True)]
 
 
 Objective = Literal["seconds", "skew"]

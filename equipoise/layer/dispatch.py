@@ -421,8 +421,7 @@ class WindowDispatches:
         """
         itinerary, order = plan.itinerary, list(self._made)
         if itinerary is not None:
-            visits = [itinerary.visit(at) for at in range(len(itinerary))]
-            order = [(visit.micro_step, visit.layer) for visit in visits if visit.phase == "forward"]
+            order = [(visit.micro_step, visit.layer) for visit in itinerary.visits() if visit.phase == "forward"]
         self._after = dict(pairwise(order))
         for micro_step, layer in order:
             future = self._made[micro_step, layer]

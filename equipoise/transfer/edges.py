@@ -79,7 +79,10 @@ class Relocator:
             node.wait_peers(WRITTEN, self.number - 1, whole)
             self._stage(kind, layer, moves, tensors)
             node.synchronize(whole)
-            self._agree(whole._replace(path="p2p"), moves, tensors)
+            # Compare what must be the same on all ranks before any of them writes.
+            num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
+            facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
+            node.agree_equal(facts, whole._replace(path="p2p"))
             self._write(moves, tensors)
             node.synchronize(whole)
         node.cells[node.rank][WRITTEN] = self.number
@@ -111,12 +114,6 @@ class Relocator:
                 transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
         if messages:
             node.exchange(messages, transfers)
-
-    def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
-        """Compare what must be the same on all ranks before any of them writes."""
-        num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
-        facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
-        self._node.agree_equal(facts, transfer)
 
     def _write(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         node, dtype = self._node, tensors.gate_up_SFD.dtype

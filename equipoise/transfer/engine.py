@@ -102,18 +102,15 @@ class LayerProgress:
         """Begin a visit, and return the layer that is done by that."""
         if visit == self._at:
             return None
-        done, self._done, self._at = self._done, None, visit
+        done, self._done = self._done, None
         if not self.has_gradients and visit.phase == "forward":
-            self._pass(visit.micro_step, visit.layer)
+            self.passed(visit.micro_step, visit.layer)
+        self._at = visit
         return done
 
-    def returned(self, micro_step: int, layer: int) -> None:
-        """Note that the gradients of a micro-step are with the home, about to be accumulated."""
+    def passed(self, micro_step: int, layer: int) -> None:
+        """Note that a micro-step of a layer runs forward, or that its gradients are about to be accumulated."""
         self._at = None
-        if self.has_gradients:
-            self._pass(micro_step, layer)
-
-    def _pass(self, micro_step: int, layer: int) -> None:
         left = self._left[layer]
         if micro_step in left:
             left.discard(micro_step)
@@ -244,8 +241,8 @@ class TransferEngine:
         plan = self._begin(Visit(micro_step, "backward", layer))
         with torch.profiler.record_function("equipoise.collect_returns"):
             self._mailboxes.collect(plan, micro_step, layer, gradients)
-        if self._progress is not None:
-            self._progress.returned(micro_step, layer)
+        if self._progress is not None and self._progress.has_gradients:
+            self._progress.passed(micro_step, layer)
 
     def layer_done(self, layer: int) -> None:
         """Collect a layer in the background: its last visit is over, and its gradients are complete."""
@@ -428,7 +425,8 @@ class TransferEngine:
                 f"the plan uses {plan.slots} slots at depth {depth}; buffers exist for {layout.slots} at depth "
                 f"{layout.depth}: open the engine with more or plan with less"
             )
-        check_crossings(plan, rank=self._node.rank, host_paths=self._host_paths)
+        if plan.cross_node:
+            check_crossings(plan, rank=self._node.rank, host_paths=self._host_paths)
         if needs_store:
             check_store_budget(layout, self._node.num_experts, self._node.options)
 

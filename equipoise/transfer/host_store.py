@@ -189,7 +189,7 @@ def first_uses(plan: Plan, *, rank: int, pullers: Collection[int], paths: Collec
     table, layers = plan.replica_table, plan.home_LE.shape[0]
     itinerary = plan.itinerary
     assert itinerary is not None, "an executed plan has an itinerary"
-    at = {itinerary.visit(i): i for i in range(len(itinerary))}
+    at = {visit: i for i, visit in enumerate(itinerary.visits())}
     first: dict[tuple[int, int], int] = {}
     for p in range(len(table)):
         micro_step, layer = divmod(int(table.entry_P[p]), layers)

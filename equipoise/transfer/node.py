@@ -231,19 +231,14 @@ def check_tensor(layer: int, tensor: Tensor | None, like: Tensor | None) -> None
 class SeparateBuffers:
     """Replica slots in tensors of their own; the products of home and replica slots are two calls."""
 
-    is_joined = False
-
     def __init__(self, layout: ExpertLayout) -> None:
         count = layout.depth + 1
-        self._slots = [allocate_experts(layout, layout.slots, layout.dtype, device=layout.device) for _ in range(count)]
-
-    def slots(self, buffer: int) -> ExpertWeights:
-        """[slots, ...] of a buffer."""
-        return self._slots[buffer]
+        self.slots = [allocate_experts(layout, layout.slots, layout.dtype, device=layout.device) for _ in range(count)]
+        """By buffer: [slots, ...]."""
 
     def close(self) -> None:
         """Let go of the tensors."""
-        self._slots = []
+        self.slots = []
 
 
 class Arena:
@@ -253,8 +248,6 @@ class Arena:
     buffer, whatever the number of layers. A layer's matrices end where their pages end, so that the first replica slot
     begins on the next page. Each layer is mapped once per buffer; its parameters live in the first mapping.
     """
-
-    is_joined = True
 
     def __init__(self, layout: ExpertLayout, *, pager: Pager, homes: Sequence[Pages]) -> None:
         """Make the pages of the replica slots and map them behind the home pages.
@@ -279,31 +272,26 @@ class Arena:
                     replicas[-1].append(pager.make(size))
                     # Spans keep the pages that they show.
                     made.callback(replicas[-1][-1].release)
-            self._joined = [
+            self.joined = [
                 [tuple(map_behind(layer, field, pages[field]) for field in (0, 1)) for pages in replicas]
                 for layer in range(layout.layers)
             ]
-        self._biases = [
-            allocate_experts(layout, layout.slots, layout.dtype, device=layout.device)[2:] if layout.bias_bytes else ()
-            for _ in range(layout.depth + 1)
-        ]
+            """By layer and buffer: [home_slots + slots, ...] the two matrices."""
+        self.slots: list[ExpertWeights] = []
+        """By buffer: [slots, ...], as seen behind the first layer."""
+        for matrices in self.joined[0]:
+            biases: Sequence[Tensor | None] = ()
+            if layout.bias_bytes:
+                biases = allocate_experts(layout, layout.slots, layout.dtype, device=layout.device)[2:]
+            self.slots.append(ExpertWeights(*(matrix[layout.home_slots :] for matrix in matrices), *biases))
 
     def home(self, layer: int) -> tuple[Tensor, ...]:
         """The two home matrices of a layer, in front of the first buffer."""
-        return tuple(matrix[: self._layout.home_slots] for matrix in self._joined[layer][0])
-
-    def slots(self, buffer: int) -> ExpertWeights:
-        """[slots, ...] of a buffer, as seen behind the first layer."""
-        home_slots = self._layout.home_slots
-        return ExpertWeights(*(matrix[home_slots:] for matrix in self._joined[0][buffer]), *self._biases[buffer])
-
-    def joined(self, layer: int, buffer: int) -> tuple[Tensor, ...]:
-        """[home_slots + slots, ...] the two matrices of a layer and a buffer."""
-        return self._joined[layer][buffer]
+        return tuple(matrix[: self._layout.home_slots] for matrix in self.joined[layer][0])
 
     def close(self) -> None:
         """Let go of the addresses; tensors made of them keep theirs."""
-        self._joined, self._biases = [], []
+        self.joined, self.slots = [], []
 
 
 def make_buffers(

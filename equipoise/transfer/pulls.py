@@ -27,7 +27,7 @@ from equipoise.core.plan import Path as PathName
 from equipoise.transfer.cuda_pages import call_driver, load_driver
 from equipoise.transfer.host_store import HostStore
 from equipoise.transfer.node import Arena, ExpertWeights, NodeMemory, copy_expert
-from equipoise.transfer.waits import REACHED, VERSION, Lane, Mark, StreamTimer, Transfer
+from equipoise.transfer.waits import REACHED, VERSION, Lane, Mark, Transfer
 
 TRACKS = 4
 """Two experts of two matrices: what a rank with two slots pulls for a visit."""
@@ -235,22 +235,17 @@ class HostPath:
 class Fill(NamedTuple):
     """A buffer to fill with the replicas of one micro-step of one layer."""
 
-    micro_step: int
-    layer: int
+    entry: tuple[int, int]
+    """Micro-step and layer."""
     buffer: int
     needs: tuple[Need, ...]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What the buffer then holds."""
-        return self.micro_step, self.layer
 
 
 class PullSchedule:
     """One rank's position in a window's itinerary, what each replica buffer holds, and what to fill next.
 
     A visit that the layer announces becomes the position, whether it is the next one or not. At most `depth` visits
-    ahead of it, `next_fill` follows the itinerary's buffers. A visit whose replicas are nowhere is filled first.
+    ahead of it, `begin_next` follows the itinerary's buffers. A visit whose replicas are nowhere is filled first.
 
     A buffer in use by the latest announced visit is never filled for another one, and visits in the itinerary's order,
     backward and repeated ones included, are never on demand.
@@ -261,7 +256,8 @@ class PullSchedule:
             raise TransferError(f"a plan of policy {plan.policy!r} has no itinerary and cannot be executed")
         self._needs_at: Callable[[Visit], tuple[Need, ...]] = cache(partial(needs_of, plan, rank=rank))
         self._itinerary: Itinerary = plan.itinerary
-        self._index = {self._itinerary.visit(i): i for i in range(len(self._itinerary))}
+        self._visits = self._itinerary.visits()
+        self._index = {visit: at for at, visit in enumerate(self._visits)}
         self._position = -1
         self._holds: list[tuple[int, int] | None] = [None] * (self._itinerary.depth + 1)
         self._leased: int | None = None
@@ -276,52 +272,50 @@ class PullSchedule:
         Returns: the buffer with its replicas, once `holds` is true for it; and whether the visit was unexpected
         """
         at, before = self._index.get(visit), self._position
-        key, needs = (visit.micro_step, visit.layer), self._needs_at(visit)
+        entry, needs = (visit.micro_step, visit.layer), self._needs_at(visit)
         if at is not None:
             self._position = at
         # The buffer that holds the visit's replicas already, else the itinerary's, else the first.
         planned = 0 if at is None else int(self._itinerary.buffer_V[at])
-        fill = Fill(*key, self._holds.index(key) if key in self._holds else planned, needs)
+        fill = Fill(entry, self._holds.index(entry) if entry in self._holds else planned, needs)
         self._leased = fill.buffer if needs else None
         self._urgent = None
         if not needs or self.holds(fill):
             return fill, False
-        if self.filling is None or self.filling[:3] != fill[:3]:
+        if self.filling is None or self.filling[:2] != fill[:2]:
             self._urgent = fill
         is_due = at is not None and before < at <= before + self._itinerary.depth
         return fill, not is_due
 
     def holds(self, fill: Fill) -> bool:
         """Whether the buffer holds what `fill` says, completely."""
-        return self._holds[fill.buffer] == fill.key
+        return self._holds[fill.buffer] == fill.entry
 
-    def next_fill(self) -> Fill | None:
-        """What to fill now, if anything may be."""
-        if self._urgent is not None and self._urgent.layer in self.open_layers:
-            return self._urgent
-        plan = self._itinerary
-        for at in range(self._position + 1, min(self._position + 1 + plan.depth, len(plan))):
+    def begin_next(self) -> Fill | None:
+        """Begin what is to be filled now, if anything may be: until `end` its buffer holds nothing."""
+        plan, fill = self._itinerary, None
+        if self._urgent is not None and self._urgent.entry[1] in self.open_layers:
+            fill = self._urgent
+        ahead = range(self._position + 1, min(self._position + 1 + plan.depth, len(self._visits)))
+        for at in ahead if fill is None else ():
             if not plan.pulls_V[at] or plan.ready_from_V[at] > max(self._position, 0):
                 continue
-            visit = plan.visit(at)
-            if visit.layer not in self.open_layers:
+            micro_step, _, layer = self._visits[at]
+            if layer not in self.open_layers:
                 continue
-            fill = Fill(visit.micro_step, visit.layer, int(plan.buffer_V[at]), self._needs_at(visit))
-            if fill.needs and fill.buffer != self._leased and not self.holds(fill):
-                return fill
-        return None
-
-    def begin(self, fill: Fill) -> None:
-        """Note that `fill` is being filled: until `end` its buffer holds nothing."""
-        self._holds[fill.buffer] = None
-        self.filling = fill
-        if self._urgent == fill:
-            self._urgent = None
+            planned = Fill((micro_step, layer), int(plan.buffer_V[at]), self._needs_at(self._visits[at]))
+            if planned.needs and planned.buffer != self._leased and not self.holds(planned):
+                fill = planned
+                break
+        if fill is not None:
+            self._holds[fill.buffer], self.filling = None, fill
+            self._urgent = None if self._urgent == fill else self._urgent
+        return fill
 
     def end(self, *, is_filled: bool = True) -> None:
         """Note that what was begun is complete, or that it was given up and the buffer holds nothing."""
         assert self.filling is not None, "end of a fill that was not begun"
-        self._holds[self.filling.buffer] = self.filling.key if is_filled else None
+        self._holds[self.filling.buffer] = self.filling.entry if is_filled else None
         self.filling = None
 
     def close(self, layer: int) -> None:
@@ -387,7 +381,7 @@ class Puller:
                 return
             schedule.close(layer)
             transfer = Transfer("pull", layer=layer, path=self._node.direct_path)
-            self._wait(lambda: schedule.filling is None or schedule.filling.layer != layer, transfer)
+            self._wait(lambda: schedule.filling is None or schedule.filling.entry[1] != layer, transfer)
             # A fill that has ended meanwhile may have been marked as held.
             schedule.close(layer)
             self._wait(lambda: all(mark.is_reached() for mark in self._filled), transfer)
@@ -395,7 +389,7 @@ class Puller:
     def weights(self, visit: Visit) -> ExpertWeights:
         """Return this rank's replica weights at `visit`; what the current stream is given next waits for them."""
         fill = self._lend(visit)
-        return self._buffers.slots(fill.buffer).map(lambda tensor: tensor[: len(fill.needs)])
+        return self._buffers.slots[fill.buffer].map(lambda tensor: tensor[: len(fill.needs)])
 
     def joined(self, visit: Visit) -> ExpertWeights | None:
         """Return home slots and then this rank's replicas at `visit`, in one tensor each; None where they are apart."""
@@ -403,8 +397,8 @@ class Puller:
             return None
         fill = self._lend(visit)
         held, home = len(fill.needs), self._node.home[self._node.rank][visit.layer]
-        matrices = self._buffers.joined(visit.layer, fill.buffer)
-        pairs = zip(home[2:], self._buffers.slots(fill.buffer)[2:], strict=False)
+        matrices = self._buffers.joined[visit.layer][fill.buffer]
+        pairs = zip(home[2:], self._buffers.slots[fill.buffer][2:], strict=False)
         biases = (None if a is None or b is None else torch.cat([a, b[:held]]) for a, b in pairs)
         return ExpertWeights(*(matrix[: home.num_slots + held] for matrix in matrices), *biases)
 
@@ -421,24 +415,23 @@ class Puller:
 
     def _lend(self, visit: Visit) -> Fill:
         """Let the current stream have the buffer with the replicas of `visit`, and take back the one it had."""
-        counters, timer = self._node.counters, StreamTimer(self._node.device)
+        counters, device = self._node.counters, self._node.device
         with self._changed:
             if self._schedule is None or self._is_paused:
                 raise TransferError(f"{visit} asks for replicas, but no window is open or the engine is suspended")
             schedule = self._schedule
             if self._lent is not None:
                 # The stream has been given everything that uses the buffer by now.
-                self._free[self._lent] = Mark.now(self._node.device)
+                self._free[self._lent] = Mark.now(device)
             fill, is_on_demand = schedule.announce(visit)
             self._lent = fill.buffer if fill.needs else None
             self._changed.notify_all()
             if not fill.needs:
                 return fill
             transfer = self._transfer(fill.needs[0])
-            self._wait(lambda: schedule.holds(fill), transfer)
-            self._filled[fill.buffer].hold_up(self._node.device)
-            timer.end()
-            counters.time(transfer.path, timer)
+            with counters.timed(transfer.path, device):
+                self._wait(lambda: schedule.holds(fill), transfer)
+                self._filled[fill.buffer].hold_up(device)
             counters.on_demand += is_on_demand
         return fill
 
@@ -468,16 +461,15 @@ class Puller:
         """Wait for the next fill and begin it; None once closed."""
         with self._changed:
             while not self._is_closed:
-                fill = None if self._schedule is None or self._is_paused else self._schedule.next_fill()
-                if fill is not None and self._schedule is not None:
-                    self._schedule.begin(fill)
+                fill = None if self._schedule is None or self._is_paused else self._schedule.begin_next()
+                if fill is not None:
                     return fill
                 self._changed.wait()
         return None
 
     def _pull(self, fill: Fill) -> bool:
         """Copy a visit's replicas; False where a pause, or the layer's end, came before their weights were ready."""
-        buffer, slot, needs = self._buffers.slots(fill.buffer), 0, fill.needs
+        buffer, slot, needs = self._buffers.slots[fill.buffer], 0, fill.needs
         while slot < len(needs):
             first, path = needs[slot], self._paths[needs[slot].path]
             self._node.watchdog.wait(partial(self._is_decided, first), self._transfer(first))

@@ -16,6 +16,7 @@ An expert's returned gradients are added in ascending rank order, each exactly o
 
 from collections.abc import Iterable
 from functools import partial
+from operator import contains, setitem
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from equipoise.core.plan import Plan, Visit
 from equipoise.core.value import require_int
 from equipoise.transfer.node import ExpertWeights, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
-from equipoise.transfer.waits import TAGS, Announcer, Mark, StreamTimer, Transfer
+from equipoise.transfer.waits import TAGS, Announcer, Mark, Transfer
 
 
 class Mailboxes:
@@ -63,11 +64,12 @@ class Mailboxes:
         boxes, tags = self._node.mailboxes[self._node.rank], self._tags[self._node.rank]
         for slot, need in enumerate(needs):
             transfer = Transfer("return", layer, need.expert, self._node.direct_path, need.source)
-            waited += self._node.watchdog.wait(partial(_holds, tags, 0), transfer)
+            waited += self._node.watchdog.wait(partial(contains, tags, 0), transfer)
             box, name = int(np.flatnonzero(tags == 0)[0]), self._name(micro_step, layer, need.expert)
             tags[box] = -name
             copy_expert(boxes, box, gradients, slot)
-            self._announcer.after(Mark.now(self._node.device), partial(self._mark, tags, box, name))
+            # Last, because the home reads the box as soon as the tag names it.
+            self._announcer.after(Mark.now(self._node.device), partial(setitem, tags, box, name))
         if self._node.device.type == "cpu":
             self._node.counters.wait(self._node.direct_path, waited)
 
@@ -79,15 +81,14 @@ class Mailboxes:
         for expert, rank in mine:
             tags, name = self._tags[rank], self._name(micro_step, layer, expert)
             transfer = Transfer("return", layer, expert, node.direct_path, rank)
-            timer = StreamTimer(node.device)
-            node.watchdog.wait(partial(_holds, tags, name), transfer)
-            timer.end()
+            with node.counters.timed(node.direct_path, node.device):
+                node.watchdog.wait(partial(contains, tags, name), transfer)
             box, slot, added = int(np.flatnonzero(tags == name)[0]), int(plan.home_slot_LE[layer, expert]), 0
             for total, returned in zip(gradients.tensors(), node.mailboxes[rank].tensors(), strict=True):
                 total[slot].add_(returned[box])
                 added += int(returned[box].nbytes)
-            self._announcer.after(Mark.now(node.device), partial(self._mark, tags, box, 0))
-            node.counters.time(node.direct_path, timer)
+            # Last, because the replica's rank fills the box again as soon as it is free.
+            self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
             node.counters.arrive(node.direct_path, added)
             node.counters.returns += 1
 
@@ -123,17 +124,9 @@ class Mailboxes:
                 f"and rank {others[0]}, in another node; run backward in update windows only"
             )
 
-    def _mark(self, tags: np.ndarray, box: int, name: int) -> None:
-        """Set a tag: the last thing done to a box on either side."""
-        tags[box] = name
-
     def _name(self, micro_step: int, layer: int, expert: int) -> int:
         window = require_int("window", self._window, low=1, high=2**23 - 1, error=TransferError)
         require_int("micro-step of a window", micro_step, low=0, high=2**12 - 1, error=TransferError)
         require_int("layer index", layer, low=0, high=2**12 - 1, error=TransferError)
         require_int("expert", expert, low=0, high=2**16 - 1, error=TransferError)
         return window << 40 | micro_step << 28 | layer << 16 | expert
-
-
-def _holds(tags: np.ndarray, name: int) -> bool:
-    return bool((tags == name).any())

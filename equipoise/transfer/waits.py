@@ -1,7 +1,7 @@
 """Everything that transfers wait with: the watchdog of a node, points in a device's work, agreement between ranks.
 
     Watchdog      bounds every wait for another rank; one that fails ends the step on all ranks of the node
-    Mark, Lane    points and streams in a device's work, with `StreamTimer`, `Announcer` and `JobQueue` on top of them
+    Mark, Lane    points and streams in a device's work, with `Announcer` and `JobQueue` on top of them
     OwnGroup      the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
     Counters      what the transfers of one rank moved
 
@@ -260,30 +260,6 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self._stream)
         return Mark(event)
-
-
-class StreamTimer:
-    """Seconds between two points: in the current stream's work on a device, by the clock on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Record the first point."""
-        self._device, self._events = device, list[torch.cuda.Event]()
-        self._begin_s = self._end_s = time.monotonic()
-        self.end()
-
-    def end(self) -> None:
-        """Record the second point."""
-        self._end_s = time.monotonic()
-        if self._device.type == "cuda":
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record(torch.cuda.current_stream(self._device))
-
-    def seconds(self) -> float:
-        """Seconds between the two points; waits for the second."""
-        if not self._events:
-            return self._end_s - self._begin_s
-        self._events[-1].synchronize()
-        return self._events[0].elapsed_time(self._events[-1]) / 1e3
 
 
 class Announcer:
@@ -547,7 +523,9 @@ class Counters:
     """Visits that found no replica ready and had it pulled at once."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     """Pulls are counted by a thread of their own."""
-    _timers: list[tuple[str, StreamTimer]] = field(default_factory=list, repr=False, compare=False)
+    _timers: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(
+        default_factory=list, repr=False, compare=False
+    )
 
     def arrive(self, path: str, num_bytes: int) -> None:
         """Count bytes that reached this rank."""
@@ -565,14 +543,27 @@ class Counters:
             self.refreshes += 1
             self.bytes["store"] += num_bytes
 
-    def time(self, path: str, timer: StreamTimer) -> None:
-        """Keep a timer of what training waited; `flush` counts its seconds, once a device has passed both points."""
+    @contextmanager
+    def timed(self, path: str, device: torch.device) -> Iterator[None]:
+        """Count the seconds that training waits in a `with` block: in the current stream's work on a device."""
+        if device.type == "cpu":
+            begin_s = time.monotonic()
+            yield
+            self.wait(path, time.monotonic() - begin_s)
+            return
+        stream = torch.cuda.current_stream(device)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
+        yield
+        end.record(stream)
+        # The device has not passed these points yet: `flush` counts the seconds between them.
         with self._lock:
-            self._timers.append((path, timer))
+            self._timers.append((path, begin, end))
 
     def flush(self) -> None:
-        """Count the seconds of the timers kept."""
+        """Wait for the blocks that were timed on a device, and count their seconds."""
         with self._lock:
             timers, self._timers = self._timers, []
-        for path, timer in timers:
-            self.wait(path, timer.seconds())
+        for path, begin, end in timers:
+            end.synchronize()
+            self.wait(path, begin.elapsed_time(end) / 1e3)

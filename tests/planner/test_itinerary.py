@@ -74,9 +74,9 @@ def test_a_pull_starts_only_after_the_visit_that_last_used_its_buffer(case):
 def test_a_resident_visit_finds_what_its_forward_visit_pulled_untouched(case):
     itinerary = build_itinerary(*case)
     for v in np.flatnonzero(itinerary.resident_V):
-        visit = itinerary.visit(v)
+        visit = itinerary.visits()[v]
         assert visit.phase == "backward"
-        order = [itinerary.visit(u) for u in range(v)]
+        order = itinerary.visits()[:v]
         forward = order.index(Visit(visit.micro_step, "forward", visit.layer))
         assert itinerary.buffer_V[forward] == itinerary.buffer_V[v]
         used = [u for u in range(forward + 1, v) if itinerary.pulls_V[u]]
@@ -93,7 +93,7 @@ def test_one_forward_one_backward_of_the_first_of_three_stages():
 
 def test_the_last_layer_needs_no_second_pull_in_its_backward():
     itinerary = build_itinerary("update", np.ones((1, 3), dtype=np.bool_), PlanOptions(depth=1))
-    resident = [itinerary.visit(v) for v in np.flatnonzero(itinerary.resident_V)]
+    resident = [itinerary.visits()[v] for v in np.flatnonzero(itinerary.resident_V)]
     assert resident == [Visit(0, "backward", 2), Visit(0, "backward", 1)]
 
 
@@ -102,7 +102,7 @@ def test_pulls_of_a_plan_are_its_replicas_once_per_phase(order):
     plan = planned(window(20), options=PlanOptions(order=order, depth=2), objective="skew", slots=2)
     pulled = {phase: set() for phase in ("forward", "backward")}
     for v in range(len(plan.itinerary)):
-        visit = plan.itinerary.visit(v)
+        visit = plan.itinerary.visits()[v]
         for rank in range(8):
             for expert, source, path in plan.pulls(v, rank):
                 assert source == plan.home_LE[visit.layer, expert] != rank

@@ -77,7 +77,7 @@ class Rank:
 
     def check_owned_gradients(self, plan):
         """After collect: the sum over micro-steps, in the order in which they ran backward."""
-        order = [v.micro_step for v in map(plan.itinerary.visit, range(len(plan.itinerary))) if v.phase == "backward"]
+        order = [v.micro_step for v in plan.itinerary.visits() if v.phase == "backward"]
         owned = range(self.rank * plan.home_slots, (self.rank + 1) * plan.home_slots)
         for layer in range(self.layers):
             for slot, expert in enumerate(owned):
@@ -139,7 +139,7 @@ def play_windows(group, plans, options, is_patient=False):
 def run_window(rank, plan, pause):
     """Every visit of the itinerary in order, as layers would make them."""
     for at in range(len(plan.itinerary)):
-        visit = plan.itinerary.visit(at)
+        visit = plan.itinerary.visits()[at]
         pause()
         needs, got = rank.check_weights(plan, visit)
         pause()

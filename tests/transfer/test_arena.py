@@ -30,11 +30,11 @@ def test_a_replica_slot_is_seen_behind_every_layer_and_changes_nothing_else():
         for matrix in arena.home(layer):
             matrix.fill_(layer)
     for buffer in range(2):
-        for tensor in arena.slots(buffer).tensors():
+        for tensor in arena.slots[buffer].tensors():
             tensor.copy_(torch.arange(2.0).add(10 * (buffer + 1))[:, None, None].expand_as(tensor))
     for layer in range(layout.layers):
         for buffer in range(2):
-            for matrix in arena.joined(layer, buffer):
+            for matrix in arena.joined[layer][buffer]:
                 assert matrix.is_contiguous()
                 values = [float(slot.unique()) for slot in matrix]
                 assert values == [layer, layer, 10 * (buffer + 1), 10 * (buffer + 1) + 1]

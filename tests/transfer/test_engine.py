@@ -204,7 +204,7 @@ def offload_between_stages(group, plan):
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad
         # Its replicas were in a buffer already, with the weights of before.
-        rank.check_weights(plan, plan.itinerary.visit(len(plan.itinerary) - 1))
+        rank.check_weights(plan, plan.itinerary.visits()[-1])
         rank.check_weights(plan, Visit(0, "forward", 0))
         engine.close_window()
         rank.check_owned_gradients(plan)

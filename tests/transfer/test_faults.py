@@ -85,7 +85,7 @@ def stuck(group, plan, what):
         if what == "pull":
             fault()
         for at in range(len(plan.itinerary)):
-            visit = plan.itinerary.visit(at)
+            visit = plan.itinerary.visits()[at]
             rank.check_weights(plan, visit)
             if visit.phase == "backward":
                 if what == "return" and is_due:
@@ -190,7 +190,7 @@ def killed(group, plan, where):
     try:
         rank.engine.open_window(plan)
         for at in range(len(plan.itinerary)):
-            visit = plan.itinerary.visit(at)
+            visit = plan.itinerary.visits()[at]
             if is_victim and visit.phase == where:
                 os.kill(os.getpid(), signal.SIGKILL)
             rank.check_weights(plan, visit)

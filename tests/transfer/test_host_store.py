@@ -31,7 +31,7 @@ def test_each_home_refreshes_what_is_pulled_from_it_in_order_of_first_use(stage)
     plan = random_plan((0, 0, 0, 0), seed=11, slots=2, fewest=1, micro_steps=3, stage=stage)
     found = [first_uses(plan, rank=rank, pullers=range(4), paths=["host"]) for rank in range(4)]
     assert {(e.layer, e.expert) for entries in found for e in entries} == pulled_by_host(plan)
-    visits = [plan.itinerary.visit(i) for i in range(len(plan.itinerary))]
+    visits = plan.itinerary.visits()
     for rank, entries in enumerate(found):
         assert len(entries) == len({(e.layer, e.expert) for e in entries}), "an expert is written once"
         assert all(plan.home_LE[e.layer, e.expert] == rank for e in entries)
@@ -289,7 +289,7 @@ def leave_early(group, plan):
         with rank.engine as engine:
             engine.open_window(plan)
             for at in range(len(plan.itinerary)) if group.rank() == 0 else ():
-                rank.check_weights(plan, plan.itinerary.visit(at))
+                rank.check_weights(plan, plan.itinerary.visits()[at])
             engine.close_window()
     finally:
         host_store.copy_expert = kept

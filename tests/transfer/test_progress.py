@@ -29,7 +29,7 @@ def walk_through(progress, visits):
         for _ in range(3 if visit.phase == "backward" else 2):
             over += [(visit, layer) for layer in [progress.begin(visit)] if layer is not None]
         if visit.phase == "backward":
-            progress.returned(visit.micro_step, visit.layer)
+            progress.passed(visit.micro_step, visit.layer)
     return over
 
 
@@ -42,7 +42,7 @@ def last_visits(plan, visits):
 @settings(max_examples=60, deadline=None)
 @given(plan=plans, seed=st.integers(0, 99), is_shuffled=st.booleans())
 def test_a_layer_is_over_once_when_the_next_visit_comes(plan, seed, is_shuffled):
-    visits = [plan.itinerary.visit(at) for at in range(len(plan.itinerary))]
+    visits = plan.itinerary.visits()
     if is_shuffled:
         np.random.default_rng(seed).shuffle(visits)
         visits = [Visit(int(m), str(phase), int(layer)) for m, phase, layer in visits]
@@ -55,7 +55,7 @@ def test_a_layer_is_over_once_when_the_next_visit_comes(plan, seed, is_shuffled)
 @settings(max_examples=30, deadline=None)
 @given(plan=plans)
 def test_a_layer_that_lacks_a_micro_step_is_not_over(plan):
-    visits = [plan.itinerary.visit(at) for at in range(len(plan.itinerary))]
+    visits = plan.itinerary.visits()
     missing = last_visits(plan, visits)[0]
     over = walk_through(LayerProgress(plan), [visit for visit in visits if visit != missing])
     assert 0 not in [layer for _, layer in over]
@@ -64,6 +64,6 @@ def test_a_layer_that_lacks_a_micro_step_is_not_over(plan):
 @settings(max_examples=30, deadline=None)
 @given(plan=plans)
 def test_visits_beyond_the_plan_end_nothing_a_second_time(plan):
-    visits, progress = [plan.itinerary.visit(at) for at in range(len(plan.itinerary))], LayerProgress(plan)
+    visits, progress = plan.itinerary.visits(), LayerProgress(plan)
     over = [layer for _ in range(3) for _, layer in walk_through(progress, visits)]
     assert len(set(over)) == len(over) >= plan.loads.num_layers - 1

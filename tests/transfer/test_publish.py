@@ -70,7 +70,7 @@ def behind(group, plan):
     with rank.engine as engine:
         engine.open_window(plan)
         run_window(rank, plan, lambda: None)
-        first = plan.itinerary.visit(len(plan.itinerary) - 1).layer
+        first = plan.itinerary.visits()[-1].layer
         collected = [layer for layer in range(rank.layers) if layer != first]
         engine._jobs.drain()
         for layer in collected:

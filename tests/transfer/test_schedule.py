@@ -30,19 +30,18 @@ class Machine:
         """Begin or end a fill, as the thread would at any moment."""
         filling = self.schedule.filling
         if filling is not None:
-            self.content[filling.buffer] = filling.key
+            self.content[filling.buffer] = filling.entry
             self.schedule.end()
             return True
-        fill = self.schedule.next_fill()
+        fill = self.schedule.begin_next()
         if fill is None:
             return False
         assert fill.buffer != self.leased or self.is_urgent(fill), "the buffer in use would be overwritten"
         self.content[fill.buffer] = "half"
-        self.schedule.begin(fill)
         return True
 
     def is_urgent(self, fill):
-        return fill.key == self.wanted
+        return fill.entry == self.wanted
 
     def visit(self, visit):
         """Announce a visit, let the thread run until it is served, and return whether it was on demand."""
@@ -80,7 +79,7 @@ def test_visits_in_order_are_never_on_demand(plan, seed):
     rng = np.random.default_rng(seed)
     for at in range(len(plan.itinerary)):
         for _ in range(rng.integers(1, 3)):
-            assert not machine.visit(plan.itinerary.visit(at)), f"visit {at} was on demand"
+            assert not machine.visit(plan.itinerary.visits()[at]), f"visit {at} was on demand"
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,20 +103,19 @@ def test_nothing_is_filled_before_its_time(plan, seed):
     itinerary, schedule = plan.itinerary, open_schedule(plan, 0)
     for at in range(len(itinerary)):
         filled = set()
-        while (fill := schedule.next_fill()) is not None:
-            schedule.begin(fill)
+        while (fill := schedule.begin_next()) is not None:
             schedule.end()
-            filled.add(fill.key)
+            filled.add(fill.entry)
         first = max(at - 1, 0)
         due = [
-            itinerary.visit(v)
+            itinerary.visits()[v]
             for v in range(at, min(at + itinerary.depth, len(itinerary)))
             if itinerary.ready_from_V[v] <= first
         ]
         assert filled <= {(visit.micro_step, visit.layer) for visit in due}
-        fill, _ = schedule.announce(itinerary.visit(at))
+        fill, _ = schedule.announce(itinerary.visits()[at])
         if fill.needs and not schedule.holds(fill):
-            schedule.begin(fill)
+            assert schedule.begin_next() == fill
             schedule.end()
 
 
@@ -125,40 +123,37 @@ def test_weights_that_may_have_changed_are_pulled_again():
     plan = random_plan((0, 0), seed=2, slots=1, fewest=1, layers=1, micro_steps=1)
     schedule = open_schedule(plan, 0)
     assert plan.itinerary.resident_V[1], "the backward visit should find its forward visit's replicas"
-    fill = schedule.next_fill()
-    schedule.begin(fill)
+    schedule.begin_next()
     schedule.end()
-    assert schedule.holds(schedule.announce(plan.itinerary.visit(0))[0])
+    assert schedule.holds(schedule.announce(plan.itinerary.visits()[0])[0])
     schedule.forget()
-    again, _ = schedule.announce(plan.itinerary.visit(1))
-    assert again.needs and not schedule.holds(again) and schedule.next_fill() == again
+    again, _ = schedule.announce(plan.itinerary.visits()[1])
+    assert again.needs and not schedule.holds(again) and schedule.begin_next() == again
 
 
 def test_a_fill_that_was_given_up_holds_nothing_and_is_filled_again():
     plan = random_plan((0, 0), seed=5, slots=1, fewest=1)
     schedule = open_schedule(plan, 0)
-    schedule.announce(plan.itinerary.visit(0))
-    fill = schedule.next_fill()
-    schedule.begin(fill)
+    schedule.announce(plan.itinerary.visits()[0])
+    fill = schedule.begin_next()
     schedule.end(is_filled=False)
     assert not schedule.holds(fill) and schedule.filling is None
-    schedule.announce(plan.itinerary.visit(0))
-    assert schedule.next_fill() == fill
+    schedule.announce(plan.itinerary.visits()[0])
+    assert schedule.begin_next() == fill
 
 
 @settings(max_examples=60, deadline=None)
 @given(plan=plans, seed=st.integers(0, 999))
 def test_a_closed_layer_is_not_filled_and_what_was_filled_of_it_is_forgotten(plan, seed):
     schedule, rng, layers = PullSchedule(plan, rank=0), np.random.default_rng(seed), plan.loads.num_layers
-    assert schedule.next_fill() is None, "at first all layers are closed"
+    assert schedule.begin_next() is None, "at first all layers are closed"
     for at in range(len(plan.itinerary)):
         changed = int(rng.integers(layers))
         (schedule.open_layers.add if rng.random() < 0.6 else schedule.close)(changed)
-        while (fill := schedule.next_fill()) is not None:
-            assert fill.layer in schedule.open_layers
-            schedule.begin(fill)
+        while (fill := schedule.begin_next()) is not None:
+            assert fill.entry[1] in schedule.open_layers
             schedule.end()
         assert all(held is None or held[1] in schedule.open_layers for held in schedule._holds)
-        visit = plan.itinerary.visit(at)
+        visit = plan.itinerary.visits()[at]
         if visit.layer in schedule.open_layers:
             schedule.announce(visit)
