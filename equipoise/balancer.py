@@ -127,7 +127,7 @@ class Balancer(AbstractContextManager["Balancer"]):
             with_weights: False only where the optimizer keeps masters of its own and overwrites every owned parameter
                 before anyone reads one: unchanged weights then need not travel back when the window ends
         """
-        if self.is_open:
+        if self._meter is not None:
             raise InfeasiblePlanError("a window is open; end it before the next begins")
         if self._planner is not None:
             planned = self._planner.take()

@@ -254,6 +254,8 @@ class Plan(Value):
     """Share of the planned rows that were estimated because their routes are unknown."""
     cross_node: bool = False
     persistent: bool = False
+    home_slots: int = field(init=False, compare=False)
+    """Experts each rank owns, and so home slots each rank has."""
     rank_load_MLR: np.ndarray = field(init=False, compare=False)
     """[M, L, R] rows each rank computes."""
 
@@ -284,16 +286,12 @@ class Plan(Value):
             )
         if len(self.replica_table.start_ML) != shape_ML[0] * shape_ML[1] + 1:
             raise InfeasiblePlanError("replica table does not cover every micro-step and layer exactly once")
+        object.__setattr__(self, "home_slots", self.cluster.home_slots(self.model))
         self._check_homes()
         total_MLE = self.loads.total_MLE()
         self._check_replicas(total_MLE)
         self._check_itinerary()
         object.__setattr__(self, "rank_load_MLR", frozen_array(self._rank_load(total_MLE)))
-
-    @property
-    def home_slots(self) -> int:
-        """Experts each rank owns, and so home slots each rank has."""
-        return self.cluster.home_slots(self.model)
 
     @property
     def owner_E(self) -> np.ndarray:

@@ -11,7 +11,7 @@ File of a LoadMatrix (`save`, `load`): an `.npz` without pickled objects, holdin
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -191,12 +191,22 @@ class LoadMatrix(Value):
     """[M, L, R] share of the tokens whose route is known, 0 to 1; None: all are."""
     layer_numbers_L: np.ndarray | None = None
     """[L] global layer numbers, ascending; None: 0..L-1."""
+    num_micro_steps: int = field(init=False, repr=False, compare=False)
+    """M."""
+    num_layers: int = field(init=False, repr=False, compare=False)
+    """L."""
+    num_ranks: int = field(init=False, repr=False, compare=False)
+    """R."""
+    num_experts: int = field(init=False, repr=False, compare=False)
+    """E."""
 
     def __post_init__(self) -> None:
         load = int64_array("load_MLRE", self.load_MLRE, ndim=4, error=LoadsError)
         object.__setattr__(self, "load_MLRE", load)
         if 0 in load.shape:
             raise LoadsError(f"load_MLRE has shape {load.shape}; every axis needs at least one entry")
+        for name, size in zip(("micro_steps", "layers", "ranks", "experts"), load.shape, strict=True):
+            object.__setattr__(self, f"num_{name}", size)
         _refuse_negative("load_MLRE", load)
         if self.stage not in get_args(Stage):
             raise LoadsError(f"stage is {self.stage!r}; it must be one of {', '.join(get_args(Stage))}")
@@ -205,7 +215,10 @@ class LoadMatrix(Value):
         if self.coverage_MLR is not None:
             object.__setattr__(self, "coverage_MLR", self._checked_coverage())
         if self.layer_numbers_L is not None:
-            object.__setattr__(self, "layer_numbers_L", self._checked_numbers())
+            numbers = int64_array("layer_numbers_L", self.layer_numbers_L, ndim=1, error=LoadsError)
+            if len(numbers) != self.num_layers or np.any(np.diff(numbers) <= 0):
+                raise LoadsError(f"layer_numbers_L must be {self.num_layers} ascending numbers, got {numbers.tolist()}")
+            object.__setattr__(self, "layer_numbers_L", numbers)
 
     def _checked_padding(self) -> np.ndarray:
         padding = int64_array("padding_MLRE", self.padding_MLRE, ndim=4, error=LoadsError)
@@ -231,32 +244,6 @@ class LoadMatrix(Value):
         if not bool(np.all((coverage >= 0) & (coverage <= 1))):
             raise LoadsError("coverage_MLR must be shares from 0 to 1, without NaN")
         return frozen_array(coverage)
-
-    def _checked_numbers(self) -> np.ndarray:
-        numbers = int64_array("layer_numbers_L", self.layer_numbers_L, ndim=1, error=LoadsError)
-        if len(numbers) != self.num_layers or np.any(np.diff(numbers) <= 0):
-            raise LoadsError(f"layer_numbers_L must be {self.num_layers} ascending numbers, got {numbers.tolist()}")
-        return numbers
-
-    @property
-    def num_micro_steps(self) -> int:
-        """M."""
-        return int(self.load_MLRE.shape[0])
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return int(self.load_MLRE.shape[1])
-
-    @property
-    def num_ranks(self) -> int:
-        """R."""
-        return int(self.load_MLRE.shape[2])
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return int(self.load_MLRE.shape[3])
 
     def total_MLE(self) -> np.ndarray:
         """Return [M, L, E] rows of each expert, over all source ranks."""
