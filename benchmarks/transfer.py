@@ -149,8 +149,9 @@ def measure_ways(shape: Shape, rank: OneRank, count: int, *, bench: Bench) -> di
             with lane.work(after=begin):
                 for number in range(pulls):
                     pull(path, buffer, count, run + number)
+                pulled = Mark.now(bench.device)
             # Pulls end long before the products, or they would be timed themselves.
-            lane.mark().hold_up(bench.device)
+            pulled.hold_up(bench.device)
 
         return work
 

@@ -248,7 +248,9 @@ class Refresher:
         with self._changed:
             self._open.discard(layer)
             self._wait(lambda: self._writing is None or self._writing.layer != layer)
-            self._wait(self._lane.mark().is_reached)
+            with self._lane.work():
+                written = Mark.now(self._node.device)
+            self._wait(written.is_reached)
 
     def pause(self) -> None:
         """Drop what is left, and wait until what has begun is written and announced."""
@@ -346,9 +348,9 @@ class Refresher:
         self._store.withdraw(entry.layer, entry.expert)
         with self._lane.work(after=begin):
             copied = copy_expert(rows, entry.expert, home, entry.slot)
+            written = Mark.now(self._node.device)
         self._node.counters.refresh(copied)
-        say = partial(self._store.announce, entry.layer, entry.expert, version)
-        self._announcer.after(self._lane.mark(), say)
+        self._announcer.after(written, partial(self._store.announce, entry.layer, entry.expert, version))
 
 
 class Crossing(NamedTuple):

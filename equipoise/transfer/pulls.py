@@ -409,7 +409,8 @@ class Puller:
             self._changed.notify_all()
         self._thread.join(_JOIN_S)
         # Whoever frees the buffers next must not do so under a copy.
-        self._lane.mark().block()
+        with self._lane.work():
+            Mark.now(self._node.device).block()
         # An error refers to the calls it went through, and they to this object and to shared memory.
         self._schedule, self._paths, self._failure = None, {}, None
 
@@ -446,8 +447,9 @@ class Puller:
             while (fill := self._take()) is not None:
                 with self._lane.work(after=self._free[fill.buffer]):
                     is_filled = self._pull(fill)
+                    filled = Mark.now(self._node.device)
                 with self._changed:
-                    self._filled[fill.buffer] = self._lane.mark()
+                    self._filled[fill.buffer] = filled
                     if self._schedule is not None:
                         self._schedule.end(is_filled=is_filled)
                     self._changed.notify_all()

@@ -245,21 +245,13 @@ class Lane:
 
     @contextmanager
     def work(self, *, after: Mark = REACHED) -> Iterator[None]:
-        """Run what is called inside in this lane, once `after` is reached."""
+        """Run what is called inside in this lane, once `after` is reached; `Mark.now` inside marks the lane's work."""
         if self._stream is None:
             yield
             return
         after.hold_up(self._device, self._stream)
         with torch.cuda.stream(self._stream):
             yield
-
-    def mark(self) -> Mark:
-        """Mark the end of what this lane holds."""
-        if self._stream is None:
-            return REACHED
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return Mark(event)
 
 
 class Announcer:

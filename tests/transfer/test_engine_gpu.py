@@ -63,7 +63,7 @@ def test_marks_lanes_and_announcements_keep_their_order():
     announcer.after(written, lambda: said.append(written.is_reached()))
     with lane.work(after=written):
         target.copy_(source)
-    copied = lane.mark()
+        copied = Mark.now(device)
     announcer.after(copied, lambda: said.append(copied.is_reached()))
     assert not written.is_reached() and not copied.is_reached() and said == [], "nothing has waited"
     copied.hold_up(device)
