@@ -104,7 +104,14 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     Returns: [T, K] int64 physical slots
     """
     ids_N, num_experts = ids_TK.reshape(-1).long(), len(split.home_slot_E)
-    _check_ids(ids_N, num_experts)
+    # A device would have to be waited for; there the gather below asserts the same range.
+    if not ids_N.is_cuda and ids_N.numel():
+        low, high = (int(bound) for bound in torch.aminmax(ids_N))
+        if low < 0 or high >= num_experts:
+            raise RoutesError(
+                f"a token was routed to expert {low if low < 0 else high}; ids are 0..{num_experts - 1} (fill missing "
+                "routes first)"
+            )
     # Step 1: number the rows of each expert in token order, then top-k column order. The key of a row is (expert,
     # number), as one integer.
     stride = ids_N.numel() + 1
@@ -125,18 +132,6 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     home_slot_N = split.home_slot_E.gather(0, ids_N)
     slot_N = torch.where(expert_H[at_N] == ids_N, slot_H[at_N], home_slot_N)
     return slot_N.view(ids_TK.shape)
-
-
-def _check_ids(ids_N: Tensor, num_experts: int) -> None:
-    # A device would have to be waited for; there the gather above asserts the same range.
-    if ids_N.is_cuda or not ids_N.numel():
-        return
-    low, high = (int(bound) for bound in torch.aminmax(ids_N))
-    if low < 0 or high >= num_experts:
-        bad = low if low < 0 else high
-        raise RoutesError(
-            f"a token was routed to expert {bad}; ids are 0..{num_experts - 1} (fill missing routes first)"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,35 +42,31 @@ def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update") -
     """
     if isinstance(routes, RankRows):
         return routes
-    count = [[_count(ids, m, layer, experts=experts) for layer, ids in enumerate(by)] for m, by in enumerate(routes)]
-    if len({len(by) for by in count}) != 1:
-        raise RoutesError(f"routes have {[len(by) for by in count]} layers by micro-step; give every layer in each")
-    coverage_ML = np.array([[share for _, share in by] for by in count])
+    if len({len(by_layer) for by_layer in routes}) != 1:
+        lengths = [len(by_layer) for by_layer in routes]
+        raise RoutesError(f"routes have {lengths} layers by micro-step; give every layer in each")
+    shape_ML = (len(routes), len(routes[0]))
+    load_MLE, coverage_ML = np.zeros((*shape_ML, experts), dtype=np.int64), np.ones(shape_ML)
+    for m, layer in np.ndindex(shape_ML):
+        ids_TK = np.asarray(routes[m][layer])
+        entry = f"micro-step {m}, layer index {layer}"
+        if ids_TK.ndim != 2 or ids_TK.dtype.kind not in "iu":
+            raise RoutesError(f"{entry}: ids have shape {ids_TK.shape} and dtype {ids_TK.dtype}; give [T, K] integers")
+        if ids_TK.size and (ids_TK.min() < -1 or ids_TK.max() >= experts):
+            bad = int(ids_TK.min() if ids_TK.min() < -1 else ids_TK.max())
+            raise RoutesError(
+                f"{entry}: expert {bad} does not exist; ids are 0..{experts - 1}, or -1 where the route is unknown"
+            )
+        known_T: np.ndarray = np.all(ids_TK >= 0, axis=1)
+        load_MLE[m, layer] = np.bincount(ids_TK[known_T].reshape(-1).astype(np.int64), minlength=experts)
+        if len(known_T):
+            coverage_ML[m, layer] = known_T.mean()
     return RankRows(
-        load_MLE=np.array([[rows_E for rows_E, _ in by] for by in count]),
+        load_MLE=load_MLE,
         coverage_ML=None if (coverage_ML == 1).all() else coverage_ML,
         stage=stage,
         has_ids=True,
     )
-
-
-def _count(ids: Any, micro_step: int, layer: int, *, experts: int) -> tuple[np.ndarray, float]:
-    """[E] rows of the known tokens of one entry, and their share of its tokens."""
-    ids_TK = np.asarray(ids)
-    if ids_TK.ndim != 2 or ids_TK.dtype.kind not in "iu":
-        raise RoutesError(
-            f"micro-step {micro_step}, layer index {layer}: ids have shape {ids_TK.shape} and dtype {ids_TK.dtype}; "
-            "give [T, K] integers"
-        )
-    if ids_TK.size and (ids_TK.min() < -1 or ids_TK.max() >= experts):
-        bad = int(ids_TK.min() if ids_TK.min() < -1 else ids_TK.max())
-        raise RoutesError(
-            f"micro-step {micro_step}, layer index {layer}: expert {bad} does not exist; ids are 0..{experts - 1}, "
-            "or -1 where the route is unknown"
-        )
-    known_T: np.ndarray = np.all(ids_TK >= 0, axis=1)
-    rows_E = np.bincount(ids_TK[known_T].reshape(-1).astype(np.int64), minlength=experts)
-    return rows_E, float(known_T.mean()) if len(known_T) else 1.0
 
 
 def join_rows(rows_R: Sequence[RankRows], *, layer_numbers: Sequence[int]) -> LoadMatrix:

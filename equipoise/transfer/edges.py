@@ -11,7 +11,7 @@ A rank that fails before step 3 leaves the slots of all ranks untouched: a layer
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -74,16 +74,16 @@ class Relocator:
             return
         self.number += 1
         node, whole = self._node, Transfer(kind, layer=layer, path=self._node.direct_path)
+        across = [move for move in moves if self.crosses(move)]
+        # By rank of this node, what stays in the node, in the order of the rank's outbox.
+        inside = {rank: [m for m in moves if m.source == rank and not self.crosses(m)] for rank in node.peers}
         with torch.profiler.record_function(f"equipoise.{kind}"):
             # The outboxes are free once every rank has written what it read from them.
             node.wait_peers(WRITTEN, self.number - 1, whole)
-            self._stage(kind, layer, moves, tensors)
+            self._stage(whole, inside[node.rank], across, tensors)
             node.synchronize(whole)
-            # Compare what must be the same on all ranks before any of them writes.
-            num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
-            facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
-            node.agree_equal(facts, whole._replace(path="p2p"))
-            self._write(moves, tensors)
+            self._agree(whole._replace(path="p2p"), moves, tensors)
+            self._write(inside, across, tensors)
             node.synchronize(whole)
         node.cells[node.rank][WRITTEN] = self.number
 
@@ -91,19 +91,19 @@ class Relocator:
         """Whether an expert changes nodes."""
         return self._node.node_R[move.source] != self._node.node_R[move.target]
 
-    def _stage(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
+    def _stage(self, whole: Transfer, inside: Sequence[Move], across: Sequence[Move], tensors: ExpertWeights) -> None:
         """Copy to the outbox what stays in the node, and send to and receive from other nodes."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
         outbox = node.outbox(node.rank, dtype)
-        for box, move in enumerate(self._leaving_inside(moves, node.rank)):
+        for box, move in enumerate(inside):
             copy_expert(outbox, box, tensors, move.source_slot)
         messages: list[Message] = []
         transfers: list[Transfer] = []
         buffer = self._buffers[dtype]
         # Both sides go through the moves in the same order.
-        for move in moves:
-            is_leaving, is_coming = move.source == node.rank, move.target == node.rank
-            if not self.crosses(move) or not (is_leaving or is_coming):
+        for move in across:
+            is_leaving = move.source == node.rank
+            if not is_leaving and move.target != node.rank:
                 continue
             peer = move.target if is_leaving else move.source
             for tensor in (tensors if is_leaving else buffer).tensors():
@@ -111,26 +111,29 @@ class Relocator:
                 # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
                 row = row.to("cpu", copy=True) if is_leaving else row
                 messages.append(Message(row, peer, is_leaving))
-                transfers.append(Transfer(kind, layer, move.expert, "p2p", peer))
+                transfers.append(whole._replace(expert=move.expert, path="p2p", peer=peer))
         if messages:
             node.exchange(messages, transfers)
 
-    def _write(self, moves: Sequence[Move], tensors: ExpertWeights) -> None:
+    def _agree(self, transfer: Transfer, moves: Sequence[Move], tensors: ExpertWeights) -> None:
+        """Compare what must be the same on all ranks before any of them writes."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
+        facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
+        self._node.agree_equal(facts, transfer)
+
+    def _write(self, inside: Mapping[int, Sequence[Move]], across: Sequence[Move], tensors: ExpertWeights) -> None:
+        """Copy to this rank's slots what its node's outboxes and its buffer hold for it."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
         for source in node.peers:
             outbox = node.outbox(source, dtype)
-            for box, move in enumerate(self._leaving_inside(moves, source)):
+            for box, move in enumerate(inside[source]):
                 if move.target == node.rank:
                     copied = copy_expert(tensors, move.target_slot, outbox, box)
                     node.counters.arrive(node.direct_path, copied if source != node.rank else 0)
         buffer = self._buffers[dtype]
-        for move in moves:
-            if move.target == node.rank and self.crosses(move):
+        for move in across:
+            if move.target == node.rank:
                 node.counters.arrive("p2p", copy_expert(tensors, move.target_slot, buffer, move.target_slot))
-
-    def _leaving_inside(self, moves: Sequence[Move], source: int) -> list[Move]:
-        """Moves of a rank that stay in its node, in the order of its outbox."""
-        return [move for move in moves if move.source == source and not self.crosses(move)]
 
 
 class _CompleteGradient(NamedTuple):
