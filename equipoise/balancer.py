@@ -136,7 +136,13 @@ class Balancer(AbstractContextManager["Balancer"]):
             planned = Planned(owners_plan(micro_steps, cluster=self.cluster, model=self.model))
         else:
             raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
-        window = Window(planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=planned.dispatches)
+        dispatches, mapped = planned.dispatches, None
+        if dispatches is not None and dispatches.is_mapped and isinstance(self._engine, TransferEngine):
+            pad = max(experts.pad for experts in self.layers.values())
+            mapped = self._engine.map_rows(planned.plan, pad=pad)
+        window = Window(
+            planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=dispatches, mapped=mapped
+        )
         meter = WindowMeter(self._engine.counters, planned, window)
         self._engine.open_window(planned.plan, with_weights=with_weights)
         for experts in self.layers.values():

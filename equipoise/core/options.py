@@ -79,6 +79,7 @@ class PlanOptions:
 ForcedPath = Literal["plan", "peer", "host"]
 Buffers = Literal["auto", "separate", "arena"]
 CopyMethod = Literal["auto", "plain", "kernel", "parallel"]
+RowPath = Literal["auto", "mapped", "collective"]
 GradDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -111,12 +112,16 @@ class TransferOptions:
     """How a visit's replicas are copied inside a node; `auto`: on a CUDA device by one kernel, or by copy engines side
     by side where the node's experts are on several devices."""
 
+    rows: RowPath = "auto"
+    """How rows with a prepared dispatch reach the ranks that compute them. `mapped`: these ranks read them where they
+    are, in memory that a node's ranks map; `collective`: by all-to-all; `auto`: mapped where the group is one node."""
+
     def __post_init__(self) -> None:
         require_int("slots", self.slots, low=0, error=TransferError)
         require_int("depth", self.depth, low=1, error=TransferError)
         if not self.timeout_s > 0:
             raise TransferError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        choices = {"path": ForcedPath, "buffers": Buffers, "copies": CopyMethod}
+        choices = {"path": ForcedPath, "buffers": Buffers, "copies": CopyMethod, "rows": RowPath}
         if self.grad_dtype is not None:
             choices["grad_dtype"] = GradDtype
         for name, known in choices.items():

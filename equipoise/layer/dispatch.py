@@ -7,7 +7,8 @@
 4. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
    inside a slot sources ascend, and each source's rows keep their token order.
 Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
-a whole window, in the background. With `with_relay` tokens are sent in two levels (`relay`).
+a whole window, in the background. With `with_relay` tokens are sent in two levels (`relay`); where ranks map each
+other's memory, tables of `mapped` say where rows are read.
 
 Invariants (asserted by the tests):
 1. Every row is sent once and received once; place and index tables are one-to-one.
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
 from equipoise.core.plan import Plan
+from equipoise.layer.mapped import MappedTables, make_tables
 from equipoise.layer.ops import all_to_all
 from equipoise.layer.relay import NodeRanks, Relay, Swap, make_relay
 
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
     from equipoise.layer.experts import BalancedExperts
 
 _DIGITS = 1 << 16
-BYTES_PER_ROW = 12, 8
-"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source)."""
+BYTES_PER_ROW = {False: (12, 8), True: (20, 12)}
+"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source); where
+rows are mapped also its order and where it is computed, and where it is fetched from."""
 
 
 def stable_order(keys_N: Tensor, *, below: int) -> Tensor:
@@ -184,6 +187,8 @@ class Dispatch:
     groups: Groups
     relay: Relay | None = None
     """The two levels in which tokens are sent; None: rows are sent directly."""
+    mapped: MappedTables | None = None
+    """Where rows are read from, in a node whose ranks map each other's memory; None: they are sent."""
     ids_TK: Tensor | None = None
     """[T, K] the ids it was made for, where it was made ahead of the layer."""
 
@@ -246,8 +251,8 @@ def _map_tables(tables: Any, change: Callable[[Any], Any], kind: type) -> Any:
     """The same tables with every value of a kind changed, also inside, in a fixed order."""
     if isinstance(tables, kind):
         return change(tables)
-    if isinstance(tables, Relay):
-        return Relay(*(_map_tables(part, change, kind) for part in tables))
+    if isinstance(tables, Relay | MappedTables):
+        return type(tables)(*(_map_tables(part, change, kind) for part in tables))
     if isinstance(tables, Groups | Dispatch):
         parts = {field.name: _map_tables(getattr(tables, field.name), change, kind) for field in fields(tables)}
         return replace(tables, **parts)
@@ -279,6 +284,16 @@ def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     ones_R = [1] * len(count_RS)
     return all_to_all(count_RS, ones_R, ones_R, group)
+
+
+def planned_counts(plan: Plan, micro_step: int, layer: int) -> Tensor:
+    """[R source, R target, S] rows that each source sends to each slot when all routes are the planned ones."""
+    ranks, width = plan.cluster.ep, plan.home_slots + plan.slots
+    slot_ER = physical_slots(plan, micro_step, layer)
+    expert_H, rank_H = (slot_ER >= 0).nonzero()
+    count_RRS = np.zeros((ranks, ranks, width), dtype=np.int64)
+    count_RRS[:, rank_H, slot_ER[expert_H, rank_H] % width] = plan.split_RER(micro_step, layer)[:, expert_H, rank_H]
+    return torch.from_numpy(count_RRS)
 
 
 def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: int = 1) -> Dispatch:
@@ -331,7 +346,14 @@ def with_relay(dispatch: Dispatch, *, nodes: NodeRanks, swap: Swap) -> Dispatch:
 
 
 def prepare_dispatch(
-    ids_TK: Tensor, plan: Plan, entry: tuple[int, int], *, rank: int, pad: int = 1, swap: Swap | None = None
+    ids_TK: Tensor,
+    plan: Plan,
+    entry: tuple[int, int],
+    *,
+    rank: int,
+    pad: int = 1,
+    swap: Swap | None = None,
+    is_mapped: bool = False,
 ) -> Dispatch:
     """Make the dispatch of one (micro-step, layer) ahead of its layer, as `rank` sees it.
 
@@ -339,6 +361,7 @@ def prepare_dispatch(
         ids_TK: [T, K] the ids this rank will replay; the plan must know those of all ranks
         swap: exchanges integers with the other ranks, for a dispatch in two levels; None: a direct one, made without
             communication
+        is_mapped: for ranks that map each other's memory; also made without communication
     """
     coverage_MLR = plan.loads.coverage_MLR
     if coverage_MLR is not None and not (coverage_MLR == 1).all():
@@ -364,23 +387,23 @@ def prepare_dispatch(
             f"says {int(planned_RS[to_rank, slot])}; prepare with the ids that were counted, or let the layer exchange "
             "counts"
         )
-    # Step 2: the plan says how many rows each source sends to each slot of this rank.
-    slot_E = physical_slots(plan, *entry)[:, rank]
-    held = (slot_E >= 0).nonzero()[0]
-    receive_RS = torch.zeros((ranks, width), dtype=torch.int64)
-    split_RE = plan.split_RER(*entry)[:, held, rank]
-    receive_RS[:, torch.from_numpy(slot_E[held] - rank * width)] = torch.from_numpy(split_RE)
+    # Step 2: the plan says how many rows each source sends to each slot, of this rank and of the others.
+    count_RRS = planned_counts(plan, *entry)
     # Step 3: put the tables together.
-    dispatch = replace(build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=pad), ids_TK=ids_TK)
+    dispatch = build_dispatch(send, count_RRS[:, rank], home_slots=plan.home_slots, pad=pad)
+    dispatch = replace(dispatch, ids_TK=ids_TK)
+    if is_mapped:
+        tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, rank=rank, pad=pad)
+        return replace(dispatch, mapped=tables)
     if swap is None:
         return dispatch
     return with_relay(dispatch, nodes=NodeRanks(tuple(plan.cluster.node_R), rank), swap=swap)
 
 
-def prepared_bytes(plan: Plan) -> int:
+def prepared_bytes(plan: Plan, *, is_mapped: bool = False) -> int:
     """Bytes of all packed dispatches of a window, on the rank that needs most."""
     sent_R, received_R = plan.loads.load_MLRE.sum(axis=(0, 1, 3)), plan.rank_load_MLR.sum(axis=(0, 1))
-    sent_bytes, received_bytes = BYTES_PER_ROW
+    sent_bytes, received_bytes = BYTES_PER_ROW[is_mapped]
     return int((sent_bytes * sent_R + received_bytes * received_R).max())
 
 
@@ -393,14 +416,15 @@ class _Upload(NamedTuple):
 class WindowDispatches:
     """The dispatches of one rank in one window: made in the background, and uploaded one entry ahead."""
 
-    def __init__(self, routes: Sequence[Sequence[Any]], *, timeout_s: float) -> None:
+    def __init__(self, routes: Sequence[Sequence[Any]], *, timeout_s: float, is_mapped: bool = False) -> None:
         """Take the routes that will be replayed; they are read until all dispatches are made.
 
         Args:
             routes: routes[m][l] are [T, K] ids, all known
             timeout_s: bound on waiting for one dispatch
+            is_mapped: make them for ranks that map each other's memory
         """
-        self._routes, self._timeout_s = routes, timeout_s
+        self._routes, self._timeout_s, self.is_mapped = routes, timeout_s, is_mapped
         entries = [(m, layer) for m, by_layer in enumerate(routes) for layer in range(len(by_layer))]
         self._made: dict[tuple[int, int], Future[PackedDispatch]] = {entry: Future() for entry in entries}
         self._after: dict[tuple[int, int], tuple[int, int]] = {}
@@ -424,7 +448,7 @@ class WindowDispatches:
                 break
             try:
                 ids_TK = torch.from_numpy(np.asarray(self._routes[micro_step][layer]).astype(np.int64))
-                dispatch = layers[layer].prepare(ids_TK, micro_step, plan=plan, swap=swap)
+                dispatch = layers[layer].prepare(ids_TK, micro_step, plan=plan, swap=swap, is_mapped=self.is_mapped)
                 future.set_result(dispatch.packed(is_pinned=layers[layer].gate_up.is_cuda))
             except Exception as error:  # noqa: BLE001  # raised where the entry is asked for, whatever it is
                 future.set_exception(error)

@@ -3,8 +3,9 @@
 Steps of a forward:
 1. Home weights enter the graph, best before the layer's attention (`enter`).
 2. The rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of counts.
-3. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot.
-4. Experts compute (`expert_block`); rows are sent back and combined into tokens.
+3. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot. Inside a node the
+   ranks read each other's tokens instead (`mapped`).
+4. Experts compute (`expert_block`); rows are sent back, or read where they are, and combined into tokens.
 
 Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
 Placement changes no bit of outputs and input gradients; replicas change none of outputs in the deterministic mode.
@@ -34,6 +35,7 @@ from equipoise.layer.dispatch import (
     with_relay,
 )
 from equipoise.layer.expert_block import BlockOptions, apply_experts, expert_block
+from equipoise.layer.mapped import combine_mapped, fetch_rows
 from equipoise.layer.ops import (
     CombineOrder,
     all_to_all,
@@ -46,6 +48,7 @@ from equipoise.layer.ops import (
 )
 from equipoise.layer.relay import DirectDispatch, NodeRanks, Swap, send_by_relay
 from equipoise.transfer.engine import LayerTransfers
+from equipoise.transfer.mapped_rows import MappedRows
 from equipoise.transfer.node import ExpertWeights
 
 DETERMINISTIC_PAD = 96
@@ -59,7 +62,13 @@ class Window:
     """One plan as one rank executes it. Shared by all layers of the rank."""
 
     def __init__(
-        self, plan: Plan, *, rank: int, transfers: LayerTransfers, dispatches: WindowDispatches | None = None
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        transfers: LayerTransfers,
+        dispatches: WindowDispatches | None = None,
+        mapped: MappedRows | None = None,
     ) -> None:
         """Take a plan into execution.
 
@@ -67,13 +76,15 @@ class Window:
             rank: this process's rank in the EP group
             transfers: moves the experts of this plan
             dispatches: of all entries, on every rank or on none; None: layers make them, exchanging counts
+            mapped: through which prepared rows are read; None: they are exchanged by the group's collectives
         """
         if plan.persistent:
             raise InfeasiblePlanError(
                 f"policy {plan.policy!r} keeps replicas for the whole window; a balancer executes plans whose "
                 "replicas live for one micro-step"
             )
-        self.plan, self.rank, self.transfers, self.dispatches = plan, rank, transfers, dispatches
+        self.plan, self.rank, self.transfers = plan, rank, transfers
+        self.dispatches, self.mapped = dispatches, mapped
         self.nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
         shape_ML = (plan.loads.num_micro_steps, plan.loads.num_layers)
         self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
@@ -135,7 +146,7 @@ class BalancedExperts(nn.Module):
         self.options = options or LayerOptions()
         self.layer, self.group = layer, group
         # Groups are filled to a multiple of this many rows.
-        self._pad = DETERMINISTIC_PAD if self.options.is_deterministic else 1
+        self.pad = DETERMINISTIC_PAD if self.options.is_deterministic else 1
         self.window: Window | None = None
         for name, tensor in zip(("gate_up", "down", "gate_up_bias", "down_bias"), home, strict=True):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
@@ -149,7 +160,7 @@ class BalancedExperts(nn.Module):
                 f"{home.down_SDF.dtype}, got {hidden} and {width}; use products='loop'"
             )
         if self.options.is_deterministic and not home.gate_up_SFD.is_meta:
-            check_row_bits(home, pad=self._pad, options=self.options)
+            check_row_bits(home, pad=self.pad, options=self.options)
 
     @property
     def home(self) -> ExpertWeights:
@@ -204,24 +215,36 @@ class BalancedExperts(nn.Module):
         dispatch = prepared or self._make_dispatch(ids_TK, visit)
         window.note_rows(visit, dispatch, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
         # Step 3: tokens, as rows, to the ranks that compute them, slot by slot.
+        tables, mapped = dispatch.mapped, window.mapped
         send_R, receive_R = dispatch.send_R, dispatch.receive_R
-        if dispatch.relay is None:
-            rows_ND = spread_rows(hidden_TD, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
-            received_ND = exchange_rows(rows_ND, send_R=send_R, receive_R=receive_R, group=self.group)
+        if tables is not None and mapped is not None:
+            rows_PD = fetch_rows(hidden_TD, tables, mapped, layer=self.layer)
         else:
-            direct = DirectDispatch(dispatch.index_TK, send_R, receive_R)
-            received_ND = send_by_relay(hidden_TD, dispatch.relay, direct=direct, group=self.group)
-        rows_PD = reorder_rows(received_ND, there_P=dispatch.source_P, back_N=dispatch.place_N)
+            if dispatch.relay is None:
+                rows_ND = spread_rows(hidden_TD, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
+                received_ND = exchange_rows(rows_ND, send_R=send_R, receive_R=receive_R, group=self.group)
+            else:
+                direct = DirectDispatch(dispatch.index_TK, send_R, receive_R)
+                received_ND = send_by_relay(hidden_TD, dispatch.relay, direct=direct, group=self.group)
+            rows_PD = reorder_rows(received_ND, there_P=dispatch.source_P, back_N=dispatch.place_N)
         # Step 4: experts compute, rows return to their sources and are combined.
         out_PD = expert_block(
             rows_PD, home, groups=dispatch.groups, transfers=window.transfers, visit=visit, options=self.options
         )
+        if tables is not None and mapped is not None:
+            return combine_mapped(out_PD, gates_TK, tables, mapped, layer=self.layer)
         out_ND = reorder_rows(out_PD, there_P=dispatch.place_N, back_N=dispatch.source_P)
         returned_ND = exchange_rows(out_ND, send_R=receive_R, receive_R=send_R, group=self.group)
         return combine_rows(returned_ND, gates_TK, index_TK=dispatch.index_TK)
 
     def prepare(
-        self, ids_TK: Tensor, micro_step: int, *, plan: Plan | None = None, swap: Swap | None = None
+        self,
+        ids_TK: Tensor,
+        micro_step: int,
+        *,
+        plan: Plan | None = None,
+        swap: Swap | None = None,
+        is_mapped: bool = False,
     ) -> Dispatch:
         """Make the dispatch of one micro-step ahead of its visit, on the ids' device.
 
@@ -229,12 +252,14 @@ class BalancedExperts(nn.Module):
             plan: to follow, if not the window's
             swap: exchanges integers with the other ranks, for a dispatch in two levels; without it the dispatch is
                 direct, and nothing is communicated
+            is_mapped: for ranks that map each other's memory
         """
         plan = plan or self._window_of(Visit(micro_step, "forward", self.layer)).plan
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=self.options.combine_order)
         swap = swap if self.options.dispatch == "two_level" else None
         entry = (micro_step, self.layer)
-        return prepare_dispatch(ids_TK, plan, entry, rank=self.group.rank(), pad=self._pad, swap=swap)
+        rank = self.group.rank()
+        return prepare_dispatch(ids_TK, plan, entry, rank=rank, pad=self.pad, swap=swap, is_mapped=is_mapped)
 
     def check_matched(self) -> None:
         """Raise if any row since the last check did not follow its prepared route; call before the optimizer runs."""
@@ -252,7 +277,7 @@ class BalancedExperts(nn.Module):
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
         send = sort_rows(assign_slots(ids_TK, split), num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
         receive_RS = exchange_counts(send.count_RS, self.group)
-        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self._pad)
+        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.pad)
         if self.options.dispatch == "direct":
             return dispatch
         return with_relay(dispatch, nodes=window.nodes, swap=partial(all_to_all, group=self.group))

@@ -63,6 +63,13 @@ class BackgroundPlanner:
             worker: a process to plan in, left running on close; an own one by default
         """
         self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
+        nodes = len(set(cluster.node_R))
+        if options.rows == "mapped" and nodes > 1:
+            raise TransferError(
+                f"rows='mapped' needs ranks that all map each other's memory, this EP group is on {nodes} nodes; "
+                "use rows='auto'"
+            )
+        self._is_mapped = options.rows != "collective" and nodes == 1 and cluster.ep > 1
         self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         # Start the process after the ranks are connected: a failure to connect then leaves no process behind.
         self._owns_worker = worker is None
@@ -79,7 +86,9 @@ class BackgroundPlanner:
             routes: what `rows` were counted from; not to be changed until the window has ended
         """
         dispatches = WindowDispatches(
-            [] if isinstance(routes, RankRows) else routes, timeout_s=self._options.planning_timeout_s
+            [] if isinstance(routes, RankRows) else routes,
+            timeout_s=self._options.planning_timeout_s,
+            is_mapped=self._is_mapped,
         )
         # Submit both jobs at once: the thread then runs them in the same order on every rank.
         planned = self._thread.submit(self._plan, rows, dispatches)
@@ -141,7 +150,7 @@ class BackgroundPlanner:
             # Some servers may have planned this window and some not. All start afresh, so that plans stay equal.
             self._is_open = False
             raise
-        why = why_exchanged(rows_R, plans[0], self._options)
+        why = why_exchanged(rows_R, plans[0], self._options, is_mapped=self._is_mapped)
         return Planned(
             plans[0],
             planning_s=time.monotonic() - begin,
@@ -166,7 +175,7 @@ class BackgroundPlanner:
             raise InfeasiblePlanError(f"could not plan: {error}") from error
 
 
-def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions) -> str:
+def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions, *, is_mapped: bool) -> str:
     """Return why layers must exchange counts in this window; empty where dispatches are made ahead.
 
     All ranks decide alike, from what they know of each other: a layer that exchanges counts needs every rank.
@@ -178,7 +187,7 @@ def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptio
             return f"rank {rank} gave counted rows, not routes"
         if rows.coverage_ML is not None:
             return f"rank {rank} knows {float(rows.coverage_ML.mean()):.1%} of its routes"
-    needed = prepared_bytes(plan)
+    needed = prepared_bytes(plan, is_mapped=is_mapped)
     if needed > options.prepared_bytes:
         return f"{needed:,} bytes of tables are over prepared_bytes={options.prepared_bytes:,}"
     return ""

@@ -37,6 +37,7 @@ from equipoise.transfer.host_store import (
     first_uses,
     send_crossings,
 )
+from equipoise.transfer.mapped_rows import MappedRows
 from equipoise.transfer.node import ExpertWeights, NodeMemory, Registration
 from equipoise.transfer.pulls import HostPath, MappedPath, Puller, PullPath, PullSchedule
 from equipoise.transfer.returns import Mailboxes
@@ -153,6 +154,7 @@ class TransferEngine:
         self._edges = WindowEdges(self._node, gradient_of=gradient_of)
         self._mailboxes = Mailboxes(self._node)
         self._jobs = JobQueue(self._node.watchdog, self._node.device)
+        self._mapped: MappedRows | None = None
         self._window = self._version = 0
         self._is_suspended = False
         # Of the open window:
@@ -192,6 +194,16 @@ class TransferEngine:
         self._start_version()
         layers = range(self._node.layout.layers)
         self._published_L = [self._jobs.submit(partial(self.publish_layer, layer)) for layer in layers]
+
+    def map_rows(self, plan: Plan, *, pad: int) -> MappedRows:
+        """Make room for a window's rows in memory that all ranks map. Every rank of the group must call this.
+
+        Args:
+            pad: groups of rows are filled to a multiple of this
+        """
+        self._mapped = self._mapped or MappedRows(self._node, top_k=plan.model.top_k)
+        self._mapped.reserve(plan, pad=pad)
+        return self._mapped
 
     def publish_layer(self, layer: int) -> None:
         """Move a layer's weights to their homes, then let others read them. Runs in the background, on every rank."""
@@ -334,6 +346,8 @@ class TransferEngine:
             self._refresher.close()
         self._plan = self._schedule = self._progress = None
         self._published_L, self._paths = [], {}
+        if self._mapped is not None:
+            self._mapped.close()
         self._node.close()
         if self._store is not None:
             self._store.close()

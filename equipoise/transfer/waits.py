@@ -54,7 +54,7 @@ _JOIN_S = 1.0
 _ORDERED = ("x86_64", "amd64")
 """Machines that keep the order of stores, as Linux and others call them."""
 
-Kind = Literal["pull", "return", "refresh", "publish", "collect", "fence"]
+Kind = Literal["pull", "return", "refresh", "publish", "collect", "fence", "rows"]
 
 
 class Transfer(NamedTuple):

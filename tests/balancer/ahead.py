@@ -17,12 +17,12 @@ IN_THE_LAYER = ("sort_rows", "exchange_counts", "assign_slots", "with_relay")
 """What a layer does only where its dispatch is not made ahead."""
 
 
-def train_windows(group, case, *, is_prepared, is_checked=False):
+def train_windows(group, case, *, is_prepared, is_checked=False, rows="auto"):
     """Two windows and their steps: outputs, trained weights, reports."""
     net, outputs, reports = SmallStack(case, group), [], []
     for experts in find_layers(net).values():
         experts.options = dataclasses.replace(experts.options, is_checked=is_checked)
-    with balancer_of(net, case, group, is_prepared=is_prepared) as balancer, ExitStack() as stack:
+    with balancer_of(net, case, group, is_prepared=is_prepared, rows=rows) as balancer, ExitStack() as stack:
         if is_prepared and not is_checked:
             for name in IN_THE_LAYER:
                 stack.enter_context(mock.patch(f"equipoise.layer.experts.{name}", side_effect=AssertionError(name)))
@@ -43,6 +43,7 @@ def every_way(group, case):
     return {
         "exchanged": train_windows(group, case, is_prepared=False),
         "prepared": train_windows(group, case, is_prepared=True),
+        "prepared, by collectives": train_windows(group, case, is_prepared=True, rows="collective"),
         "checked": train_windows(group, case, is_prepared=True, is_checked=True),
         "exchanged in two levels": train_windows(group, two_level, is_prepared=False),
         "prepared in two levels": train_windows(group, two_level, is_prepared=True),

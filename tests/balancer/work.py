@@ -30,7 +30,7 @@ def kept_worker():
 
 def balancer_of(net, case, group, *, worker=None, enabled=True, given=(), **figures):
     # Planning begins with imports, on a busy machine those of eight ranks at once.
-    bounds = {"timeout_s": 60.0, "planning_timeout_s": 180.0}
+    bounds = {"timeout_s": figures.pop("timeout_s", 60.0), "planning_timeout_s": 180.0}
     options = BalancerOptions(slots=case.slots, objective="skew", **bounds, **figures)
     given = {"cluster": case.cluster, "model": case.model, "group": group, "options": options, **dict(given)}
     return Balancer(find_layers(net), worker=worker or kept_worker(), enabled=enabled, **given)

@@ -65,7 +65,8 @@ def test_packing_changes_no_value(is_two_level):
     assert torch.equal(again.ids_TK, ids_TK)
 
 
-def test_the_bytes_of_a_window_are_foreseen():
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_the_bytes_of_a_window_are_foreseen(is_mapped):
     routing = random_routing(4, ranks=2)
     plan = random_plan(routing, 4, slots=1)
     found = []
@@ -74,8 +75,8 @@ def test_the_bytes_of_a_window_are_foreseen():
         for m in range(2):
             for layer in range(2):
                 ids_TK = torch.from_numpy(routing.ids[m][layer][rank])
-                packed = prepare_dispatch(ids_TK, plan, (m, layer), rank=rank).packed()
+                packed = prepare_dispatch(ids_TK, plan, (m, layer), rank=rank, is_mapped=is_mapped).packed()
                 # The ends of 5 slots are beyond what grows with rows.
                 total += packed.flat_X.nbytes - 4 * 5
         found.append(total)
-    assert prepared_bytes(plan) == max(found)
+    assert prepared_bytes(plan, is_mapped=is_mapped) == max(found)

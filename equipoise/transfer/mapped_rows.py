@@ -1,0 +1,301 @@
+"""`MappedRows`: memory in which the ranks of a node show rows to each other, and the order in which they may read it.
+
+Every rank has one page of this layout, and maps the pages of all ranks of its node:
+    words      one 64-bit step number per rank of the node, written by that rank and read by the page's owner
+    tokens     [T, D] hidden states, or gradients of the layer's output
+    order      [N] int32, which (token, column) each row is, in the order in which the rank sends its rows
+    gates      [T, K] gates of the tokens
+    rows       [P, D] outputs of experts, or gradients of their inputs, slot by slot
+    dots       [P] gradients of gates
+
+One step (`step`) is: wait until nobody reads the part that this rank is about to fill, fill it, write the step's number
+to every peer's page, and wait until all peers have written theirs. Steps are the same on all ranks. A peer that has
+written step n + 1 has read what it wanted of step n, so a part may be filled again after any other step.
+
+On a CUDA device numbers are written and waited for by the stream; the calling thread goes on. A thread of its own
+bounds these waits: when a peer is gone, or a wait lasts too long, it writes all numbers itself, so that the device goes
+on, and the next step raises. What the layer computed after that never reaches an optimizer.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import TransferError
+from equipoise.core.plan import Plan
+from equipoise.transfer.cuda_pages import CudaPager, call_driver, load_driver
+from equipoise.transfer.node import NodeMemory, aligned
+from equipoise.transfer.pages import HostPager, Pager, share_pages, whole
+from equipoise.transfer.waits import Mark, Transfer
+
+Part = Literal["tokens", "rows", "dots"]
+_LAST = 1 << 62
+"""A step number that ends every wait."""
+_POLL_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLimits:
+    """How many tokens and rows a rank may have in one visit of a layer, the largest over all ranks."""
+
+    tokens: int
+    sent: int
+    """Rows that a rank sends: tokens times top-k."""
+    computed: int
+    """Rows that a rank computes, padding included."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, pad: int = 1) -> "RowLimits":
+        """The sizes that a plan knows; the same on every rank."""
+        sent = int(plan.loads.load_MLRE.sum(axis=3).max(initial=0))
+        slots = plan.home_slots + plan.slots
+        computed = int(plan.rank_load_MLR.max(initial=0)) + slots * (pad - 1)
+        return cls(tokens=-(-sent // plan.model.top_k), sent=sent, computed=computed)
+
+    def covers(self, other: "RowLimits") -> bool:
+        """Whether memory of these sizes holds what `other` needs."""
+        return self.tokens >= other.tokens and self.sent >= other.sent and self.computed >= other.computed
+
+
+class RowViews(NamedTuple):
+    """One rank's page as tensors."""
+
+    words_R: Tensor
+    tokens_TD: Tensor
+    order_N: Tensor
+    gates_X: Tensor
+    """Bytes, because gates have a dtype of their own; see `typed`."""
+    rows_PD: Tensor
+    dots_X: Tensor
+    """Bytes, likewise."""
+
+
+def typed(bytes_X: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """[count] the beginning of a part that is kept as bytes."""
+    return bytes_X[: count * dtype.itemsize].view(dtype)
+
+
+class RowOffsets(NamedTuple):
+    """Where the parts of a page begin, in bytes; the same on all ranks."""
+
+    words: int
+    tokens: int
+    order: int
+    gates: int
+    rows: int
+    dots: int
+    end: int
+
+    @classmethod
+    def of(cls, limits: RowLimits, *, ranks: int, row_bytes: int, top_k: int) -> "RowOffsets":
+        """Put parts one behind the other, each on a cache line of its own; a gate takes up to 8 bytes."""
+        sizes = (
+            8 * ranks,
+            limits.tokens * row_bytes,
+            4 * limits.sent,
+            8 * limits.tokens * top_k,
+            limits.computed * row_bytes,
+            8 * limits.computed,
+        )
+        ends = [0]
+        for size in sizes:
+            ends.append(ends[-1] + aligned(size))
+        return cls(*ends)
+
+
+class MappedRows:
+    """The rows of one node's ranks, seen from one of them. Needs an EP group that is one node."""
+
+    def __init__(self, node: NodeMemory, *, top_k: int) -> None:
+        """Nothing is allocated before `reserve`.
+
+        Args:
+            top_k: experts of a token
+        """
+        self._node, self._top_k = node, top_k
+        self._width, self._dtype = node.layout.matrices[1][0], node.layout.dtype
+        self.limits = RowLimits(tokens=0, sent=0, computed=0)
+        self.num_bytes = 0
+        """Of this rank's page."""
+        self.views: dict[int, RowViews] = {}
+        """By rank of the node."""
+        self.offsets = RowOffsets(*[0] * 7)
+        self.bases_R = torch.zeros(0, dtype=torch.int64, device=node.device)
+        """[R] address at which this process has mapped each rank's page, on the device."""
+        self._number, self._last_part = 0, ""
+        self._stream_words: StreamWords | None = None
+
+    def reserve(self, plan: Plan, *, pad: int = 1) -> None:
+        """Make room for the rows of a window. Every rank of the group must call this, with the same plan."""
+        limits, node = RowLimits.of(plan, pad=pad), self._node
+        if self.limits.covers(limits) and self.views:
+            return
+        # A little more than now, so that windows of growing size do not allocate every time.
+        grown = (max(a, b) for a, b in ((limits.tokens, self.limits.tokens), (limits.sent, self.limits.sent)))
+        tokens, sent = (size + size // 8 for size in grown)
+        computed = max(limits.computed, self.limits.computed)
+        limits = RowLimits(tokens=tokens, sent=sent, computed=computed + computed // 8)
+        self.close()
+        is_host = node.device.type == "cpu"
+        pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)
+        row_bytes = self._width * self._dtype.itemsize
+        offsets = RowOffsets.of(limits, ranks=len(node.node_R), row_bytes=row_bytes, top_k=self._top_k)
+        size = whole(offsets.end, pager.granule)
+        # All ranks have passed every earlier step before any of them lets go of its page.
+        node.agree([0], Transfer("rows", path=node.direct_path))
+        shared = share_pages(
+            [size], pager=pager, group=node.group, node_R=node.node_R, timeout_s=node.options.timeout_s
+        )
+        for pages in shared.own:
+            pages.release()
+        self.limits, self.offsets, self.num_bytes = limits, offsets, size
+        self.views = {rank: self._views(spans[0].view) for rank, spans in shared.spans.items()}
+        self.views[node.rank].words_R.zero_()
+        bases = [self.views[rank].words_R.data_ptr() for rank in sorted(self.views)]
+        self.bases_R = torch.tensor(bases, dtype=torch.int64).to(node.device)
+        self._number, self._last_part = 0, ""
+        Mark.now(node.device).block()
+        node.agree([0], Transfer("rows", path=node.direct_path))
+        if not is_host:
+            self._stream_words = StreamWords(node, self.views)
+
+    @property
+    def own(self) -> RowViews:
+        """This rank's page."""
+        return self.views[self._node.rank]
+
+    def step(self, part: Part, fill: Callable[[RowViews], None], *, layer: int) -> None:
+        """Fill a part of this rank's page and wait until all ranks have filled theirs. Every rank must call this.
+
+        On a CUDA device the current stream waits, and what is launched behind reads the peers' pages.
+
+        Args:
+            part: what is filled; `order` and `gates` belong to `tokens`
+            fill: writes to this rank's page
+            layer: for errors
+        """
+        if part == self._last_part:
+            self._pass(layer)
+        fill(self.own)
+        self._pass(layer)
+        self._last_part = part
+
+    def close(self) -> None:
+        """Let go of all pages. Closing twice is allowed."""
+        if self._stream_words is not None:
+            self._stream_words.close()
+        Mark.now(self._node.device).block()
+        self._stream_words, self.views = None, {}
+
+    def _pass(self, layer: int) -> None:
+        """Write the next step's number to all peers, and wait for theirs."""
+        node, self._number = self._node, self._number + 1
+        transfer = Transfer("rows", layer, path=node.direct_path)
+        if self._stream_words is not None:
+            self._stream_words.step(self._number, transfer)
+            return
+        for peer in node.peers:
+            self.views[peer].words_R[node.rank] = self._number
+        words = self.own.words_R.numpy()
+        for peer in node.peers:
+            node.watchdog.wait(partial(_has_reached, words, peer, self._number), transfer._replace(peer=peer))
+
+    def _views(self, view: Callable[..., Tensor]) -> RowViews:
+        limits, offsets, width = self.limits, self.offsets, self._width
+        return RowViews(
+            view(offsets.words, (len(self._node.node_R),), torch.int64),
+            view(offsets.tokens, (limits.tokens, width), self._dtype),
+            view(offsets.order, (limits.sent,), torch.int32),
+            view(offsets.gates, (8 * limits.tokens * self._top_k,), torch.uint8),
+            view(offsets.rows, (limits.computed, width), self._dtype),
+            view(offsets.dots, (8 * limits.computed,), torch.uint8),
+        )
+
+
+def _has_reached(words_R: Any, rank: int, number: int) -> bool:
+    return bool(words_R[rank] >= number)
+
+
+class StreamWords:
+    """Writes and waits for step numbers in a CUDA stream, and bounds the waits from a thread of its own."""
+
+    def __init__(self, node: NodeMemory, views: dict[int, RowViews]) -> None:
+        """Prepare the operations and start the thread."""
+        self._node, self._driver = node, load_driver()
+        self._own_R = views[node.rank].words_R
+        peers = [rank for rank in node.peers if rank != node.rank]
+        driver, size = self._driver, self._own_R.element_size()
+        self._writes = [_write_operation(driver, views[r].words_R.data_ptr() + size * node.rank) for r in peers]
+        self._waits = [_wait_operation(driver, self._own_R.data_ptr() + size * r) for r in peers]
+        self._release = torch.cuda.Stream(node.device)
+        self._queue: queue.SimpleQueue[tuple[Mark, Mark, Transfer] | None] = queue.SimpleQueue()
+        self._failure: TransferError | None = None
+        self._thread = threading.Thread(target=self._watch, name="equipoise-rows", daemon=True)
+        self._thread.start()
+
+    def step(self, number: int, transfer: Transfer) -> None:
+        """Let the current stream write `number` to all peers and wait for theirs."""
+        if self._failure is not None:
+            raise self._failure
+        self._node.watchdog.check(transfer)
+        if not self._waits:
+            return
+        stream = torch.cuda.current_stream(self._node.device).cuda_stream
+        for operation in self._writes:
+            operation.writeValue.value64 = number
+        for operation in self._waits:
+            operation.waitValue.value64 = number
+        # A write is seen after everything that the stream did before it.
+        call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._writes), self._writes, 0)
+        before = Mark.now(self._node.device)
+        call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._waits), self._waits, 0)
+        self._queue.put((before, Mark.now(self._node.device), transfer))
+
+    def close(self) -> None:
+        """End the thread. Closing twice is allowed."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _watch(self) -> None:
+        """Follow the stream from wait to wait; a wait that fails is ended by writing what it waits for."""
+        while (item := self._queue.get()) is not None:
+            before, after, transfer = item
+            try:
+                # Only the wait itself is bounded: work in front of it may take its time.
+                while not before.is_reached():
+                    time.sleep(_POLL_S)
+                self._node.watchdog.wait(after.is_reached, transfer, pause=_pause)
+            except TransferError as error:
+                self._failure = error
+                with torch.cuda.stream(self._release):
+                    self._own_R.fill_(_LAST)
+                return
+
+
+def _pause(_: float) -> None:
+    time.sleep(_POLL_S)
+
+
+def _write_operation(driver: Any, address: int) -> Any:
+    operation = driver.CUstreamBatchMemOpParams()
+    kind = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
+    operation.operation = operation.writeValue.operation = kind
+    operation.writeValue.address, operation.writeValue.flags = address, 0
+    return operation
+
+
+def _wait_operation(driver: Any, address: int) -> Any:
+    operation = driver.CUstreamBatchMemOpParams()
+    kind = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64
+    operation.operation = operation.waitValue.operation = kind
+    operation.waitValue.address = address
+    operation.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+    return operation

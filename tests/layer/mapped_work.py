@@ -1,0 +1,95 @@
+"""What ranks do in the tests of mapped rows. Imports no planner: training processes must not."""
+
+import os
+import signal
+import time
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from equipoise.core.errors import TransferError
+from tests.balancer.work import balancer_of
+from tests.parity.run import routes_of
+from tests.parity.stack import SmallStack, loss_of, window_inputs
+
+
+def train_with(group, case, rows, *, is_checkpointed=False, silent=()):
+    """Two windows, the second with more tokens: outputs, and the gradients of tokens, gates and every parameter."""
+    net, found = SmallStack(case, group), []
+    with balancer_of(net, case, group, rows=rows) as balancer:
+        for number in range(2):
+            window = [_leaves(inputs.to(case.device)) for inputs in window_inputs(case, number, group.rank())]
+            if group.rank() in silent:
+                window = [_leaves(_without_tokens(inputs)) for inputs in window]
+            balancer.submit(routes_of(window))
+            with balancer.window():
+                for micro_step, inputs in enumerate(window):
+                    if is_checkpointed:
+                        out_TD = checkpoint(net, inputs, micro_step, use_reentrant=False)
+                    else:
+                        out_TD = net(inputs, micro_step)
+                    loss_of(out_TD, inputs.target_TD).backward()
+                    found.append(out_TD.detach().cpu())
+            found += [t.grad.cpu() for inputs in window for t in (inputs.hidden_TD, *inputs.gates)]
+            for parameter in net.parameters():
+                found.append(parameter.grad.cpu())
+                parameter.grad = None
+        mapped = balancer._engine._mapped
+        return found, mapped is not None and mapped.num_bytes > 0
+
+
+def _leaves(inputs):
+    hidden_TD, gates = inputs.hidden_TD.detach().requires_grad_(), [g.detach().requires_grad_() for g in inputs.gates]
+    return inputs._replace(hidden_TD=hidden_TD, gates=gates)
+
+
+def _without_tokens(inputs):
+    gates, ids = ([tensor[:0] for tensor in tensors] for tensors in (inputs.gates, inputs.ids))
+    return inputs._replace(hidden_TD=inputs.hidden_TD[:0], gates=gates, target_TD=inputs.target_TD[:0], ids=ids)
+
+
+def both_ways(group, case, **how):
+    return train_with(group, case, "mapped", **how), train_with(group, case, "collective", **how)
+
+
+def die_in_a_window(group, case, timeout_s):
+    """Rank 1 is killed between two layers; what the others are told, and whether their device goes on."""
+    net = SmallStack(case, group)
+    balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
+    window = [inputs.to(case.device) for inputs in window_inputs(case, 0, group.rank())]
+    balancer.submit(routes_of(window))
+    balancer.begin()
+    try:
+        for micro_step, inputs in enumerate(window):
+            if micro_step == 1 and group.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(net(inputs, micro_step), inputs.target_TD).backward()
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+        balancer.end()
+    except TransferError as error:
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+        return str(error)
+    return "nothing was said"
+
+
+def stand_still(group, case, timeout_s):
+    """Rank 1 does not run its first layer until rank 0 has given up; what is said, and after how long."""
+    net = SmallStack(case, group)
+    balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
+    window = [inputs.to(case.device) for inputs in window_inputs(case, 0, group.rank())]
+    balancer.submit(routes_of(window))
+    balancer.begin()
+    begin = time.monotonic()
+    if group.rank() == 1:
+        time.sleep(4 * timeout_s)
+    try:
+        for micro_step, inputs in enumerate(window):
+            loss_of(net(inputs, micro_step), inputs.target_TD).backward()
+            torch.cuda.synchronize()
+        balancer.end()
+    except TransferError as error:
+        torch.cuda.synchronize()
+        return str(error), time.monotonic() - begin
+    return "", time.monotonic() - begin

@@ -1,0 +1,49 @@
+"""Mapped rows on a CUDA device that several ranks share: bits, an end when a rank dies, and no wait of the host."""
+
+import pytest
+import torch
+
+from tests.layer import mapped_work
+from tests.parity.case import ParityCase
+from tests.transfer.own_ranks import KILLED, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = {
+    "4 ranks, no slot": (ParityCase(ranks=4, slots=0, layers=2, tokens=40, top_k=4, device="cuda"), {}),
+    "4 ranks": (ParityCase(ranks=4, slots=2, layers=2, tokens=40, top_k=4, device="cuda"), {}),
+    "recomputed": (ParityCase(ranks=2, slots=1, layers=2, tokens=32, device="cuda"), {"is_checkpointed": True}),
+    "a rank without tokens": (ParityCase(ranks=4, slots=1, layers=2, tokens=32, device="cuda"), {"silent": (2,)}),
+    "8 ranks": (ParityCase(ranks=8, slots=1, layers=2, tokens=16, home_slots=2, device="cuda"), {}),
+}
+
+
+@pytest.mark.dist(8)
+@pytest.mark.parametrize("name", CASES)
+def test_mapped_rows_give_the_bits_of_exchanged_rows(pool, name):
+    case, how = CASES[name]
+    for (mapped, is_used), (exchanged, is_used_there) in pool.run(_both, case.ranks, case, how):
+        assert is_used and not is_used_there
+        assert all(map(torch.equal, mapped, exchanged))
+        assert any(bool(tensor.any()) for tensor in mapped)
+
+
+def _both(group, case, how):
+    return mapped_work.both_ways(group, case, **how)
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_their_streams():
+    case = ParityCase(ranks=4, slots=1, layers=2, tokens=32, device="cuda")
+    said = run_ranks(mapped_work.die_in_a_window, 4, case, 20.0, timeout_s=120.0)
+    assert said[1] == KILLED
+    for words in (said[0], said[2], said[3]):
+        assert "rank 1 (process" in words and "is gone" in words
+
+
+def test_a_rank_that_stands_still_ends_the_others_within_the_bound():
+    case = ParityCase(ranks=2, slots=1, layers=2, tokens=32, device="cuda")
+    waiting, standing = run_ranks(mapped_work.stand_still, 2, case, 5.0, timeout_s=120.0)
+    assert "rows in layer index 0" in waiting[0] and "did not finish within 5 s" in waiting[0]
+    assert waiting[1] < 60 and standing[0]
