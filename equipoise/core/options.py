@@ -5,14 +5,14 @@ The one dial users turn is `slots`. Options are frozen and checked when they are
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Objective, Sends
-from equipoise.core.value import require_int
+from equipoise.core.value import require_choice, require_int
 from equipoise.core.window import Stage
 
 Order = Literal["plain", "recompute", "1f1b"]
@@ -58,11 +58,8 @@ class PlanOptions:
             raise InfeasiblePlanError(
                 f"PlanOptions.pipeline_stage is {self.pipeline_stage}; there are {self.pipeline_stages} stages from 0"
             )
-        for name, allowed in (("order", Order), ("sends", Sends)):
-            if getattr(self, name) not in get_args(allowed):
-                raise InfeasiblePlanError(
-                    f"PlanOptions.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
+        require_choice("PlanOptions.order", self.order, Order, error=InfeasiblePlanError)
+        require_choice("PlanOptions.sends", self.sends, Sends, error=InfeasiblePlanError)
 
     def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage) -> int:
         """Return the replica slots per rank: `slots`, or as many as `memory_bytes` holds in depth + 1 buffers."""
@@ -121,14 +118,12 @@ class TransferOptions:
         require_int("depth", self.depth, low=1, error=TransferError)
         if not self.timeout_s > 0:
             raise TransferError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        choices = {"path": ForcedPath, "buffers": Buffers, "copies": CopyMethod, "rows": RowPath}
+        require_choice("path", self.path, ForcedPath, error=TransferError)
+        require_choice("buffers", self.buffers, Buffers, error=TransferError)
+        require_choice("copies", self.copies, CopyMethod, error=TransferError)
+        require_choice("rows", self.rows, RowPath, error=TransferError)
         if self.grad_dtype is not None:
-            choices["grad_dtype"] = GradDtype
-        for name, known in choices.items():
-            if getattr(self, name) not in get_args(known):
-                raise TransferError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(known))}"
-                )
+            require_choice("grad_dtype", self.grad_dtype, GradDtype, error=TransferError)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any
 
 import numpy as np
 
@@ -50,7 +50,7 @@ from equipoise.core.errors import EquipoiseError, InfeasiblePlanError
 from equipoise.core.files import narrow, read_npz, whole_file
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
-from equipoise.core.value import require_int
+from equipoise.core.value import require_choice, require_int
 from equipoise.core.window import OPTIONAL, LoadMatrix
 
 FORMAT = "equipoise-plan-2"
@@ -122,8 +122,7 @@ def _read_facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     for name, kind in (("policy", str), ("objective", str), ("cross_node", bool), ("persistent", bool)):
         if not isinstance(facts[name], kind):
             raise InfeasiblePlanError(f"{name} is {facts[name]!r}; it must be a {kind.__name__}")
-    if facts["objective"] not in get_args(Objective):
-        raise InfeasiblePlanError(f"objective is {facts['objective']!r}; known: {', '.join(get_args(Objective))}")
+    require_choice("objective", facts["objective"], Objective, error=InfeasiblePlanError)
     return facts
 
 

@@ -4,7 +4,7 @@ A float, a bool, a NaN or a number outside int64 never becomes an integer silent
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -92,6 +92,12 @@ def require_int(name: str, value: Any, *, low: int, high: int | None = None, err
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise error(f"{name} is {number}; it must be {limit}")
     return number
+
+
+def require_choice(name: str, value: Any, choices: Any, *, error: type[EquipoiseError]) -> None:
+    """Raise `error`, naming the value and all choices, unless it is one of a `Literal`'s."""
+    if value not in get_args(choices):
+        raise error(f"{name} is {value!r}; it must be one of {', '.join(get_args(choices))}")
 
 
 def require_kind(name: str, value: Any, *kinds: type, error: type[EquipoiseError]) -> None:

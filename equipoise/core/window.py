@@ -13,13 +13,13 @@ File of a LoadMatrix (`save`, `load`): an `.npz` without pickled objects, holdin
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from equipoise.core.errors import LoadsError, ScheduleError
 from equipoise.core.files import narrow, read_npz, whole_file
-from equipoise.core.value import Value, as_array, frozen_array, int64_array, require_int
+from equipoise.core.value import Value, as_array, frozen_array, int64_array, require_choice, require_int
 
 Stage = Literal["recompute", "update"]
 LOADS_FORMAT = "equipoise-loads-1"
@@ -68,15 +68,9 @@ class Schedule(Value):
     def __post_init__(self) -> None:
         for name in ("micro_steps", "ranks"):
             object.__setattr__(self, name, require_int(name, getattr(self, name), low=1, error=ScheduleError))
-        for name, allowed in (
-            ("stage", Stage),
-            ("padding_policy", PaddingPolicy),
-            ("last_token", LastTokenPolicy),
-        ):
-            if getattr(self, name) not in get_args(allowed):
-                raise ScheduleError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
+        require_choice("stage", self.stage, Stage, error=ScheduleError)
+        require_choice("padding_policy", self.padding_policy, PaddingPolicy, error=ScheduleError)
+        require_choice("last_token", self.last_token, LastTokenPolicy, error=ScheduleError)
         pieces = int64_array("pieces", self.pieces, ndim=2, error=ScheduleError)
         if pieces.shape[1] != len(Piece._fields):
             raise ScheduleError(f"pieces must have columns {Piece._fields}, got shape {pieces.shape}")
@@ -208,8 +202,7 @@ class LoadMatrix(Value):
         for name, size in zip(("micro_steps", "layers", "ranks", "experts"), load.shape, strict=True):
             object.__setattr__(self, f"num_{name}", size)
         _refuse_negative("load_MLRE", load)
-        if self.stage not in get_args(Stage):
-            raise LoadsError(f"stage is {self.stage!r}; it must be one of {', '.join(get_args(Stage))}")
+        require_choice("stage", self.stage, Stage, error=LoadsError)
         if self.padding_MLRE is not None:
             object.__setattr__(self, "padding_MLRE", self._checked_padding())
         if self.coverage_MLR is not None:

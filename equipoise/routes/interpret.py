@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.core.routes import id_dtype
-from equipoise.core.value import Value, frozen_array, require_int
+from equipoise.core.value import Value, frozen_array, require_choice, require_int
 from equipoise.routes.source import Source
 
 
@@ -176,8 +176,7 @@ def interpret(
         last_row: what the row of a sample's last token is
         allow_short: accept samples with fewer rows than tokens - 1; their last tokens stay without a route
     """
-    if last_row not in get_args(LastRow):
-        raise RoutesError(f"last_row is {last_row!r}; it must be one of {', '.join(get_args(LastRow))}")
+    require_choice("last_row", last_row, LastRow, error=RoutesError)
     stream = iter(recordings)
     first = next(stream, None)
     if first is None:
