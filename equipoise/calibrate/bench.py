@@ -69,7 +69,7 @@ class Grid:
 
     @classmethod
     def full(cls) -> "Grid":
-        """Experts of Qwen3-30B-A3B, DeepSeek-V2-Lite, gpt-oss, Qwen3-235B-A22B, DeepSeek-V3; attention of two."""
+        """Take experts of Qwen3-30B-A3B, DeepSeek-V2-Lite, gpt-oss, Qwen3-235B-A22B, DeepSeek-V3; attention of two."""
         return cls(
             shapes=((2048, 768), (2048, 1408), (2880, 2880), (4096, 1536), (7168, 2048)),
             attention=(
@@ -112,7 +112,7 @@ class Grid:
 
 
 def cut_rows(rows: int, slots: int, *, zipf: float) -> np.ndarray:
-    """[S] int32 end of each slot's rows, by Zipf's law with exponent `zipf`; 0 cuts evenly.
+    """Return [S] int32 ends of each slot's rows, by Zipf's law with exponent `zipf`; 0 cuts evenly.
 
     Rows of a rank are never even over its experts, and an even cut flatters: groups of a power of two fill whole tiles
     of the products' kernels. With exponent 1 and 8 slots the largest group is 2.9 times the mean; in the real traces
@@ -159,7 +159,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal numbers in the bench's dtype."""
+        """Draw normal numbers in the bench's dtype."""
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
 
 
@@ -196,7 +196,7 @@ def measure(work: Callable[[], object], bench: Bench, *, warm: int = 3) -> Timin
 
 
 def _device_ns(work: Callable[[], object], bench: Bench) -> list[float]:
-    """Nanoseconds of each run, by events."""
+    """Return the nanoseconds of each run, by events."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(bench.runs)]
     for start, stop in pairs:
         bench.flush.sum()

@@ -48,7 +48,7 @@ class Attention:
         return F.linear(mixed.transpose(1, 2).reshape(len(x_TD), heads * width), self.out_w)
 
     def flops(self, tokens: int, *, sequence: int) -> int:
-        """Forward operations."""
+        """Count the forward operations."""
         pairs = tokens * (sequence + 1) // 2
         return 2 * tokens * (self.qkv_w.numel() + self.out_w.numel()) + 4 * pairs * self.shape.heads * self.shape.width
 
@@ -180,7 +180,7 @@ def random_experts(slots: int, shape: tuple[int, int], bench: Bench) -> ExpertWe
 
 
 def groups_of(ends_S: Tensor, rows: int) -> Groups:
-    """Groups of a rank without replicas."""
+    """Return the groups of a rank without replicas."""
     return Groups(home_end_S=ends_S, replica_end_S=ends_S[:0], num_home_rows=rows, num_replica_rows=0, num_replicas=0)
 
 

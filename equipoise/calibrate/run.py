@@ -89,7 +89,7 @@ def compare(filed: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[Deviatio
 
 
 def nearer(first: Sequence[Deviation], second: Sequence[Deviation]) -> list[Deviation]:
-    """Of the same figures compared twice, return each time the nearer one: single cells scatter as clocks change."""
+    """Return the nearer of each figure that was compared twice: single cells scatter as clocks change."""
     return [min(pair, key=lambda one: abs(one.share)) for pair in zip(first, second, strict=True)]
 
 

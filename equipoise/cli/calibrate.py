@@ -10,6 +10,7 @@ than the limit, twice. What is measured and how: docs/calibrate.md.
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,14 +145,7 @@ def _check_profile(filed: dict[str, Any], measure: Callable[[], dict[str, Any]],
         "limit_pct": round(100 * limit, 3),
         "is_good": all(one.holds(limit) for one in deviations),
         "figures": [
-            {
-                "name": one.name,
-                "filed": one.filed,
-                "measured": one.measured,
-                "deviation_pct": round(100 * one.share, 2),
-                "is_judged": one.is_judged,
-                "is_good": one.holds(limit),
-            }
+            {**asdict(one), "deviation_pct": round(100 * one.share, 2), "is_good": one.holds(limit)}
             for one in deviations
         ],
     }

@@ -64,19 +64,19 @@ PartSeconds = Mapping[str, Mapping[str, float]]
 
 
 def frame(*, height: int, x: str, y: str, hover: Literal["closest", "x unified"] = "closest") -> dict[str, Any]:
-    """A layout with named axes; the page writes the legend itself, where it can wrap."""
+    """Return a layout with named axes; the page writes the legend itself, where it can wrap."""
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
     return {"height": height, "hovermode": hover, "showlegend": False, **axes}
 
 
 def whole_ticks(count: int) -> dict[str, Any]:
-    """Ticks of an axis over `count` things that cannot be halved, such as micro-steps: steps of 1, 2, 5, 10, 20, ..."""
+    """Return ticks of an axis that counts things, such as micro-steps: every 1, 2, 5, 10, 20, ..."""
     steps = (digit * 10**power for power in range(len(str(count)) + 1) for digit in (1, 2, 5))
     return {"tick0": 0, "dtick": next(step for step in steps if step * MAX_TICKS >= count), "tickformat": ",d"}
 
 
 def line(name: str, x: Sequence[Cell], y: Sequence[float], *, style: tuple[str, str]) -> dict[str, Any]:
-    """One line; `style` is its colour and dash."""
+    """Draw one line; `style` is its colour and dash."""
     colour, dash = style
     return {
         "type": "scatter",
@@ -91,13 +91,13 @@ def line(name: str, x: Sequence[Cell], y: Sequence[float], *, style: tuple[str, 
 
 
 def bars(name: str, x: Sequence[Cell], y: Sequence[Cell], *, colour: str, hover: str, **more: Any) -> dict[str, Any]:
-    """Bars of one series; `orientation="h"` for horizontal ones."""
+    """Draw the bars of one series; `orientation="h"` for horizontal ones."""
     marker = {"color": colour}
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, "hovertemplate": hover, **more}
 
 
 def limit_line(value: float, text: str, *, at: Literal["left", "right"] = "left") -> dict[str, Any]:
-    """Shapes and annotations: a dashed line across the chart at a limit, with its name at the end that is free."""
+    """Draw a dashed line across the chart at a limit, with its name at the end that is free."""
     across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
     name = {"xref": "paper", "x": int(at == "right"), "y": value, "text": text, "xanchor": at, "yanchor": "bottom"}
     return {
@@ -107,12 +107,12 @@ def limit_line(value: float, text: str, *, at: Literal["left", "right"] = "left"
 
 
 def with_unit(names: Iterable[str], unit: str) -> tuple[str, ...]:
-    """Headers of a table: 'before, MiB'."""
+    """Return the headers of a table: 'before, MiB'."""
     return tuple(f"{name}, {unit}" for name in names)
 
 
 def switch(view_of_trace: Sequence[str]) -> tuple[ChartView, ...]:
-    """A view for each name, which shows the traces that belong to it; none where there is one name."""
+    """Return a view for each name, which shows the traces of that name; none if there is only one."""
     names = dict.fromkeys(view_of_trace)
     if len(names) < 2:
         return ()
@@ -120,7 +120,7 @@ def switch(view_of_trace: Sequence[str]) -> tuple[ChartView, ...]:
 
 
 def skew_over_micro_steps(series: Mapping[str, Sequence[float]], *, windows: Windows, caption: str) -> Chart:
-    """Skew of each micro-step of the whole step, one line by name."""
+    """Draw the skew of each micro-step of the whole step, a line for each series."""
     places = [(name, place) for name, length in windows for place in range(length)]
     layout = frame(height=320, x="micro-step of the step", y="busiest rank / mean rank", hover="x unified")
     layout["xaxis"] |= whole_ticks(len(places))
@@ -152,7 +152,7 @@ def skew_over_micro_steps(series: Mapping[str, Sequence[float]], *, windows: Win
 
 
 def skew_by_layer(series: Mapping[str, Sequence[float]], *, layers: Sequence[int], caption: str) -> Chart:
-    """Skew of each layer over its micro-steps: lines `mean` and `max`."""
+    """Draw the skew of each layer over its micro-steps: lines `mean` and `max`."""
     styles = {"mean": (VERMILION, "solid"), "max": (VERMILION, "dot")}
     layout = frame(height=280, x="layer", y="busiest rank / mean rank", hover="x unified")
     layout["xaxis"] |= whole_ticks(1 + max(layers) - min(layers))
@@ -171,7 +171,7 @@ def skew_by_layer(series: Mapping[str, Sequence[float]], *, layers: Sequence[int
 
 
 def skew_by_width(widths: Mapping[int, Mapping[str, float]], *, caption: str) -> Chart:
-    """Skew at several EP widths: mean, 95th percentile and worst."""
+    """Draw the skew at several EP widths: mean, 95th percentile and worst."""
     eps = sorted(widths)
     styles = {"mean": (VERMILION, "solid"), "p95": (VERMILION, "dot"), "max": (GREY, "dash")}
     columns = ("mean", "p50", "p95", "max")
@@ -215,7 +215,7 @@ def heat_map(
     height: int | None = None,
     limits: tuple[int, int] = MAX_CELLS,
 ) -> dict[str, Any]:
-    """Traces, layout, data, views and note of heat maps over the same axes, one shown at a time.
+    """Return traces, layout, data, views and note of heat maps over the same axes, one shown at a time.
 
     Args:
         matrices: [rows, columns] by the name of their view
@@ -268,13 +268,13 @@ def heat_map(
 
 
 def over_mean(load: np.ndarray) -> np.ndarray:
-    """[rows, columns] each row divided by its mean; a row without load is level."""
+    """Divide each row of [rows, columns] by its mean; a row without load is level."""
     mean = load.mean(axis=1, keepdims=True)
     return np.where(mean > 0, load / np.where(mean > 0, mean, 1.0), 1.0)
 
 
 def _about_one(ratios: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Ends of the colours: symmetric about one, so that level is the background's colour, the same for all views.
+    """Return the ends of the colours: symmetric about one, so that level is the background's colour, in all views.
 
     From nothing to twice the mean at most: what is hotter has the last colour.
     """
@@ -283,7 +283,7 @@ def _about_one(ratios: Mapping[str, np.ndarray]) -> tuple[float, float]:
 
 
 def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
-    """Rows of each rank in each micro-step over the mean rank's, by view; `load_MR`: [micro-steps, ranks]."""
+    """Draw each rank's rows in each micro-step over the mean rank's, by view; `load_MR`: [micro-steps, ranks]."""
     steps, ranks = map(range, next(iter(load_MR.values())).shape)
     ratios = {name: over_mean(load).T for name, load in load_MR.items()}
     grid = HeatGrid(rows="rank", columns="micro-step", row_labels=ranks, column_labels=steps, value="load / mean")
@@ -298,7 +298,7 @@ def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
 
 
 def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], caption: str) -> Chart:
-    """Rows of each rank in each layer over the mean rank's, by view; `load_LR`: [layers, ranks]."""
+    """Draw each rank's rows in each layer over the mean rank's, by view; `load_LR`: [layers, ranks]."""
     ratios = {name: over_mean(load) for name, load in load_LR.items()}
     ranks = range(next(iter(load_LR.values())).shape[1])
     grid = HeatGrid(rows="layer", columns="rank", row_labels=layers, column_labels=ranks, value="load / mean")
@@ -314,7 +314,7 @@ def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], 
 
 
 def expert_heat_map(load_LE: Mapping[str, np.ndarray], *, layers: Sequence[int], caption: str) -> Chart:
-    """Rows of each expert over the mean expert of its layer, by view; `load_LE`: [layers, experts]."""
+    """Draw each expert's rows over the mean expert's of its layer, by view; `load_LE`: [layers, experts]."""
     ratios = {name: over_mean(load) for name, load in load_LE.items()}
     experts = range(next(iter(load_LE.values())).shape[1])
     grid = HeatGrid(rows="layer", columns="expert", row_labels=layers, column_labels=experts, value="load / mean")
@@ -331,7 +331,7 @@ def expert_heat_map(load_LE: Mapping[str, np.ndarray], *, layers: Sequence[int],
 
 
 def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
-    """Bytes of all-to-all by view; `byte_RR`: [source, destination]."""
+    """Draw the bytes of all-to-all by view; `byte_RR`: [source, destination]."""
     mebibytes = {name: bytes_ / MIB for name, bytes_ in byte_RR.items()}
     ranks = range(next(iter(byte_RR.values())).shape[0])
     axes = HeatGrid(rows="source", columns="destination", row_labels=ranks, column_labels=ranks, value="MiB")
@@ -350,7 +350,7 @@ def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
 def cost_parts(
     parts: PartSeconds, *, caption: str, title: str, terms: tuple[str, ...], focus: Sequence[str] = ()
 ) -> Chart:
-    """Stacked bars of seconds by part.
+    """Draw stacked bars of seconds by part.
 
     Args:
         parts: bars in their order from the top
@@ -393,12 +393,12 @@ def cost_parts(
 
 
 def _shown_parts(parts: PartSeconds) -> list[str]:
-    """Parts that are something somewhere, in the order of their colours."""
+    """Return the parts that are not 0 everywhere, in the order of their colours."""
     return [name for name in PART_COLOURS if any(p.get(name) for p in parts.values())]
 
 
 def rank_seconds(views: Mapping[str, PartSeconds], *, caption: str) -> Chart:
-    """What every rank does with its seconds, by view: seconds by rank, then by part."""
+    """Draw what every rank does with its seconds, by view: seconds by rank, then by part."""
     kinds = _shown_parts({f"{v} {r}": p for v, ranks in views.items() for r, p in ranks.items()})
     layout = frame(height=320, x="rank", y="seconds", hover="x unified") | {"barmode": "stack", "bargap": 0.15}
     layout["xaxis"] |= {"type": "category", "nticks": 32}
@@ -454,7 +454,7 @@ def check_lanes(events: Sequence[EventDict], *, of: str) -> None:
 
 
 def timeline(events: Mapping[str, Sequence[EventDict]], *, caption: str) -> Chart:
-    """Bars of one micro-step: a row per rank with its lanes, a colour for each kind, one policy at a time."""
+    """Draw the bars of one micro-step: a row per rank with its lanes, a colour for each kind, one policy at a time."""
     drawn = {policy: sorted(found, key=lambda e: e["start_s"])[:MAX_EVENTS] for policy, found in events.items()}
     by_kind = {(p, kind): [e for e in found if _kind(e) == kind] for p, found in drawn.items() for kind in KINDS}
     shown = {key: found for key, found in by_kind.items() if found}
@@ -493,13 +493,13 @@ def timeline(events: Mapping[str, Sequence[EventDict]], *, caption: str) -> Char
 
 
 def _kind(event: EventDict) -> str:
-    """A bar's lane, or attention, which the name alone tells from experts: 'attention 3', 'attention backward 3'."""
+    """Return a bar's lane, or attention, which only the name tells from experts: 'attention backward 3'."""
     is_attention = event["lane"] == "compute" and event["name"].startswith("attention ")
     return "attention" if is_attention else str(event["lane"])
 
 
 def _bars_of_kind(kind: str, used: Sequence[str], events: Sequence[EventDict]) -> dict[str, Any]:
-    """One kind on all ranks: bars from start to end; the lanes in use share four fifths of a rank's row."""
+    """Draw one kind on all ranks, from start to end; the lanes in use share four fifths of a rank's row."""
     height = 0.8 / len(used)
     offset = (used.index(events[0]["lane"]) - (len(used) - 1) / 2) * height
     return {
@@ -525,7 +525,7 @@ _MEMORY_COLOURS = {"expert weights": GREY, "replica slots": ORANGE, "received ro
 
 
 def memory(views: Mapping[str, Mapping[str, Sequence[int]]], *, limit_bytes: int | None, caption: str) -> Chart:
-    """What every rank's memory holds at worst, stacked, against the limit where that is in sight.
+    """Draw what every rank's memory holds at worst, stacked, and the limit if it is not far above.
 
     Args:
         views: by before and after, or one view where there is no plan: bytes of every rank, by what they hold
@@ -571,7 +571,7 @@ def memory(views: Mapping[str, Mapping[str, Sequence[int]]], *, limit_bytes: int
 
 
 def activations_text(activations: str, *, stages: int = 1) -> str:
-    """Which activations of experts the received rows count, `kept` or `recomputed`; `stages`: of the pipeline."""
+    """Say which activations of experts count as received rows; `stages`: of the pipeline."""
     if activations == "kept" and stages > 1:
         return (
             "Activations of experts are kept for the backward pass, so in an update a stage holds those of all its "
@@ -594,7 +594,7 @@ _SYMBOLS = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "c
 
 
 def sweep(points: Sequence[Mapping[str, Any]], *, axes: Mapping[str, Sequence[int]], caption: str) -> Chart:
-    """Saved share over the axis with most values, a line for every choice of the other axes.
+    """Draw the saved share over the axis with most values, a line for every choice of the other axes.
 
     Args:
         points: {ep, slots, micro, tokens, skew, seconds, saved_share, of_balanced}, as in the result
@@ -625,7 +625,7 @@ def sweep(points: Sequence[Mapping[str, Any]], *, axes: Mapping[str, Sequence[in
 
 
 def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: str) -> Chart:
-    """Saved share over tokens per rank at several skews, with the line from which on a plan pays.
+    """Draw the saved share over tokens per rank at several skews, and the share from which on a plan pays.
 
     Args:
         curves: {skew, tokens, points {tokens, saved_share}}, as in the result
@@ -659,7 +659,7 @@ def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: st
 
 
 def _shares(name: str, x: Sequence[Any], shares: Sequence[float], place: int) -> dict[str, Any]:
-    """One line; dash and points distinguish it from lines that it covers."""
+    """Draw one line; its dash and points distinguish it from lines that it covers."""
     style = (SERIES[place % len(SERIES)], _DASHES[place % len(_DASHES)])
     trace = line(name, x, [100 * share for share in shares], style=style)
     marker = {**trace["marker"], "symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 9, "line": {"width": 1.5}}

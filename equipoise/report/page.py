@@ -152,7 +152,7 @@ _BYTE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def percent(share: float) -> str:
-    """0.145 as '14.5 %'."""
+    """Format a share: 0.145 as '14.5 %'."""
     if share in (0, 1):
         return f"{share:.0%}".replace("%", " %")
     if abs(share) < 0.0005:
@@ -161,14 +161,14 @@ def percent(share: float) -> str:
 
 
 def lost(share: float) -> str:
-    """What uneven ranks cost; where `balanced` takes as long as now or longer, that is nothing."""
+    """Say what uneven ranks cost: nothing if `balanced` takes as long as now, or longer."""
     if share <= 0:
         return "Balanced ranks would not be faster here"
     return f"{percent(share)} of the time in expert layers is lost to uneven experts"
 
 
 def gained(saved: float, *, lost: float) -> str:
-    """What a plan does about what is lost: gives it back, or more, or saves where nothing is lost to uneven ranks.
+    """Say what a plan saves: what is lost to uneven ranks, more than that, or something although nothing is lost.
 
     A plan that takes longer than now gives nothing back, and is never said to.
     """
@@ -181,7 +181,7 @@ def gained(saved: float, *, lost: float) -> str:
 
 
 def beyond_balanced(name: str, *, sends_less: bool, computes_less: bool) -> str:
-    """Why what `name` recovers can be more than is lost: by the parts that take it less time than balanced."""
+    """Say why `name` can recover more than is lost, by the parts that take less time than in balanced."""
     parts, reasons = [], []
     if sends_less:
         parts.append("its all-to-all takes")
@@ -196,7 +196,7 @@ def beyond_balanced(name: str, *, sends_less: bool, computes_less: bool) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds in the unit that suits them: '3.64 s', '12.3 ms', '412 us'."""
+    """Format seconds in the unit that suits them: '3.64 s', '12.3 ms', '412 us'."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if abs(value) * factor >= 0.9995 or value == 0:
             return f"{digits(value * factor)} {unit}"
@@ -204,7 +204,7 @@ def seconds(value: float) -> str:
 
 
 def num_bytes(value: float) -> str:
-    """Bytes in powers of 1024: '18.0 MiB'."""
+    """Format bytes in powers of 1024: '18.0 MiB'."""
     for size, unit in _BYTE_UNITS:
         if abs(value) >= size:
             return f"{digits(value / size)} {unit}"
@@ -212,7 +212,7 @@ def num_bytes(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A count: '512', '1.63 G'."""
+    """Format a count: '512', '1.63 G'."""
     for size, unit in _COUNT_UNITS:
         # Four digits are read as easily as three and a unit.
         if abs(value) >= max(size, 10_000):
@@ -221,12 +221,12 @@ def count(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """A ratio near one: '1.44'."""
+    """Format a ratio near one: '1.44'."""
     return f"{value:.2f}"
 
 
 def digits(value: float) -> str:
-    """Three digits that matter: '0.00123', '1.23', '123', '1,230'."""
+    """Format a number with three significant digits: '0.00123', '1.23', '123', '1,230'."""
     if value == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -271,7 +271,7 @@ def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Bi
 
 
 def bin_labels(labels: Sequence[int], size: int) -> list[str]:
-    """'12' for a label of its own, '1,012-1,015' for a block of four."""
+    """Return a label per block: '12' for a block of one, '1,012-1,015' for a block of four."""
     blocks = [labels[i : i + size] for i in range(0, len(labels), size)]
     return [f"{block[0]:,}" if len(block) == 1 else f"{block[0]:,}-{block[-1]:,}" for block in blocks]
 

@@ -36,7 +36,7 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, s
 
 
 def themes() -> dict[str, dict[str, Any]]:
-    """For each scheme: `template` for every chart, and `scales` for heat maps by their name."""
+    """Return for each scheme `template`, for every chart, and `scales`, for heat maps by their name."""
     spread = [[i / (len(CIVIDIS) - 1), colour] for i, colour in enumerate(CIVIDIS)]
     found = {}
     for scheme in ("light", "dark"):
@@ -149,7 +149,7 @@ def write_page(page: Page, path: Path) -> int:
 
 
 def pair_halves(page: Page) -> frozenset[str]:
-    """Sections beside each other: narrow charts that follow one another, two and two; one left over is wide."""
+    """Return the sections at half width: narrow charts that follow one another, in pairs; one left over is wide."""
     halves: list[str] = []
     waiting: str | None = None
     for section in page.sections:
@@ -161,14 +161,14 @@ def pair_halves(page: Page) -> frozenset[str]:
 
 
 def show_cell(value: Cell) -> str:
-    """A cell of a table on the page: as many decimals in every row, so that columns align."""
+    """Format a cell of a table on the page: as many decimals in every row, so that columns align."""
     if value is None:
         return ""
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def as_csv(table: Table) -> str:
-    """A table as CSV, with its columns first; what is not known is empty."""
+    """Write a table as CSV, with its columns first; what is not known is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table.columns)

@@ -54,7 +54,7 @@ def replay_page(document: Document, *, title: str) -> Page:
 
 
 def replay_timelines(document: Document) -> dict[str, list[Document]]:
-    """Events of the first micro-step of every case and policy, as a result's timeline has them."""
+    """Return the events of the first micro-step of every case and policy, like the timeline of a result."""
     return {
         f"{case['name']}, {policy}": _events(measured[f"{STAGE}_ns_MLR"][0])
         for case in document["cases"]
@@ -130,7 +130,7 @@ def _timeline(document: Document) -> Chart:
 
 
 def validation_chart(document: Document, name: str = "the validation") -> Chart:
-    """Mean errors of every case and stage."""
+    """Draw the mean errors of every case and stage."""
     if document.get("benchmark") != "validate" or not document.get("rows"):
         raise EquipoiseError(f"{name} is no validation; give what `python -m benchmarks.validate REPLAY -o FILE` wrote")
     rows = document["rows"]

@@ -221,7 +221,7 @@ def _lines(
     from_zero: bool = False,
     **page: Any,
 ) -> Chart:
-    """Lines over steps; `names` says which metric a line shows."""
+    """Draw lines over steps; `names` says which metric a line shows."""
     layout = _step_frame(len(steps), y=y)
     if from_zero:
         layout["yaxis"]["rangemode"] = "tozero"
@@ -239,7 +239,7 @@ def _lines(
 
 
 def _stacked(steps: Steps, parts: dict[str, list[float]], *, colours: dict[str, str], y: str, **page: Any) -> Chart:
-    """Stacked columns over steps."""
+    """Draw stacked columns over steps."""
     at = [step["step"] for step in steps]
     shown = {name: values for name, values in parts.items() if any(values)}
     return Chart(
@@ -265,6 +265,6 @@ def _mean(steps: Steps, name: str) -> float:
 
 
 def _quarters(steps: Steps, name: str) -> tuple[float, float]:
-    """Means over the first and the last quarter."""
+    """Return the means over the first and the last quarter."""
     quarter = max(1, len(steps) // 4)
     return _mean(steps[:quarter], name), _mean(steps[-quarter:], name)

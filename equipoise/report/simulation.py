@@ -27,31 +27,21 @@ from equipoise.report.page import (
     ratio,
     seconds,
 )
-from equipoise.sim.result import WORTH
+from equipoise.sim.result import RANK_PARTS, WORTH
 
 Document = dict[str, Any]
-EXPERT_PARTS = {
-    "compute": "compute",
+MOVED = ("pull", "return", "publish", "collect")
+"""Parts of the seconds that are transfers of experts."""
+EXPERT_PARTS = ("compute", "all_to_all_inside", "all_to_all_across", *MOVED, "planning")
+"""Parts of the seconds that balance changes."""
+OTHER_PARTS = ("attention", "bubble", "rollout", "other")
+LABELS = {
+    "all_to_all": "all-to-all",
     "all_to_all_inside": "all-to-all inside",
     "all_to_all_across": "all-to-all across",
-    "pull": "pull",
-    "return": "return",
-    "publish": "publish",
-    "collect": "collect",
-    "planning": "planning",
-}
-"""Parts of the document that balance changes, by the name they are drawn with."""
-OTHER_PARTS = {"attention": "attention", "bubble": "bubble", "rollout": "rollout", "other": "other"}
-RANK_PARTS = {
-    "compute": "compute",
-    "attention": "attention",
-    "all_to_all": "all-to-all",
-    "edges": "edges",
     "wait": "waiting",
-    "bubble": "bubble",
 }
-MOVING = ("pull", "return", "publish", "collect")
-"""Parts of the seconds that are transfers of experts."""
+"""Names of parts in charts, where they are not those of the document."""
 DEFINED = ("static", "eplb-history", "eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
 """Policies that have a definition; a name with one of these in front is a variant of it."""
 COMMAND = "equipoise simulate ROUTES_OR_LOADS"
@@ -75,7 +65,7 @@ class ComparedPolicies:
         return cls(static=static, after=after, balanced=balanced)
 
     def share(self, policy: Document) -> float:
-        """What a policy would give back of static's seconds in expert layers."""
+        """Return the share of static's seconds in expert layers that a policy saves."""
         assert self.static is not None, "only asked for where static was simulated"
         return 1 - policy["expert_s"] / self.static["expert_s"] if self.static["expert_s"] else 0.0
 
@@ -105,7 +95,7 @@ def simulation_page(document: Document, *, title: str) -> Page:
 
 
 def _machine(document: Document) -> str:
-    """Nodes and ranks of all pipeline stages and EP groups; a result's cluster may be as large as one group alone."""
+    """Name nodes and ranks of all pipeline stages and EP groups; the document's cluster may be one group alone."""
     cluster, stages = document["cluster"], document["setting"]["pipeline_stages"]
     groups, per_node = document["windows"][0]["groups"], cluster["ranks_per_node"]
     ranks = stages * groups * cluster["ep"]
@@ -165,7 +155,7 @@ def _conditions(document: Document, compared: ComparedPolicies) -> Iterator[str]
 
 
 def _figures(document: Document, compared: ComparedPolicies) -> Iterator[Figure]:
-    """The key numbers, as far as the policies for them were simulated."""
+    """Yield the key numbers, as far as the policies for them were simulated."""
     static, after, balanced = compared.static, compared.after, compared.balanced
     if static is not None and balanced is not None:
         share, now, level = compared.share(balanced), static["expert_s"], balanced["expert_s"]
@@ -193,7 +183,7 @@ def _figures(document: Document, compared: ComparedPolicies) -> Iterator[Figure]
     # What moving experts costs, with planning named apart where training waits for it.
     spent, label, text = after["seconds"], "Cost of moving", "exposed, of expert time"
     if spent["planning"]:
-        planning, moving = (s / after["expert_s"] for s in (spent["planning"], sum(spent[name] for name in MOVING)))
+        planning, moving = (s / after["expert_s"] for s in (spent["planning"], sum(spent[name] for name in MOVED)))
         label, text = "Planning and moving", f"planning {percent(planning)}, moving {percent(moving)}"
     yield Figure(label=label, value=percent(after["exposed_share"]), text=text)
     if static is not None:
@@ -225,7 +215,7 @@ def _missing(document: Document, compared: ComparedPolicies) -> Iterator[Missing
 
 
 def _sections(document: Document, views: dict[str, Document], after: Document | None) -> Iterator[Chart | Listing]:
-    """Everything the document holds, in the order of the page; `views` are before and after, as far as they exist."""
+    """Yield everything the document holds, in the order of the page; `views`: before and after, if they exist."""
     yield _skew(document, after)
     yield _policies(document)
     yield from _rank_loads(document, after)
@@ -253,12 +243,11 @@ def _skew(document: Document, after: Document | None) -> Chart:
 
 
 def _policies(document: Document) -> Chart:
-    """Seconds of every policy; the caption names the fastest plan beside doing nothing and beside even ranks."""
-    parts = EXPERT_PARTS | OTHER_PARTS
+    """Draw the seconds of every policy; the caption compares the fastest plan with static and balanced."""
     bars = {}
     for policy in document["policies"]:
         name = policy["policy"] if policy["speedup"] is None else f"{policy['policy']}  {policy['speedup']:.2f} x"
-        bars[name] = {parts[key]: policy["seconds"][key] for key in parts}
+        bars[name] = {LABELS.get(part, part): policy["seconds"][part] for part in (*EXPERT_PARTS, *OTHER_PARTS)}
     named = {p["policy"]: p for p in document["policies"]}
     static, balanced = named.pop("static", None), named.pop("balanced", None)
     plan = min(named.values(), key=lambda p: p["expert_s"], default=None)
@@ -276,12 +265,12 @@ def _policies(document: Document) -> Chart:
         title="Policies by cost part",
         caption=f"{text[0].upper()}{text[1:]}. Transfers count only as far as nothing hides them.",
         terms=("exposed", *defined),
-        focus=tuple(EXPERT_PARTS.values()),
+        focus=[LABELS.get(part, part) for part in EXPERT_PARTS],
     )
 
 
 def _against(plan: Document, static: Document | None) -> str:
-    """The fastest plan's seconds, against doing nothing and balanced as far as they were simulated."""
+    """Compare the fastest plan's seconds with static's and balanced's, as far as they were simulated."""
     text = f"The fastest plan is {plan['policy']} with {seconds(plan['expert_s'])} in expert layers"
     speeds = []
     if static is not None and plan["expert_s"] >= static["expert_s"]:
@@ -334,8 +323,8 @@ def _rank_seconds(document: Document, views: dict[str, Document]) -> Chart:
     group, drawn, waits = document["shown"]["group"], {}, []
     for view, policy in views.items():
         kinds = {
-            part: np.sum([window["ranks"][name][group] for window in policy["windows"]], axis=0)
-            for name, part in RANK_PARTS.items()
+            LABELS.get(part, part): np.sum([window["ranks"][part][group] for window in policy["windows"]], axis=0)
+            for part in RANK_PARTS
         }
         ranks = range(len(kinds["compute"]))
         drawn[view] = {str(r): {part: float(values[r]) for part, values in kinds.items()} for r in ranks}
@@ -350,7 +339,7 @@ def _rank_seconds(document: Document, views: dict[str, Document]) -> Chart:
 
 
 def _timeline(document: Document, views: dict[str, Document]) -> Chart:
-    """The first layers of the first pipeline stage."""
+    """Draw the first layers of the first pipeline stage."""
     layers, setting = document["model"]["layers"], document["setting"]
     stages = setting["pipeline_stages"]
     drawn = min(setting["timeline_layers"], layers // stages)
@@ -433,7 +422,7 @@ def _paths(document: Document, after: Document) -> Listing:
 
 
 def _windows(document: Document) -> list[tuple[str, int]]:
-    """Name and micro-steps of each window: 'recompute', 'update 1', 'update 2'."""
+    """Return name and micro-steps of each window: 'recompute', 'update 1', 'update 2'."""
     stages = [window["stage"] for window in document["windows"]]
     names = []
     for i, stage in enumerate(stages):
@@ -442,18 +431,18 @@ def _windows(document: Document) -> list[tuple[str, int]]:
 
 
 def _shown_micro_step(document: Document) -> str:
-    """The micro-step whose byte matrix and timeline the document holds: 'micro-step 0 of recompute'."""
+    """Name the micro-step whose byte matrix and timeline the document holds: 'micro-step 0 of recompute'."""
     shown = document["shown"]
     return f"micro-step {shown['micro_step']} of {_windows(document)[shown['window']][0]}"
 
 
 def _stages_added(document: Document) -> str:
-    """What a rank of the EP group means, where there are pipeline stages."""
+    """Say what a rank of the EP group means if there are pipeline stages."""
     stages = document["setting"]["pipeline_stages"]
     return "" if stages == 1 else f" Rank r is rank r of each of the {stages} pipeline stages, added up."
 
 
 def _stages_counted(document: Document) -> str:
-    """How ranks are counted where each pipeline stage has its own."""
+    """Say how ranks are counted if each pipeline stage has its own."""
     stages, ep = document["setting"]["pipeline_stages"], document["cluster"]["ep"]
     return "" if stages == 1 else f" Ranks are counted stage by stage, {ep} to each of {stages} pipeline stages."

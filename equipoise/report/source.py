@@ -33,7 +33,7 @@ class HasDocument(Protocol):
     """A result that can say itself as a JSON document."""
 
     def to_dict(self) -> Document:
-        """The document."""
+        """Return the document."""
 
 
 Result = HasDocument | Document | Path | str
@@ -92,7 +92,7 @@ def build_page(
 
 
 def doctor_listing(diagnosis: Document, name: str = "the diagnosis") -> Listing:
-    """A table of every check's outcome, from what `equipoise doctor DUMP --json` printed (`Diagnosis.as_json()`)."""
+    """List the outcome of every check, from what `equipoise doctor DUMP --json` printed (`Diagnosis.as_json()`)."""
     if not {"ok", "findings", "num_samples"} <= set(diagnosis):
         raise EquipoiseError(f"{name} is no diagnosis; give what `equipoise doctor DUMP --json` printed")
     findings = diagnosis["findings"]

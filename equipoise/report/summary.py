@@ -25,7 +25,7 @@ class Block:
 
 
 def summarise(page: Page, *, width: int = 80) -> tuple[Block, ...]:
-    """The page as blocks of text, at most `width` letters wide."""
+    """Return the page as blocks of text, at most `width` letters wide."""
 
     def wrap(*texts: str) -> list[str]:
         lines = (textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) for text in texts)
@@ -49,12 +49,12 @@ def summarise(page: Page, *, width: int = 80) -> tuple[Block, ...]:
 
 
 def as_text(blocks: tuple[Block, ...]) -> str:
-    """All blocks as one text."""
+    """Join all blocks to one text."""
     return "\n\n".join("\n".join((block.heading, *block.lines)) for block in blocks) + "\n"
 
 
 def _table_lines(table: Table, width: int) -> tuple[str, ...]:
-    """Aligned columns, numbers to the right and text to the left; columns that do not fit are left to the page."""
+    """Align columns, numbers to the right and text to the left; columns that do not fit are left to the page."""
     columns = [_cell_texts(name, [row[i] for row in table.rows]) for i, name in enumerate(table.columns)]
     kept, room = [], width - 2
     for i, (texts, _) in enumerate(columns):
@@ -69,7 +69,7 @@ def _table_lines(table: Table, width: int) -> tuple[str, ...]:
 
 
 def _cell_texts(name: str, cells: list[Cell]) -> tuple[list[str], bool]:
-    """(header and cells of a column, with the same decimals in every row and bytes in their units; is it numbers)."""
+    """Return header and cells of a column, with the same decimals in every row, and whether they are numbers."""
     if name == "bytes":
         cells = [num_bytes(cell) if isinstance(cell, int | float) else cell for cell in cells]
     numbers = [abs(cell) for cell in cells if isinstance(cell, float) and cell]
@@ -81,7 +81,7 @@ def _cell_texts(name: str, cells: list[Cell]) -> tuple[list[str], bool]:
 
 
 def chrome_trace(document: dict[str, Any]) -> dict[str, Any]:
-    """The trace of every timeline in the document of a simulation or of a rank replay, for Perfetto.
+    """Return the trace of every timeline in the document of a simulation or of a rank replay, for Perfetto.
 
     Trace Event Format, the JSON object form that torch.profiler writes too: `traceEvents` has complete events ("ph":
     "X") with name, cat, pid, tid, ts and dur in microseconds; metadata events ("ph": "M") name processes and threads.

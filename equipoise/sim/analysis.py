@@ -76,7 +76,7 @@ class Prediction:
         return 0.0 if self.planned is None else self.now.total - self.planned.total
 
     def share(self, seconds: float) -> float:
-        """Seconds as a share of what is taken now."""
+        """Return seconds as a share of those taken now."""
         return seconds / self.now.total if self.now.total else 0.0
 
     def __add__(self, other: "Prediction") -> "Prediction":
@@ -89,7 +89,7 @@ class Prediction:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON; a part that is not priced is null."""
+        """Return the figures, for JSON; a part that is not priced is null."""
         return {
             "now": self._parts(self.now),
             "balanced": self._parts(self.balanced),
@@ -110,7 +110,7 @@ class Prediction:
 
 
 def transfer_seconds(seconds: Seconds) -> float:
-    """Seconds for moving experts that nothing hides: pull, return, publish, collect."""
+    """Return the seconds of moving experts that nothing hides: pull, return, publish, collect."""
     return seconds.pull + seconds.return_ + seconds.publish + seconds.collect
 
 
@@ -121,7 +121,7 @@ def add_seconds(parts: Iterable[Seconds]) -> Seconds:
 
 
 def slowest_group(plans: Sequence[Plan]) -> Seconds:
-    """Seconds of the slowest group of a window, attention counted while groups are compared, as `simulate` does."""
+    """Return the seconds of a window's slowest group; groups are compared with attention, as in `simulate`."""
     if len(plans) == 1:
         return plans[0].seconds
     return max((replay([plan_work(p)]) for p in plans), key=lambda done: done.total).seconds
@@ -148,7 +148,7 @@ def predict(groups: Groups, *, cluster: Cluster, model: ModelShape) -> Predictio
 
 
 def _at_one_source(loads: LoadMatrix, ranks: int) -> LoadMatrix:
-    """All rows at the first of `ranks` sources: who computes them does not depend on where they come from."""
+    """Put all rows at the first of `ranks` sources: who computes a row does not depend on its source."""
     micro_steps, layers, _, experts = loads.load_MLRE.shape
     gathered = np.zeros((micro_steps, layers, ranks, experts), dtype=np.int64)
     gathered[:, :, 0] = loads.load_MLRE.sum(axis=2)
@@ -187,18 +187,18 @@ class Trial:
         return max(p.estimated_share for window in self.plans for p in window)
 
     def skew_before(self, stage: str) -> Distribution:
-        """Skew of the planned loads under contiguous owners."""
+        """Return the skew of the planned loads with every expert at its owner."""
         return _distribution(rank_loads(p.loads) for p in self._of(stage))
 
     def skew_after(self, stage: str) -> Distribution:
-        """Skew with the plans."""
+        """Return the skew with the plans."""
         return _distribution(p.rank_load_MLR for p in self._of(stage))
 
     def _of(self, stage: str) -> list[Plan]:
         return [p for window in self.plans for p in window if p.loads.stage == stage]
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         stages = dict.fromkeys(p.loads.stage for window in self.plans for p in window)
         return {
             "slots": self.slots,
@@ -256,7 +256,7 @@ def try_plans(
 
 
 def _distribution(loads: Iterable[np.ndarray]) -> Distribution:
-    """Skew of every micro-step and layer of several [M, L, R] loads of ranks."""
+    """Return the skew of every micro-step and layer of several [M, L, R] loads of ranks."""
     return Distribution(np.concatenate([skew_ML(load_MLR) for load_MLR in loads]))
 
 
@@ -270,7 +270,7 @@ class StageAnalysis(Value):
     seconds: Prediction
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, for JSON."""
+        """Return the figures, for JSON."""
         return {
             "skew": self.skew.to_dict(),
             "widths": {str(ep): distribution.to_dict() for ep, distribution in self.widths},
@@ -312,7 +312,7 @@ class Analysis(Value):
         return self.trial is not None and self.seconds.share(self.seconds.saved_seconds) >= WORTH
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `equipoise analyze` writes."""
+        """Return the document that `equipoise analyze` writes."""
         memory = self.memory.to_dict()
         return {
             "format": "equipoise-analysis-2",
@@ -411,7 +411,7 @@ def _check(windows: Sequence[LoadMatrix], model: ModelShape) -> ModelShape:
 
 
 def _groups(window: LoadMatrix, ep: int) -> Groups:
-    """The window's EP groups; the whole window where its ranks do not fill such groups."""
+    """Return the window's EP groups, or the whole window if its ranks do not fill such groups."""
     return window.split_groups(ep) if window.num_ranks % ep == 0 else (window,)
 
 
@@ -436,7 +436,7 @@ def _skew(windows: Sequence[LoadMatrix], ep: int) -> SkewSummary:
 
 
 def _coverage(windows: Sequence[LoadMatrix]) -> float:
-    """Mean over every (micro-step, layer, rank) that forwards anything, each of which forwards about as many tokens."""
+    """Return the mean over every (micro-step, layer, rank) that forwards tokens; each forwards about as many."""
     found = []
     for window in windows:
         if window.coverage_MLR is not None:

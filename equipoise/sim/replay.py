@@ -171,7 +171,7 @@ def balance_of(rank_load_MLR: np.ndarray) -> Balance:
 def bytes_between(
     plans: Sequence[Plan], micro_step: int, *, sends: Sends = "rows", activations: Activations = "kept"
 ) -> np.ndarray:
-    """[R, R] bytes of all-to-all from rank to rank in one micro-step: all layers and exchanges.
+    """Return [R, R] bytes of all-to-all from rank to rank in one micro-step: all layers and exchanges.
 
     Backward exchanges carry the same rows both ways again; where it repeats forward, so does that. With `sends` tokens,
     a token counts once for each node it is sent to, and once for each rank it is forwarded to there.
@@ -199,7 +199,7 @@ def bytes_between(
 
 
 def timeline_of(work: Work, *, micro_step: int, layers: int) -> tuple[TimelineEvent, ...]:
-    """Bars of one micro-step's first layers on one pipeline stage, 0 at its start.
+    """Return the bars of one micro-step's first layers on one pipeline stage, 0 at its start.
 
     The micro-step before it is run too, so that pulls find the lanes as they would.
     """
@@ -215,7 +215,7 @@ def timeline_of(work: Work, *, micro_step: int, layers: int) -> tuple[TimelineEv
 
 
 def cut(work: Work, *, micro_steps: slice, layers: slice) -> Work:
-    """Some micro-steps and layers of a window, as work of their own; published and collected where its edges are."""
+    """Cut some micro-steps and layers out of a window; they publish and collect if they are at its edges."""
     kept_ML = np.arange(work.exchange_ML.size).reshape(work.exchange_ML.shape)[micro_steps, layers]
     arrays = {f.name: getattr(work, f.name)[micro_steps, layers] for f in fields(work) if "_ML" in f.name}
     transfers, count_ML = work.transfers, np.diff(work.transfers.start_ML)

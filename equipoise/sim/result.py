@@ -79,12 +79,12 @@ RANK_PARTS = ("compute", "attention", "all_to_all", "edges", "wait", "bubble")
 
 
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`, and 1 where both are nothing."""
+    """Return `part / whole`, and 1 if both are 0."""
     return part / whole if whole else 1.0
 
 
 def _plain(value: Any) -> Any:
-    """A result as plain JSON content: types that have no `to_dict` by field, arrays as nested lists."""
+    """Convert a result to plain JSON content: types without a `to_dict` by field, arrays as nested lists."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, np.ndarray | np.generic):
@@ -149,7 +149,7 @@ class Parts:
         return Parts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def to_dict(self) -> dict[str, float]:
-        """Every part and the total, for JSON."""
+        """Return every part and the total, for JSON."""
         return {**{f.name.rstrip("_"): getattr(self, f.name) for f in fields(self)}, "total": self.total}
 
 
@@ -175,7 +175,7 @@ class PathUse:
     """Over all ranks of the group."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         return {**asdict(self), "hidden_s": self.moved_s - self.exposed_s}
 
 
@@ -222,7 +222,7 @@ class WindowResult(Value):
     byte_RR: np.ndarray
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         return {
             "seconds": self.seconds.to_dict(),
             "slowest": self.slowest,
@@ -266,7 +266,7 @@ class PolicyResult(Value):
         return sum((w.seconds for w in self.windows), self.given)
 
     def to_dict(self, *, balanced: "PolicyResult | None", static: "PolicyResult | None") -> dict[str, Any]:
-        """The figures, for JSON, with ratios to the ceiling and to doing nothing where these were simulated."""
+        """Return the figures, for JSON, with ratios to balanced and static if these were simulated."""
         seconds = self.seconds
         ceiling = None if balanced is None else balanced.seconds
         floor = None if static is None else static.seconds
@@ -309,7 +309,7 @@ class SweepPoint:
         return 1 - ratio(self.seconds["equipoise"], self.seconds["static"])
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         balanced = self.seconds.get("balanced")
         of_balanced = None if balanced is None else ratio(balanced, self.seconds["equipoise"])
         return {**asdict(self), "saved_share": self.saved_share, "of_balanced": of_balanced}
@@ -335,7 +335,7 @@ class BreakEvenCurve:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         points = [{"tokens": tokens, "saved_share": saved} for tokens, saved in self.points]
         return {"skew": self.skew, "tokens": self.tokens, "points": points}
 
@@ -349,7 +349,7 @@ class Sweep:
     curves: tuple[BreakEvenCurve, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         break_even = {"worth": self.curves[0].worth, "curves": _plain(self.curves)} if self.curves else None
         axes = {name: list(values) for name, values in self.axes.items()}
         return {"axes": axes, "points": _plain(self.points), "break_even": break_even}
@@ -384,11 +384,11 @@ class Simulation(Value):
         return f"Simulation({self.model.name}, EP {self.cluster.ep} of {self.cluster.name}: {seconds})"
 
     def policy(self, name: str) -> PolicyResult | None:
-        """The result of one policy; None if it was not simulated."""
+        """Return the result of one policy; None if it was not simulated."""
         return next((result for result in self.policies if result.policy == name), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document, see the top of this file."""
+        """Return the document, see the top of this file."""
         model, cluster = self.model, self.cluster
         ends = {"balanced": self.policy("balanced"), "static": self.policy("static")}
         return {

@@ -152,7 +152,7 @@ def _checked(setting: StepSetting, windows: Sequence[Groups], model: ModelShape)
 
 
 def _describe(groups: Groups, case: StepCase) -> WindowLoads:
-    """What the shown group computes in a window."""
+    """Describe what the shown group computes in a window."""
     assert case.setting.shown.group is not None, "chosen by _checked"
     loads = complete(groups[case.setting.shown.group])[0]
     tokens = loads.load_MLRE.sum() / (loads.num_micro_steps * loads.num_layers * loads.num_ranks)
@@ -234,7 +234,7 @@ def _window(outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan], setti
 
 
 def _memory(slots: int, plans: Sequence[Plan], outcome: GroupOutcome, case: StepCase) -> Memory:
-    """Bytes per rank of the shown group in one window."""
+    """Count the bytes per rank of the shown group in one window."""
     model, stage, works = case.model, plans[0].loads.stage, outcome.works
     # One forward, one backward: the first stage has as many micro-steps in flight as there are stages.
     received_QMLR = (
@@ -252,7 +252,7 @@ def _memory(slots: int, plans: Sequence[Plan], outcome: GroupOutcome, case: Step
 
 
 def demo_step(*, layers: int = 8, ranks: int = 16) -> tuple[ModelShape, tuple[LoadMatrix, ...]]:
-    """The model and the windows of one generated step of Qwen3-30B-A3B shape, with a few of its layers."""
+    """Return model and windows of one generated step of Qwen3-30B-A3B shape, with a few of its layers."""
     model = ModelShape.preset("qwen3-30b-a3b", layers=layers)
     counts = generate_counts(model, samples=8 * ranks, mean_tokens=4096)
     schedules = step_schedules(

@@ -1,12 +1,13 @@
 """A simulation in plain text, tables of 100 columns or less: the answer, policies, parts, sweep, notes."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from equipoise.core.value import plural
 from equipoise.cost import Profile
 from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
-from equipoise.sim.result import WORTH, Groups, Simulation
+from equipoise.sim.result import WORTH, Groups, Parts, Simulation
 from equipoise.sim.windows import PlanSource, StepCase
 
 SHORT = 0.5
@@ -17,24 +18,11 @@ MIB = 2**20
 CROSSING = {
     "rows": "Every row crosses nodes on its own, as in Megatron's alltoall dispatcher; engines that send a token once "
     "per node need less.",
-    "tokens": "A token crosses to a node once and is handed on inside, as in DeepEP; how many do is estimated for each "
+    "tokens": "A token crosses to a node once and is forwarded inside, as in DeepEP; how many do is estimated for each "
     "source as if a token's choices were independent.",
 }
-PARTS = {
-    "compute": "experts",
-    "all_to_all_inside": "a2a in",
-    "all_to_all_across": "a2a across",
-    "pull": "pull",
-    "return": "return",
-    "publish": "publish",
-    "collect": "collect",
-    "planning": "planning",
-    "attention": "attention",
-    "bubble": "bubble",
-    "rollout": "rollout",
-    "other": "other",
-}
-"""Parts of a step and the names of their columns."""
+PARTS = {"compute": "experts", "all_to_all_inside": "a2a in", "all_to_all_across": "a2a across"}
+"""Columns of parts that have another name than the part."""
 
 
 def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: StepCase) -> tuple[str, ...]:
@@ -116,16 +104,16 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, policies: Sequence[dict[str, Any]]) -> "Unit":
-        """Seconds, or milliseconds where every step takes less than a second."""
+        """Return seconds, or milliseconds if every step takes less than a second."""
         return cls("s", 1.0) if max(entry["step_s"] for entry in policies) >= 1 else cls("ms", 1e3)
 
     def show(self, seconds: float) -> str:
-        """Three decimals of seconds, two of milliseconds."""
+        """Format with three decimals of seconds, or two of milliseconds."""
         return f"{seconds * self.scale:.{3 if self.name == 's' else 2}f}"
 
 
 def summary(simulation: Simulation, *, title: str) -> str:
-    """Everything, as text."""
+    """Write a simulation as text."""
     document = simulation.to_dict()
     policies, unit = document["policies"], Unit.of(document["policies"])
     lines = [*_head(document, title), "", *_answer(policies)]
@@ -149,20 +137,18 @@ def summary(simulation: Simulation, *, title: str) -> str:
     ]
     lines += [*table([head, *rows]), ""]
     # One column per part that any policy has.
-    shown = [key for key in PARTS if any(entry["seconds"][key] for entry in policies)]
-    parts = [[entry["policy"], *(unit.show(entry["seconds"][key]) for key in shown)] for entry in policies]
-    lines += [
-        f"Parts, {unit.name} on the critical path",
-        *wrapped([["policy", *(PARTS[key] for key in shown)], *parts]),
-        "",
-    ]
+    parts = [f.name.rstrip("_") for f in fields(Parts)]
+    shown = [key for key in parts if any(entry["seconds"][key] for entry in policies)]
+    head = ["policy", *(PARTS.get(key, key) for key in shown)]
+    rows = [[entry["policy"], *(unit.show(entry["seconds"][key]) for key in shown)] for entry in policies]
+    lines += [f"Parts, {unit.name} on the critical path", *wrapped([head, *rows]), ""]
     if document["sweep"] is not None:
         lines += _sweep(document["sweep"], unit)
     return "\n".join([*lines, *(f"- {note}" for note in document["notes"])]) + "\n"
 
 
 def _head(document: dict[str, Any], title: str) -> Iterator[str]:
-    """Model, ranks (EP groups beside each other, pipeline stages one after another) and windows."""
+    """Yield the model, the ranks (of all EP groups and pipeline stages) and the windows."""
     model, cluster, profile, windows = (document[name] for name in ("model", "cluster", "profile", "windows"))
     layers, experts = plural(model["layers"], "MoE layer"), plural(model["experts"], "expert")
     yield f"{title}: {model['name']}, {layers} of {experts}, top-{model['top_k']}"
@@ -182,7 +168,7 @@ def _head(document: dict[str, Any], title: str) -> Iterator[str]:
 
 
 def _answer(policies: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What equipoise gives back, in one sentence; nothing where it was not compared."""
+    """Say what equipoise saves, in one sentence; nothing if it was not compared."""
     ours = next((p for p in policies if p["policy"] == "equipoise"), None)
     if ours is None or ours["speedup"] is None:
         return
@@ -230,7 +216,7 @@ def _sweep(sweep: dict[str, Any], unit: Unit) -> Iterator[str]:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a plain-text table; the columns of `left` are aligned to the left, figures to the right."""
+    """Return the lines of a plain-text table; the columns of `left` are aligned to the left, figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -243,7 +229,7 @@ def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> lis
 
 
 def wrapped(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table; columns beyond its width follow below, beside the same names."""
+    """Return the lines of a table; columns beyond its width follow below, beside the same names."""
     shown = len(rows[0])
     while shown > 2 and max(map(len, table([row[:shown] for row in rows]))) > WIDEST:
         shown -= 1

@@ -70,7 +70,7 @@ def sweep_points(
 
 
 def _at(step: Sequence[LoadMatrix], slots: Sequence[int], case: StepCase) -> Iterator[SweepPoint]:
-    """One point per number of slots."""
+    """Yield one point per number of slots."""
     # A point has no arrays, and its windows may not have the micro-step that is shown; no policy here needs a history.
     case = replace(case, setting=replace(case.setting, timeline_layers=0, shown=Shown()), history=None)
     compared = {r.policy: r.seconds.experts for r in simulate_case(step, COMPARED, case).policies}
@@ -89,7 +89,7 @@ def _at(step: Sequence[LoadMatrix], slots: Sequence[int], case: StepCase) -> Ite
 def break_even_curves(
     window: LoadMatrix, case: StepCase, *, progress: Progress | None = None
 ) -> tuple[BreakEvenCurve, ...]:
-    """What a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`.
+    """Return what a plan saves over tokens per rank, at several skews; arguments as in `sweep_points`.
 
     There is no curve where the layers and micro-steps looked at have no row.
     """
@@ -113,7 +113,7 @@ def break_even_curves(
 
 
 def checked_axis(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """The values of an axis, or an error that names what is wrong."""
+    """Return the values of an axis, or raise an error that names what is wrong."""
     if name not in AXES:
         raise InfeasiblePlanError(f"there is no axis {name!r} to sweep; known: {', '.join(AXES)}")
     if not values:
@@ -136,26 +136,26 @@ def check_rows(step: Sequence[LoadMatrix]) -> None:
 
 
 def mean_tokens(step: Sequence[LoadMatrix], model: ModelShape) -> float:
-    """Mean tokens that a source rank forwards in a micro-step."""
+    """Return the mean tokens that a source rank forwards in a micro-step."""
     rows = sum(int(loads.load_MLRE.sum()) for loads in step)
     entries = sum(loads.load_MLRE[..., 0].size for loads in step)
     return rows / (entries * model.top_k)
 
 
 def mean_skew(step: Sequence[LoadMatrix], ep: int) -> float:
-    """Mean skew over all windows, groups, micro-steps and layers, every expert at its owner."""
+    """Return the mean skew over all windows, groups, micro-steps and layers, with every expert at its owner."""
     found = [skew_ML(rank_loads(group)) for loads in step for group in loads.split_groups(ep)]
     return float(np.concatenate(found).mean())
 
 
 def at_tokens(loads: LoadMatrix, tokens: int, model: ModelShape) -> LoadMatrix:
-    """The same pattern with `tokens` tokens per rank and micro-step on average, in whole rows."""
+    """Scale loads to `tokens` tokens per rank and micro-step on average, in whole rows."""
     factor = tokens / mean_tokens([loads], model)
     return LoadMatrix(np.rint(loads.load_MLRE * factor).astype(np.int64), stage=loads.stage)
 
 
 def deal_out(load_MLRE: np.ndarray) -> np.ndarray:
-    """[M, L, R, E] the same rows at the same sources, dealt to ranks and their experts in turn, like cards."""
+    """Deal the same rows of the same sources to ranks and their experts in turn, like cards; [M, L, R, E]."""
     ranks, experts = load_MLRE.shape[2:]
     turn_E = np.arange(experts)
     end_MLR1 = np.cumsum(load_MLRE.sum(axis=3), axis=2)[..., None]
@@ -169,14 +169,14 @@ def deal_out(load_MLRE: np.ndarray) -> np.ndarray:
 
 
 def mixed_with_even(loads: LoadMatrix, share: float) -> LoadMatrix:
-    """`share` of the real loads and the rest of the same rows dealt out evenly over the experts."""
+    """Keep `share` of the real loads, and deal out the rest of the same rows evenly over the experts."""
     even_MLRE = deal_out(loads.load_MLRE)
     mixed = even_MLRE + np.rint(share * (loads.load_MLRE - even_MLRE)).astype(np.int64)
     return LoadMatrix(mixed, stage=loads.stage)
 
 
 def distinct_mixes(loads: LoadMatrix) -> list[LoadMatrix]:
-    """The loads at every share of MIXES, once each: few rows, or even ones, round to the same; none without rows."""
+    """Return the loads at every share of MIXES, each once, as few or even rows round to the same; none without rows."""
     mixes: list[LoadMatrix] = []
     for share in MIXES if loads.load_MLRE.any() else ():
         mixed = mixed_with_even(loads, share)
@@ -186,7 +186,7 @@ def distinct_mixes(loads: LoadMatrix) -> list[LoadMatrix]:
 
 
 def sampled(loads: LoadMatrix, model: ModelShape) -> tuple[LoadMatrix, ModelShape, np.ndarray]:
-    """A few layers and micro-steps, spread over the window, the model with that many layers, and which they are."""
+    """Return a few layers and micro-steps, spread over the window, the model with these layers, and their indices."""
     layers, steps = (
         np.unique(np.linspace(0, size - 1, min(size, CURVE_ENTRIES)).round().astype(int))
         for size in (loads.num_layers, loads.num_micro_steps)

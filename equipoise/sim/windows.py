@@ -54,7 +54,7 @@ class StepSetting:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, for JSON."""
+        """Return every field, for JSON."""
         return {**asdict(self), "shown": self.shown._asdict()}
 
 
@@ -127,7 +127,7 @@ def _check_groups(groups: Groups, cluster: Cluster, model: ModelShape) -> None:
 
 
 def layers_of(loads: LoadMatrix, layers: slice) -> LoadMatrix:
-    """Some layers of a window."""
+    """Return some layers of a window."""
     padding, coverage, numbers = loads.padding_MLRE, loads.coverage_MLR, loads.layer_numbers_L
     return LoadMatrix(
         loads.load_MLRE[:, layers],
@@ -139,7 +139,7 @@ def layers_of(loads: LoadMatrix, layers: slice) -> LoadMatrix:
 
 
 def joined(windows: Sequence[LoadMatrix], stage: Stage) -> LoadMatrix:
-    """All micro-steps of several windows in one."""
+    """Join all micro-steps of several windows in one."""
     first = windows[0]
 
     def together(name: str, empty: float) -> np.ndarray | None:
@@ -179,13 +179,13 @@ NO_SLOTS = ("static", "balanced")
 
 
 def stage_layers(layers: int, stages: int) -> list[slice]:
-    """The MoE layers of each pipeline stage: consecutive, as equal as possible."""
+    """Return the MoE layers of each pipeline stage: consecutive, as equal as possible."""
     bounds = [layers * p // stages for p in range(stages + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
 def stage_options(options: PlanOptions, stage: int, stages: int) -> PlanOptions:
-    """Planning options of one pipeline stage."""
+    """Return the planning options of one pipeline stage."""
     return options if stages == 1 else replace(options, order="1f1b", pipeline_stage=stage, pipeline_stages=stages)
 
 
@@ -199,7 +199,7 @@ class PlanSource(Protocol):
         """Replica slots per rank that the policy takes."""
 
     def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
-        """The plans of one group's window, one per pipeline stage."""
+        """Return the plans of one group's window, one per pipeline stage."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,7 +274,7 @@ class GivenPlans:
         return cls(policy=policy, slots=kept, by_place=dict(zip(places, plans, strict=True)))
 
     def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
-        """The plan given for this place, if it was made for these loads."""
+        """Return the plan given for this place, or raise if it was made for other loads."""
         found = self.by_place[(window, group)]
         if loads.stage != found.loads.stage or not np.array_equal(complete(loads)[0].load_MLRE, found.loads.load_MLRE):
             raise InfeasiblePlanError(
@@ -284,7 +284,7 @@ class GivenPlans:
 
 
 def plan_sources(how: str | Plan | Sequence[str | Plan], windows: Sequence[Groups], case: StepCase) -> list[PlanSource]:
-    """One source per policy, or one for all plans given; raise now for what would stop a later window."""
+    """Return a source per policy, or one for all plans given; raise now for what would stop a later window."""
     given = list(how) if isinstance(how, Sequence) and not isinstance(how, str) else [how]
     strange = [one for one in given if not isinstance(one, str | Plan)]
     if strange:
