@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from equipoise.core.value import plural as plural  # the other chapters of the room take it from here
-
 Cell = str | int | float | None
 Scale = Literal["", "diverging", "sequential"]
 """Which colours a heat map takes from the theme."""
@@ -27,8 +25,6 @@ class ChartView:
     label: str
     visible: tuple[bool, ...]
     """Whether each trace is shown."""
-    layout: dict[str, Any] = field(default_factory=dict)
-    """What changes in the layout with it, such as an axis title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
