@@ -39,6 +39,7 @@ from equipoise.core.plan import Plan, Seconds
 from equipoise.core.value import Value
 from equipoise.cost import Profile
 from equipoise.cost.clock import replay
+from equipoise.loads.count import Progress
 from equipoise.loads.forecast import Activations, MemoryForecast, forecast_memory
 from equipoise.loads.skew import Distribution, SkewSummary, rank_loads, skew, skew_ML
 from equipoise.planner import PlanOptions, plan
@@ -46,7 +47,7 @@ from equipoise.planner.layer import plan_layer
 from equipoise.planner.plan import complete
 from equipoise.planner.replicas import LayerPlan
 from equipoise.sim.replay import plan_work
-from equipoise.sim.result import WORTH, Groups, Progress
+from equipoise.sim.result import WORTH, Groups
 
 WIDTHS = (8, 16, 32, 64)
 """EP widths that are compared."""

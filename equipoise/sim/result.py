@@ -55,7 +55,7 @@ rollout, other, total}. `Balance`: {skew_M [M], busiest_M [M], mean_M [M], rank_
 With pipeline stages X counts ranks stage by stage: X = Q * R, rank r of stage q is q * R + r. Without, X = R.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -69,8 +69,6 @@ from equipoise.cost.clock import Lane
 FORMAT = "equipoise-simulation-1"
 WORTH = 0.01
 """Share of the seconds that a plan must save to be worth its trouble."""
-Progress = Callable[[int, int], None]
-"""Called with (done, in all)."""
 Groups = Sequence[LoadMatrix]
 """One window: the loads of each of its EP groups."""
 PathName = Literal["peer", "host", "return", "edges"]

@@ -19,6 +19,7 @@ from equipoise.core.plan import Plan
 from equipoise.core.value import require_int
 from equipoise.cost import Profile
 from equipoise.loads import count_step, generate_counts, step_schedules
+from equipoise.loads.count import Progress
 from equipoise.loads.forecast import received_bytes_MLR
 from equipoise.loads.packing import TokenPolicy
 from equipoise.loads.skew import rank_loads
@@ -30,7 +31,6 @@ from equipoise.sim.result import (
     Memory,
     Parts,
     PolicyResult,
-    Progress,
     Simulation,
     TimelineEvent,
     WindowLoads,

@@ -16,9 +16,10 @@ import numpy as np
 
 from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.value import require_int
+from equipoise.loads.count import Progress
 from equipoise.loads.skew import rank_loads, skew_ML
 from equipoise.planner.plan import complete
-from equipoise.sim.result import WORTH, BreakEvenCurve, Progress, Shown, SweepPoint
+from equipoise.sim.result import WORTH, BreakEvenCurve, Shown, SweepPoint
 from equipoise.sim.step import simulate_case
 from equipoise.sim.windows import StepCase
 
