@@ -1,0 +1,272 @@
+"""One rank of the node benchmark: decoder layers with attention, and windows of every policy in turn.
+
+A window is timed by the clock of the slowest rank, from a barrier in front of it to the moment when every rank's device
+is done. Plans and dispatches of a window are made before it begins, as they are during a rollout.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from equipoise.balancer import Balancer
+from equipoise.calibrate.bench import AttentionShape, Bench
+from equipoise.calibrate.measures import Attention, EmptyBank, groups_of
+from equipoise.core import Cluster
+from equipoise.core.options import BalancerOptions
+from equipoise.core.plan import Visit
+from equipoise.layer.expert_block import BlockOptions, expert_block
+from equipoise.layer.experts import BalancedExperts, LayerOptions
+from equipoise.transfer.node import ExpertWeights
+
+SEQUENCE = 1024
+HEADS = {"deepseek-v2-lite": (16, 16, 128), "qwen3-30b-a3b": (32, 4, 128), "gpt-oss-20b": (64, 8, 64)}
+"""Query heads, key-value heads, head width."""
+SETTLE_S = 300.0
+
+
+class FixedPlan:
+    """Stands in for a planning process, and returns a plan that was made before."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def lend(self, planner: object) -> None:
+        """Every balancer may use it."""
+
+    def take_back(self, planner: object) -> None:
+        """Nothing to release."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Answer as a `PlanServer` would."""
+        return self._plan if method == "whole" else None
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Decoder(nn.Module):
+    """Layers of attention and routed experts, whose routes and gates are given."""
+
+    def __init__(self, case: Any, *, bench: Bench, rank: int, group: Any) -> None:
+        super().__init__()
+        model = case.model
+        name = next((name for name in HEADS if name == model.name), "qwen3-30b-a3b")
+        heads, kv_heads, width = HEADS[name] if bench.is_gpu else (4, 2, 8)
+        shape = AttentionShape(hidden=model.hidden, heads=heads, kv_heads=kv_heads, width=width)
+        homes, made = model.experts // case.ranks, []
+        self.attention = [Attention.random(shape, bench) for _ in range(model.layers)]
+        for layer in range(model.layers):
+            torch.manual_seed(1000 + layer)
+            gate_up = bench.random(homes, 2 * model.expert_width, model.hidden, scale=model.hidden**-0.5)
+            down = bench.random(homes, model.hidden, model.expert_width, scale=model.expert_width**-0.5)
+            made.append(BalancedExperts(ExpertWeights(gate_up, down), layer=layer, group=group, options=LayerOptions()))
+        self.experts = nn.ModuleList(made)
+        self.is_bare = False
+        """Without attention and norms: routed experts alone."""
+
+    def layer(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, visit: Visit) -> Tensor:
+        """One decoder layer."""
+        experts: Any = self.experts[visit.layer]
+        home = experts.enter(visit)
+        if self.is_bare:
+            alone_TD: Tensor = experts(x_TD, ids_TK, gates_TK, visit, home=home)
+            return alone_TD
+        sequence = min(SEQUENCE, len(x_TD))
+        x_TD = x_TD + self.attention[visit.layer].forward(F.rms_norm(x_TD, x_TD.shape[1:]), sequence=sequence)
+        mixed_TD: Tensor = x_TD + experts(F.rms_norm(x_TD, x_TD.shape[1:]), ids_TK, gates_TK, visit, home=home)
+        return mixed_TD
+
+    def forward(
+        self, hidden_TD: Tensor, ids: list[Tensor], gates: list[Tensor], micro_step: int, again: bool
+    ) -> Tensor:
+        """All layers; with `again` activations are computed once more in backward."""
+        x_TD = hidden_TD
+        for number, (ids_TK, gates_TK) in enumerate(zip(ids, gates, strict=True)):
+            visit = Visit(micro_step, "forward", number)
+            if again:
+                x_TD = checkpoint(self.layer, x_TD, ids_TK, gates_TK, visit, use_reentrant=False)
+            else:
+                x_TD = self.layer(x_TD, ids_TK, gates_TK, visit)
+        return x_TD
+
+
+def neighbours(group: Any, *, seconds: float = 2.0) -> dict[str, float]:
+    """Milliseconds of the same product: of rank 0 alone, and of every rank beside all the others."""
+    bench = Bench.on("cuda", runs=1)
+    rows_ND, weights = bench.random(8192, 2048), bench.random(8, 2048, 2816)
+    end_S = torch.arange(1024, 8193, 1024, device="cuda", dtype=torch.int32)
+
+    def run() -> float:
+        for _ in range(5):
+            F.grouped_mm(rows_ND, weights, offs=end_S)
+        torch.cuda.synchronize()
+        begin, count = time.monotonic(), 0
+        while time.monotonic() - begin < seconds:
+            for _ in range(20):
+                F.grouped_mm(rows_ND, weights, offs=end_S)
+            torch.cuda.synchronize()
+            count += 20
+        return (time.monotonic() - begin) / count * 1e3
+
+    dist.barrier(group)
+    alone = run() if group.rank() == 0 else 0.0
+    dist.barrier(group)
+    beside = [0.0] * group.size()
+    dist.all_gather_object(beside, run(), group=group)
+    known = [alone]
+    dist.broadcast_object_list(known, src=0, group=group)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return {
+        "alone_ms": known[0],
+        "beside_ms": max(beside),
+        "spread": max(beside) / min(beside) - 1,
+        "processors": processors,
+    }
+
+
+def run_case(
+    group: Any,
+    case: Any,
+    policies: list[Any],
+    cluster: Cluster,
+    *,
+    rounds: int,
+    device: str,
+    tell: Callable[..., None],
+    is_bare: bool = False,
+) -> dict[str, list[dict[str, float]]]:
+    """Run the windows of all policies in turn, `rounds` times; every rank must call this.
+
+    Args:
+        is_bare: run routed experts alone, and time their products alone, too
+    """
+    bench, rank = Bench.on(device, runs=1), group.rank()
+    rows_group: Any = group
+    if device == "cuda":
+        from benchmarks.node_group import MappedGroup
+
+        _, _, _, tokens, top_k = case.routes_MLRTK.shape
+        rows_group = MappedGroup(group, most_bytes=4 * tokens * top_k * case.model.hidden * bench.dtype.itemsize)
+    net = Decoder(case, bench=bench, rank=rank, group=rows_group)
+    net.is_bare = is_bare
+    found: dict[str, list[dict[str, float]]] = {policy.name: [] for policy in policies}
+    if is_bare:
+        found["products alone"] = time_products(group, case, net, bench)
+    for number in range(rounds):
+        for policy in policies:
+            found[policy.name] += run_policy(group, case, policy, cluster, net=net, bench=bench)
+            tell(f"{case.name}, round {number + 1}: {policy.name} {found[policy.name][-1]['window_s']:.3f} s")
+    if device == "cuda":
+        rows_group.close()
+    return found
+
+
+def time_products(group: Any, case: Any, net: Decoder, bench: Bench) -> list[dict[str, float]]:
+    """The grouped products and activations of a level window, on rows that are in place."""
+    micro_steps, _, ranks, tokens, top_k = case.routes_MLRTK.shape
+    homes, rows = case.model.experts // ranks, tokens * top_k
+    end_S = torch.arange(1, homes + 1, device=bench.device, dtype=torch.int32) * (rows // homes)
+    rows_ND, grad_ND = bench.random(rows, case.model.hidden), bench.random(rows, case.model.hidden)
+    times = []
+    for _ in range(3):
+        synchronize(bench)
+        dist.barrier(group)
+        begin = time.monotonic()
+        for _ in range(micro_steps):
+            for experts in net.experts:
+                weights: Any = experts.home
+                x_ND = rows_ND.detach().requires_grad_(case.stage == "update")
+                out_ND = expert_block(
+                    x_ND,
+                    weights,
+                    groups=groups_of(end_S, rows),
+                    transfers=EmptyBank(weights),
+                    visit=Visit(0, "forward", 0),
+                    options=BlockOptions(),
+                )
+                if case.stage == "update":
+                    torch.autograd.grad(out_ND, (x_ND, *weights.tensors()), grad_ND)
+        synchronize(bench)
+        own_s = time.monotonic() - begin
+        all_s = [0.0] * group.size()
+        dist.all_gather_object(all_s, own_s, group=group)
+        times.append({"window_s": max(all_s), "exposed_s": 0.0, "mean_rank_s": float(np.mean(all_s))})
+    return times[1:]
+
+
+def run_policy(
+    group: Any, case: Any, policy: Any, cluster: Cluster, *, net: Decoder, bench: Bench
+) -> list[dict[str, float]]:
+    """One warm window and two timed ones; seconds of the slowest rank, and what was exposed of transfers."""
+    rank, model = group.rank(), case.model
+    routes = [[ids_RTK[rank] for ids_RTK in by_layer] for by_layer in policy.routes_MLRTK]
+    ids = [[torch.from_numpy(a).to(bench.device, torch.int64) for a in by_layer] for by_layer in routes]
+    torch.manual_seed(rank)
+    hidden = [bench.random(len(by_layer[0]), model.hidden) for by_layer in ids]
+    gates = [[torch.rand(a.shape, device=bench.device).requires_grad_() for a in by_layer] for by_layer in ids]
+    slots = 0 if policy.plan is None else policy.plan.slots
+    options = BalancerOptions(slots=slots, timeout_s=60.0, rows=policy.rows)
+    layers = {f"experts.{i}": experts for i, experts in enumerate(net.experts)}
+    given: dict[str, Any] = {"cluster": cluster, "model": model, "group": group, "options": options}
+    worker: Any = FixedPlan(policy.plan)
+    times = []
+    with Balancer(layers, enabled=policy.plan is not None, worker=worker, **given) as balancer:
+        for _ in range(3):
+            balancer.submit(routes, stage=case.stage)
+            wait_until_prepared(balancer, len(routes) - 1, model.layers - 1)
+            times.append(run_window(group, case, balancer, net, hidden, ids, gates, bench))
+            for parameter in net.parameters():
+                parameter.grad = None
+    return times[1:]
+
+
+def wait_until_prepared(balancer: Balancer, micro_step: int, layer: int) -> None:
+    """Wait until the last dispatch of the window to come is made, or until it is known that none will be."""
+    planner = balancer._planner
+    if planner is None:
+        return
+    planned, dispatches = planner._windows[-1]
+    end = time.monotonic() + SETTLE_S
+    while planned.result(SETTLE_S).dispatches is not None and time.monotonic() < end:
+        if dispatches.is_made(micro_step, layer):
+            return
+        time.sleep(0.01)
+
+
+def run_window(
+    group: Any, case: Any, balancer: Balancer, net: Decoder, hidden: Any, ids: Any, gates: Any, bench: Bench
+) -> dict[str, float]:
+    """Time one window."""
+    grad_TD = torch.ones_like(hidden[0])
+    synchronize(bench)
+    dist.barrier(group)
+    begin = time.monotonic()
+    balancer.begin()
+    for micro_step, hidden_TD in enumerate(hidden):
+        if case.stage == "recompute":
+            with torch.no_grad():
+                net(hidden_TD, ids[micro_step], gates[micro_step], micro_step, False)
+            continue
+        x_TD = hidden_TD.detach().requires_grad_()
+        net(x_TD, ids[micro_step], gates[micro_step], micro_step, case.is_checkpointed).backward(grad_TD)
+    report = balancer.end()
+    synchronize(bench)
+    own_s = time.monotonic() - begin
+    all_s = [0.0] * group.size()
+    dist.all_gather_object(all_s, own_s, group=group)
+    exposed = [0.0] * group.size()
+    dist.all_gather_object(exposed, float(sum(report.exposed_s.values())) if report else 0.0, group=group)
+    return {"window_s": max(all_s), "exposed_s": max(exposed), "mean_rank_s": float(np.mean(all_s))}
+
+
+def synchronize(bench: Bench) -> None:
+    """Wait for the device."""
+    if bench.is_gpu:
+        torch.cuda.synchronize()
