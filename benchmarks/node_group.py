@@ -40,7 +40,8 @@ class MappedGroup(dist.ProcessGroup):
         """
         super().__init__(group.rank(), group.size())
         # So that torch's functions take it for one of its groups.
-        dist.distributed_c10d._world.pg_map[self] = ("mapped", None)
+        world = dist.distributed_c10d._world
+        world.pg_map[self], world.pg_group_ranks[self] = ("mapped", None), {r: r for r in range(group.size())}
         device = torch.device("cuda", torch.cuda.current_device())
         tiny = ExpertWeights(*(torch.zeros(1, 16, 16, device=device) for _ in range(2)))
         self._node = NodeMemory([tiny], group=group, node_R=[0] * group.size(), options=TransferOptions(slots=0))
@@ -92,16 +93,17 @@ class MappedGroup(dist.ProcessGroup):
     def close(self) -> None:
         """Let go of the buffers."""
         torch.cuda.synchronize()
-        del dist.distributed_c10d._world.pg_map[self]
+        world = dist.distributed_c10d._world
+        del world.pg_map[self], world.pg_group_ranks[self]
         self._words.close()
         self._heads, self._own = [], []
         self._node.close()
 
 
-class _Done:
+class _Done(dist.Work):
     """Work that the stream has in its order."""
 
-    def wait(self) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
         return True
 
 
