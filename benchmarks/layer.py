@@ -95,7 +95,7 @@ def prepare_with_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> Dispa
     split = SourceSplit(home_slot_E=all_S, expert_H=used_H, end_H=count_S[used_H], slot_H=used_H)
     send = sort_rows(assign_slots(ids_TK.cpu(), split), num_ranks=1, width=slots)
     made = replace(build_dispatch(send, count_S[None], home_slots=homes), ids_TK=ids_TK.cpu())
-    return made.to(str(ids_TK.device))
+    return made.packed().unpack(str(ids_TK.device))
 
 
 def move_to_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> Tensor:

@@ -98,11 +98,6 @@ class Itinerary(Value):
     def __len__(self) -> int:
         return len(self.micro_step_V)
 
-    @property
-    def num_phases(self) -> int:
-        """1 if every visit is a forward one, else 2."""
-        return 1 if not self.phase_V.any() else 2
-
     def visits(self) -> list[Visit]:
         """Return all visits in execution order."""
         columns = (self.micro_step_V.tolist(), self.phase_V.tolist(), self.layer_V.tolist())

@@ -217,10 +217,6 @@ class Dispatch:
         flat_X = torch.cat(flat)
         return PackedDispatch(flat_X=flat_X.pin_memory() if is_pinned else flat_X, shape=shape)
 
-    def to(self, device: str) -> "Dispatch":
-        """Copy the tables to where the layer computes."""
-        return self.packed().unpack(device)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDispatch:

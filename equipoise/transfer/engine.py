@@ -38,7 +38,7 @@ from equipoise.transfer.host_store import (
     send_crossings,
 )
 from equipoise.transfer.mapped_rows import MappedRows
-from equipoise.transfer.node import ExpertWeights, NodeMemory, Registration
+from equipoise.transfer.node import ExpertWeights, NodeMemory
 from equipoise.transfer.pulls import HostPath, MappedPath, Puller, PullPath, PullSchedule
 from equipoise.transfer.returns import Mailboxes
 from equipoise.transfer.waits import RETIRED, VERSION, Counters, JobQueue, Mark, Transfer
@@ -164,11 +164,6 @@ class TransferEngine:
         self._published_L: list[Future[None]] = []
         self._collected: set[int] = set()
         self._crossings: dict[int, list[Crossing]] = {}
-
-    @property
-    def registrations(self) -> tuple[Registration, ...]:
-        """Where this rank's parameters are, or must be when a stage starts."""
-        return self._node.registrations
 
     def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
         """Start publishing the plan's placement, and pulling. Every rank of the group must call this.
