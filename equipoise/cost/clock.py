@@ -105,97 +105,107 @@ class Work(Value):
         return self.stage == "update"
 
 
-def work_of(
+class Decision(NamedTuple):
+    """What one policy decided for a window."""
+
+    policy: str
+    """Who decided: "balanced" computes the mean on every rank, "reactive" and "lplb" plan just before dispatch."""
+    home_LE: np.ndarray
+    """[L, E] home rank of each expert."""
+    replicas: ReplicaTable
+    edges: Edges
+    """Publish and collect of each layer."""
+    persistent: bool = False
+    """Replicas stay for the whole window, so nothing is pulled or returned in it."""
+
+
+def works_of(
     cost: CostModel,
     loads: LoadMatrix,
     itinerary: Itinerary,
+    decisions: Sequence[Decision],
     *,
-    policy: str,
-    home_LE: np.ndarray,
-    replicas: ReplicaTable,
-    edges: Edges,
-    persistent: bool = False,
     pair_LEE: np.ndarray | None = None,
     repeats_forward: bool = False,
-) -> Work:
-    """Price what every rank does in a window.
+) -> list[Work]:
+    """Price what every rank does in a window, under each of several decisions.
 
     Args:
         cost: prices of the window's stage
         loads: rows of the window, all of them known
         itinerary: visits in execution order
-        policy: who decided; "balanced" computes the mean on every rank, "reactive" and "lplb" plan between router and
-            dispatch
-        home_LE: [L, E] home rank of each expert
-        replicas: the window's replicas
-        edges: publish and collect of each layer
-        persistent: replicas stay for the whole window, so nothing is pulled or returned in it
+        decisions: what is compared; all of them run the same visits
         pair_LEE: [L, E, E] tokens that chose both experts, which thin the rows that cross nodes
         repeats_forward: whether the backward pass repeats the forward pass
+
+    Returns: one `Work` for each decision
     """
-    # Step 1: rows and busy slots of every rank, and the rows of the busiest links.
     shape_ML = (loads.num_micro_steps, loads.num_layers)
-    found = _rank_work(cost, loads, home_LE, replicas, policy == "balanced", persistent, pair_LEE)
-    rows_MLR, busy_MLR, inside_ML, across_ML = (np.stack(arrays, axis=1) for arrays in zip(*found, strict=True))
-    # Step 2: their prices.
-    tables = cost.tables(1)
-    sent_MLR = loads.load_MLRE.sum(axis=3)
-    visits = visit_ns(cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=sent_MLR)
-    inside_ps_ML, across_ps_ML = inside_ML * tables.inside_ps, across_ML * tables.across_ps
-    # Step 3: charges between router and dispatch, of policies that plan there.
-    has_replicas_ML = np.diff(replicas.start_ML).reshape(shape_ML) > 0
-    plan_ns, push_ns = {"reactive": (REACTIVE_PLAN_NS, REACTIVE_PUSH_NS), "lplb": (LPLB_PLAN_NS, 0)}.get(policy, (0, 0))
-    # Step 4: transfers, none where copies stay for the whole window.
-    moving = ReplicaTable.empty(len(replicas.start_ML) - 1) if persistent else replicas
-    return Work(
-        stage=loads.stage,
-        itinerary=itinerary,
-        **visits._asdict(),
-        exchange_ML=tables.exchange_fixed_ns + np.maximum(inside_ps_ML, across_ps_ML) // 1000,
-        is_across_ML=across_ps_ML > inside_ps_ML,
-        planning_ML=np.full(shape_ML, plan_ns),
-        push_ML=has_replicas_ML * push_ns,
-        send_M=-(-sent_MLR.max(axis=(1, 2)) // cost.model.top_k) * tables.across_ps // 1000,
-        transfers=Transfers(
-            start_ML=moving.start_ML,
-            rank_P=moving.rank_P,
-            home_P=home_LE[moving.entry_P % loads.num_layers, moving.expert_P],
-            path_P2=moving.path_P2,
-        ),
-        tables=tables,
-        edge_ns_2L=edges.ns_2L,
-        edge_slow_2L=edges.slow_2L,
-        repeats_forward=repeats_forward,
-        rows_MLR=rows_MLR,
-    )
+    tables, sent_MLR = cost.tables(1), loads.load_MLRE.sum(axis=3)
+    works = []
+    # Step 1: rows and busy slots of every rank, and the rows of the busiest links.
+    for decision, found in zip(decisions, _rank_works(cost, loads, decisions, pair_LEE), strict=True):
+        policy, home_LE, replicas, edges, persistent = decision
+        rows_MLR, busy_MLR, inside_ML, across_ML = (np.stack(arrays, axis=1) for arrays in zip(*found, strict=True))
+        # Step 2: their prices.
+        visits = visit_ns(cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=sent_MLR)
+        inside_ps_ML, across_ps_ML = inside_ML * tables.inside_ps, across_ML * tables.across_ps
+        # Step 3: charges between router and dispatch, of policies that plan there.
+        has_replicas_ML = np.diff(replicas.start_ML).reshape(shape_ML) > 0
+        charges = {"reactive": (REACTIVE_PLAN_NS, REACTIVE_PUSH_NS), "lplb": (LPLB_PLAN_NS, 0)}
+        plan_ns, push_ns = charges.get(policy, (0, 0))
+        # Step 4: transfers, none where copies stay for the whole window.
+        moving = ReplicaTable.empty(len(replicas.start_ML) - 1) if persistent else replicas
+        works.append(
+            Work(
+                stage=loads.stage,
+                itinerary=itinerary,
+                **visits._asdict(),
+                exchange_ML=tables.exchange_fixed_ns + np.maximum(inside_ps_ML, across_ps_ML) // 1000,
+                is_across_ML=across_ps_ML > inside_ps_ML,
+                planning_ML=np.full(shape_ML, plan_ns),
+                push_ML=has_replicas_ML * push_ns,
+                send_M=-(-sent_MLR.max(axis=(1, 2)) // cost.model.top_k) * tables.across_ps // 1000,
+                transfers=Transfers(
+                    start_ML=moving.start_ML,
+                    rank_P=moving.rank_P,
+                    home_P=home_LE[moving.entry_P % loads.num_layers, moving.expert_P],
+                    path_P2=moving.path_P2,
+                ),
+                tables=tables,
+                edge_ns_2L=edges.ns_2L,
+                edge_slow_2L=edges.slow_2L,
+                repeats_forward=repeats_forward,
+                rows_MLR=rows_MLR,
+            )
+        )
+    return works
 
 
-def _rank_work(
-    cost: CostModel,
-    loads: LoadMatrix,
-    home_LE: np.ndarray,
-    replicas: ReplicaTable,
-    is_level: bool,
-    persistent: bool,
-    pair_LEE: np.ndarray | None,
-) -> list[RankWork]:
-    """Rows of every rank, layer by layer."""
+def _rank_works(
+    cost: CostModel, loads: LoadMatrix, decisions: Sequence[Decision], pair_LEE: np.ndarray | None
+) -> list[list[RankWork]]:
+    """For each decision the rows of every rank, layer by layer."""
     cluster, top_k, by_tokens = cost.cluster, cost.model.top_k, cost.sends == "tokens"
     node_R, none_EE = cluster.node_array_R, np.zeros((0, 0), dtype=np.int64)
-    expert_MLRS, rows_MLRS = replica_slots(replicas, (loads.num_micro_steps, loads.num_layers, cluster.ep))
-    found: list[RankWork] = []
+    shape_MLR = (loads.num_micro_steps, loads.num_layers, cluster.ep)
+    slots = [replica_slots(decision.replicas, shape_MLR) for decision in decisions]
+    found: list[list[RankWork]] = [[] for _ in decisions]
     for layer in range(loads.num_layers):
-        # Copies, because a read-only array would compile the kernels a second time.
-        load_MRE, home_E = np.array(loads.load_MLRE[:, layer]), np.array(home_LE[layer])
+        # Copies, because a read-only array would compile the kernels a second time; of loads one for all decisions.
+        load_MRE = np.array(loads.load_MLRE[:, layer])
         pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
-        keep_N = kept_permille(node_R[home_E], cluster.num_ep_nodes, pair_EE, top_k)
-        if is_level:
-            # Tokens choose as many experts together as they do at the owners.
-            mean_keep = int(keep_N.mean())
-            found.append(level_work(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
-        else:
-            slots = np.array(expert_MLRS[:, layer]), np.array(rows_MLRS[:, layer])
-            found.append(rank_work(load_MRE, home_E, node_R, *slots, keep_N, persistent, top_k, by_tokens))
+        for decision, slots_2, works in zip(decisions, slots, found, strict=True):
+            home_E = np.array(decision.home_LE[layer])
+            keep_N = kept_permille(node_R[home_E], cluster.num_ep_nodes, pair_EE, top_k)
+            if decision.policy == "balanced":
+                # Tokens choose as many experts together as they do at the owners.
+                mean_keep = int(keep_N.mean())
+                works.append(level_work(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
+            else:
+                held = (np.array(array_MLRS[:, layer]) for array_MLRS in slots_2)
+                is_persistent = decision.persistent
+                works.append(rank_work(load_MRE, home_E, node_R, *held, keep_N, is_persistent, top_k, by_tokens))
     return found
 
 
@@ -291,14 +301,17 @@ def replay(works: Sequence[Work]) -> Replayed:
     """
     stages = [_Stage.of(work) for work in works]
     now_Q = [0] * len(works)
-    ended: dict[Pass, int] = {}
-    for index, one in order_passes(works):
-        p, needed = one.pipeline_stage, waits_for(one, len(works))
-        # A pipeline stage cannot begin before what it needs has been sent.
-        ready = 0 if needed is None else ended[needed] + int(works[needed.pipeline_stage].send_M[one.micro_step])
-        layers = works[p].shape[1]
-        now_Q[p] = int(_run_pass(stages[p].figures, stages[p].clock, index * layers, layers, max(now_Q[p], ready)))
-        ended[one] = now_Q[p]
+    if len(works) == 1:
+        # One stage waits for no other, and all its visits are one call.
+        now_Q[0] = int(_run_visits(*stages[0], 0, len(works[0].itinerary), 0))
+    else:
+        ended: dict[Pass, int] = {}
+        for index, one in order_passes(works):
+            p, needed = one.pipeline_stage, waits_for(one, len(works))
+            # A pipeline stage cannot begin before what it needs has been sent.
+            ready = 0 if needed is None else ended[needed] + int(works[needed.pipeline_stage].send_M[one.micro_step])
+            layers = works[p].shape[1]
+            now_Q[p] = ended[one] = int(_run_visits(*stages[p], index * layers, layers, max(now_Q[p], ready)))
     clocks = [stage.clock for stage in stages]
     for p, clock in enumerate(clocks):
         # What is left to collect when all layers are done.
@@ -446,8 +459,9 @@ def layer_ends(itinerary: Itinerary) -> tuple[np.ndarray, np.ndarray]:
 
 
 @compiled
-def _run_pass(f: _Figures, clock: _Clock, first: int, layers: int, now: int) -> int:
-    for v in range(first, first + layers):
+def _run_visits(f: _Figures, clock: _Clock, first: int, count: int, now: int) -> int:
+    """Run visits one after another, the first of them at `now`; return when the last one ends."""
+    for v in range(first, first + count):
         m, phase, layer = f.visit_V3[v]
         clock.begin_V[v] = now
         _issue_pulls(f, clock, v, now)
@@ -641,7 +655,7 @@ def draw(work: Work) -> tuple[list[Bar], np.ndarray]:
     for layer, took in enumerate(work.edge_ns_2L[0].tolist()):
         if took:
             _log(clock, PUBLISH_BAR, -1, layer, ends_L[layer] - took, ends_L[layer], 0)
-    _run_pass(figures, clock, 0, visits, 0)
+    _run_visits(figures, clock, 0, visits, 0)
     assert clock.logged[0] < most, "the log has room for every bar"
     log_I6 = clock.log_I6[: clock.logged[0]]
     start_I, end_I = _on_the_clock(log_I6)

@@ -93,10 +93,16 @@ class CostModel(Value):
     stage: Stage
     depth: int = 1
     sends: Sends = "rows"
+    forward_alone: "CostModel" = field(init=False, repr=False, compare=False)
+    """The same without backward."""
     _nearest: tuple[ComputeTable, ...] = field(init=False, repr=False)
     """The two measured tables whose expert shapes are nearest, or the one that is the model's own."""
+    _tables: dict[int, Tables] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Tables made so far, by `max_slots`: one window asks for the same ones a dozen times."""
 
     def __post_init__(self) -> None:
+        alone = self if self.stage == "recompute" else replace(self, stage="recompute")
+        object.__setattr__(self, "forward_alone", alone)
         near = sorted(self.profile.tables, key=lambda table: (self._distance(table), table.row_flops))[:2]
         object.__setattr__(self, "_nearest", tuple(near[:1] if self._distance(near[0]) == 0 else near))
 
@@ -114,11 +120,6 @@ class CostModel(Value):
         """Build the cost model of a cluster with its own profile, or with a given one."""
         used = Profile.read(cluster.profile) if profile is None else profile
         return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends)
-
-    @property
-    def forward_alone(self) -> "CostModel":
-        """The same without backward."""
-        return replace(self, stage="recompute")
 
     def _distance(self, table: ComputeTable) -> int:
         """How far a measured expert shape is from the model's: thousandths by which both lengths differ."""
@@ -174,7 +175,8 @@ class CostModel(Value):
 
     def compute_ns(self, rows: int, slots: int) -> int:
         """Nanoseconds of one rank's experts: `rows` rows in `slots` non-empty slots."""
-        return interpolate(self.rows_X, self.compute_ns_SX(slots)[slots], rows)
+        tables = self.tables(slots)
+        return interpolate(tables.rows_X, tables.compute_ns_SX[slots], rows)
 
     def exchange_ns(self, inside_rows: int, across_rows: int) -> int:
         """All exchanges of one (micro-step, layer), given the rows of the busiest link inside and across nodes."""
@@ -235,13 +237,15 @@ class CostModel(Value):
 
     def tables(self, max_slots: int) -> Tables:
         """Everything as integers for the kernels; `max_slots` is the most non-empty slots a rank can have."""
+        if max_slots in self._tables:
+            return self._tables[max_slots]
         cluster, model, profile = self.cluster, self.model, self.profile
         update = self.stage == "update"
         inside_bytes_per_s = cluster.nvlink_bytes_per_s * profile.inside_permille // 1000
         across_bytes_per_s = cluster.network_bytes_per_s * profile.across_permille // 1000
         peer = min(profile.peer_bytes_per_s, cluster.nvlink_bytes_per_s)
         host = min(profile.host_bytes_per_s, cluster.host_bytes_per_s)
-        return Tables(
+        tables = self._tables[max_slots] = Tables(
             rows_X=self.rows_X,
             compute_ns_SX=self.compute_ns_SX(max_slots),
             exchanges=4 if update else 2,
@@ -263,6 +267,7 @@ class CostModel(Value):
             top_k=model.top_k,
             forwards=int(self.sends == "tokens"),
         )
+        return tables
 
 
 def interpolate(rows_X: np.ndarray, ns_X: np.ndarray, rows: int) -> int:

@@ -7,16 +7,15 @@ All policies end here, so all are charged alike: seconds are those of the clock 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.options import PlanOptions
-from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable, Seconds
+from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable
 from equipoise.core.window import Stage
 from equipoise.cost import CostModel
-from equipoise.cost.clock import replay, work_of
+from equipoise.cost.clock import Decision, replay, works_of
 from equipoise.cost.kernels import (
     ACROSS,
     HOST_PULLS,
@@ -177,9 +176,10 @@ def build_plan(task: WindowTask, draft: Draft) -> Plan:
     itinerary = build_itinerary(task.loads.stage, needs_ML & draft.executable, task.options)
     experts, ranks = task.model.experts, task.cluster.ep
     owner_LE = np.tile(np.arange(experts) // (experts // ranks), (task.model.layers, 1))
-    none = ReplicaTable.empty(needs_ML.size)
-    decided: dict[str, Any] = {"home_LE": draft.home_LE, "replicas": table, "edges": edges}
-    doing_nothing = {"home_LE": owner_LE, "replicas": none, "edges": Edges.none(task.model.layers)}
+    decided = Decision(task.policy, draft.home_LE, table, edges, draft.persistent)
+    static = Decision("static", owner_LE, ReplicaTable.empty(needs_ML.size), Edges.none(task.model.layers))
+    works = works_of(task.cost, task.loads, itinerary, [decided, static], pair_LEE=task.pair_LEE)
+    seconds, static_seconds = (replay([work]).seconds for work in works)
     return Plan(
         loads=task.loads,
         cluster=task.cluster,
@@ -192,9 +192,9 @@ def build_plan(task: WindowTask, draft: Draft) -> Plan:
         replica_table=table,
         ns_ML=draft.line_MLC[..., :4].sum(axis=-1),
         closed_ns_ML=draft.closed_MLC[..., :4].sum(axis=-1),
-        seconds=_clock_seconds(task, task.policy, itinerary, persistent=draft.persistent, **decided),
+        seconds=seconds,
         bytes=_bytes(task, draft),
-        static_seconds=_clock_seconds(task, "static", itinerary, **doing_nothing).total,
+        static_seconds=static_seconds.total,
         edge_ns_2L=edges.ns_2L,
         edge_slow_2L=edges.slow_2L,
         itinerary=itinerary if draft.executable else None,
@@ -202,11 +202,6 @@ def build_plan(task: WindowTask, draft: Draft) -> Plan:
         cross_node=draft.cross_node,
         persistent=draft.persistent,
     )
-
-
-def _clock_seconds(task: WindowTask, policy: str, itinerary: Itinerary, **decided: Any) -> Seconds:
-    work = work_of(task.cost, task.loads, itinerary, policy=policy, pair_LEE=task.pair_LEE, **decided)
-    return replay([work]).seconds
 
 
 def _edges(task: WindowTask, draft: Draft) -> Edges:

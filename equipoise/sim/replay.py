@@ -24,12 +24,13 @@ from equipoise.cost.clock import (
     PUBLISH,
     PULL,
     RETURN,
+    Decision,
     Replayed,
     Transfers,
     Work,
     draw,
     replay,
-    work_of,
+    works_of,
 )
 from equipoise.cost.links import rows_between, tokens_between
 from equipoise.cost.window import Edges
@@ -73,18 +74,12 @@ def plan_work(
     stage, itinerary = plan.loads.stage, plan.itinerary
     if itinerary is None:
         itinerary = build_itinerary(stage, np.zeros(plan.ns_ML.shape, dtype=np.bool_), options or PlanOptions())
-    return work_of(
-        CostModel.of(plan.cluster, plan.model, stage=stage, sends=sends),
-        plan.loads,
-        itinerary,
-        policy=plan.policy,
-        home_LE=plan.home_LE,
-        replicas=plan.replica_table,
-        edges=Edges(plan.edge_ns_2L, plan.edge_slow_2L),
-        persistent=plan.persistent,
-        pair_LEE=pair_LEE,
-        repeats_forward=activations == "recomputed" and stage == "update",
-    )
+    edges = Edges(plan.edge_ns_2L, plan.edge_slow_2L)
+    decision = Decision(plan.policy, plan.home_LE, plan.replica_table, edges, plan.persistent)
+    cost = CostModel.of(plan.cluster, plan.model, stage=stage, sends=sends)
+    repeats_forward = activations == "recomputed" and stage == "update"
+    [work] = works_of(cost, plan.loads, itinerary, [decision], pair_LEE=pair_LEE, repeats_forward=repeats_forward)
+    return work
 
 
 def run_group(plans: Sequence[Plan], works: Sequence[Work], *, planning_s: float) -> GroupOutcome:

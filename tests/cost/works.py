@@ -1,4 +1,4 @@
-"""Random and awkward work for the clock: what `cost.clock.work_of` makes of plans, without a plan."""
+"""Random and awkward work for the clock: what `cost.clock.works_of` makes of plans, without a plan."""
 
 from collections.abc import Sequence
 from dataclasses import replace
