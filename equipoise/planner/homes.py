@@ -232,20 +232,21 @@ def _best_swap(
         for p in range(start_G[a], start_G[a + 1]):
             if tabu_P[p] > swap:
                 continue
-            row = swap_gain_PP[p]
             for b in range(a + 1, groups):
                 lo, hi = start_G[b], start_G[b + 1]
+                # Counted from 0 an index cannot be negative, and only then is this loop vectorized.
+                edge_Q, gain_Q = edge_P[lo:hi], swap_gain_PP[p, lo:hi]
                 constant = pull_GP[b, p] - pull_GP[a, p] + square_P[p]
                 small = BIG
-                for q in range(lo, hi):
-                    small = min(small, edge_P[q] + row[q])
+                for i in range(len(edge_Q)):
+                    small = min(small, edge_Q[i] + gain_Q[i])
                 if small >= BIG // 2 or small + constant > least:
                     continue
-                for q in range(lo, hi):
-                    if edge_P[q] + row[q] == small and (
-                        small + constant < least or _before(order[p], order[q], order[p0], order[q0])
+                for i in range(len(edge_Q)):
+                    if edge_Q[i] + gain_Q[i] == small and (
+                        small + constant < least or _before(order[p], order[lo + i], order[p0], order[q0])
                     ):
-                        least, p0, q0 = small + constant, p, q
+                        least, p0, q0 = small + constant, p, lo + i
     return p0, q0, least
 
 
@@ -405,6 +406,7 @@ def near(
     node_R: np.ndarray,
     cost_EN: np.ndarray,
     owner_E: np.ndarray,
+    turn_E: np.ndarray,
     weights: tuple[int, int],
     budget: int,
     max_checks: int,
@@ -418,8 +420,11 @@ def near(
     micro_steps = (micro_steps + stride - 1) // stride
     load_EMR = np.empty((experts, micro_steps, ranks), dtype=np.int64)
     for m in range(micro_steps):
-        for i in range(ranks):
-            load_EMR[:, m, i] = load_MRE[m * stride, order[i]]
+        # One micro-step fits in the cache: it is read down its columns, and written in runs.
+        load_RE = load_MRE[m * stride]
+        for e in range(experts):
+            for i in range(ranks):
+                load_EMR[e, m, i] = load_RE[order[i], e]
     group_E, nodes = group_E.copy(), len(start_N) - 1
     rows = _node_rows(load_EMR, group_E, start_N)
     others = OtherNodes(np.zeros((micro_steps, 2), dtype=np.int64), np.zeros(micro_steps + 1, dtype=np.int64))
@@ -430,10 +435,10 @@ def near(
             for b in range(a + 1, nodes):
                 improved = False
                 now = _fill_others(rows, a, b, weights, others)
-                for e in range(experts):
+                for e in turn_E:
                     if group_E[e] != a:
                         continue
-                    for f in range(experts):
+                    for f in turn_E:
                         if group_E[f] != b or checks >= max_checks:
                             continue
                         checks += 1
@@ -462,13 +467,18 @@ def _node_rows(load_EMR: np.ndarray, group_E: np.ndarray, start_N: np.ndarray) -
     for e in range(experts):
         node = group_E[e]
         for m in range(micro_steps):
+            rows_R, sent_R = load_EMR[e, m], sent_MR[m]
+            total, own = np.int64(0), np.int64(0)
             for r in range(ranks):
-                rows = load_EMR[e, m, r]
-                total_EM[e, m] += rows
-                if not start_N[node] <= r < start_N[node + 1]:
-                    sent_MR[m, r] += rows
-                    across_MN[m, node] += rows
-            total_MN[m, node] += total_EM[e, m]
+                total += rows_R[r]
+                sent_R[r] += rows_R[r]
+            # What a node's own sources choose stays there.
+            for r in range(start_N[node], start_N[node + 1]):
+                own += rows_R[r]
+                sent_R[r] -= rows_R[r]
+            total_EM[e, m] = total
+            total_MN[m, node] += total
+            across_MN[m, node] += total - own
     common = common_multiple(np.diff(start_N))
     return NodeRows(start_N, common // np.diff(start_N), common, total_EM, sent_MR, total_MN, across_MN)
 
@@ -511,16 +521,20 @@ def _burden_after_swap(
     start_N, weight_N, common, total_EM, sent_MR, total_MN, across_MN = rows
     top_M2, floor_M = others
     value = np.int64(0)
+    in_a, in_b = slice(start_N[a], start_N[a + 1]), slice(start_N[b], start_N[b + 1])
     for m in range(len(sent_MR)):
+        # Slices are counted from 0, as in `_best_swap`, so that both loops are vectorized.
         sent, more_a, more_b = np.int64(0), np.int64(0), np.int64(0)
-        for r in range(start_N[a], start_N[a + 1]):
-            more = load_EMR[f, m, r] - load_EMR[e, m, r]
+        e_X, f_X, sent_X = load_EMR[e, m, in_a], load_EMR[f, m, in_a], sent_MR[m, in_a]
+        for i in range(len(sent_X)):
+            more = f_X[i] - e_X[i]
             more_a += more
-            sent = max(sent, sent_MR[m, r] - more)
-        for r in range(start_N[b], start_N[b + 1]):
-            more = load_EMR[e, m, r] - load_EMR[f, m, r]
+            sent = max(sent, sent_X[i] - more)
+        e_X, f_X, sent_X = load_EMR[e, m, in_b], load_EMR[f, m, in_b], sent_MR[m, in_b]
+        for i in range(len(sent_X)):
+            more = e_X[i] - f_X[i]
             more_b += more
-            sent = max(sent, sent_MR[m, r] - more)
+            sent = max(sent, sent_X[i] - more)
         more = total_EM[f, m] - total_EM[e, m]
         top = max(weight_N[a] * (total_MN[m, a] + more), weight_N[b] * (total_MN[m, b] - more))
         link = max(weight_N[a] * (across_MN[m, a] + more - more_a), weight_N[b] * (across_MN[m, b] - more - more_b))

@@ -87,8 +87,10 @@ def plan_layer(
     ]
     best = min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
     # Without trades fewer experts cross, which pays in small windows, whatever the homes: the best ones are enough.
-    trials += [kernels.evaluate(load_MRE, best.home_E, pair_EE, each, tables) for each in crossing[:-1]]
-    return min(trials, key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
+    fewer = [kernels.evaluate(load_MRE, best.home_E, pair_EE, each, tables) for each in crossing[:-1]]
+    if not fewer:
+        return best
+    return min([best, *fewer], key=lambda trial: value_of(trial, load_MRE, owner_E, problem))
 
 
 def _variants(problem: LayerProblem) -> Iterator[LayerProblem]:
@@ -174,7 +176,8 @@ def candidates(
 ) -> list[np.ndarray]:
     """Homes worth pricing, [E] each: level across nodes and near their sources; level inside nodes, too; inside alone.
 
-    For skew, where displacements are free and links do not count, one is enough; from a good warm start likewise.
+    For skew, where displacements are free and links do not count, one is enough; from a good warm start likewise, and
+    its nodes are not levelled again.
     """
     ranks, experts = load_MRE.shape[1:]
     owner_E, node_R, level = owners(experts, ranks), problem.node_R, kernels.level
@@ -186,13 +189,20 @@ def candidates(
         problem = problem._replace(patience=problem.patience // 24, max_checks=problem.max_checks // 8)
     if node_R.max() == 0:
         return [level_ranks(inputs, start_E, problem, level)]
-    nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
-    if problem.by_skew:
-        return [level_ranks(inputs, nodes_E, problem, level)]
-    found = [bring_near(load_MRE, nodes_E, problem, kernels.near)]
-    if not is_good:
+    if is_good and not problem.by_skew:
+        # Nodes are level already: what is left is to follow the sources, which may take a few more swaps.
+        longer = problem._replace(near_checks=3 * problem.near_checks // 2)
+        found = [bring_near(load_MRE, start_E, longer, kernels.near)]
+    else:
+        nodes_E = level_nodes(inputs, start_E, none_EE, problem, level)
+        if problem.by_skew:
+            return [level_ranks(inputs, nodes_E, problem, level)]
         far = with_far(inputs, load_MRE, nodes_E, problem)
-        found += [level_ranks(far, nodes_E, problem, level), level_ranks(inputs, start_E, problem, level)]
+        found = [
+            bring_near(load_MRE, nodes_E, problem, kernels.near),
+            level_ranks(far, nodes_E, problem, level),
+            level_ranks(inputs, start_E, problem, level),
+        ]
     if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
@@ -200,7 +210,7 @@ def candidates(
 
 
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:
-    """Whether warm homes leave less than half of what the owners' leave unlevel, within the budget.
+    """Whether warm homes leave less than three quarters of what the owners' leave unlevel, within the budget.
 
     Then a short search is enough; likewise where homes stayed at their owners, because nothing else paid.
     After an abrupt change they do not, and the search starts afresh.
@@ -219,7 +229,7 @@ def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, 
         rows_GM = member_GE.astype(np.int64) @ inputs.load_EM
         top_M = (-(-rows_GM // np.bincount(group_R)[:, None])).max(axis=0)
         excess.append(int((inputs.weight_M * (top_M - even_M)).sum()))
-    return 2 * excess[0] < excess[1]
+    return 4 * excess[0] < 3 * excess[1]
 
 
 def search_inputs(load_MRE: np.ndarray, problem: LayerProblem) -> Inputs:
@@ -286,18 +296,10 @@ def bring_near(
     """[E] homes after moving experts to the nodes whose sources choose them, as long as nodes stay level enough."""
     node_R, experts = problem.node_R, len(start_E)
     owner_E, turn_E = owners(experts, len(node_R)), in_turn(experts, len(node_R))
-    node_E = np.empty_like(owner_E)
-    node_E[turn_E] = near(
-        np.ascontiguousarray(load_MRE[:, :, turn_E]),
-        node_R[start_E[turn_E]],
-        node_R,
-        node_prices(owner_E, problem)[turn_E],
-        node_R[owner_E[turn_E]],
-        (problem.row_weight, problem.link_weight),
-        problem.budget,
-        problem.near_checks,
-        problem.near_steps,
-    )
+    weights = problem.row_weight, problem.link_weight
+    limits = problem.budget, problem.near_checks, problem.near_steps
+    cost_EN = node_prices(owner_E, problem)
+    node_E = near(load_MRE, node_R[start_E], node_R, cost_EN, node_R[owner_E], turn_E, weights, *limits)
     return assign_ranks(node_E, np.array(start_E), owner_E, node_R)
 
 
@@ -310,7 +312,7 @@ def node_prices(owner_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
 def with_far(inputs: Inputs, load_MRE: np.ndarray, home_E: np.ndarray, problem: LayerProblem) -> Inputs:
     """Rows from other nodes as further micro-steps, so that ranks of a node are level in what crosses, too."""
     is_far_RE = problem.node_R[:, None] != problem.node_R[home_E]
-    far_EM = np.where(is_far_RE, load_MRE, 0).sum(axis=1).T
+    far_EM = np.einsum("mre,re->em", load_MRE, is_far_RE.astype(np.int64))
     whole = max(1, int(inputs.load_EM.sum(axis=0).max()))
     ratio = problem.link_weight // max(1, problem.row_weight)
     return Inputs(

@@ -164,7 +164,10 @@ def polish(
     common = int(np.lcm.reduce(ranks_G))
     # In rows of common parts nothing is rounded, because every group's ranks divide them.
     whole = load_EM * common, ranks_G, weight_M, cost_EG * common
-    return swap_down(group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), owner_E, budget, max_checks)
+    turn_E = np.arange(len(group_E))
+    return swap_down(
+        group_E, len(ranks_G), lambda trial_E: busiest(trial_E, *whole), owner_E, turn_E, budget, max_checks
+    )
 
 
 def swap_down(
@@ -172,6 +175,7 @@ def swap_down(
     groups: int,
     value_of: Callable[[np.ndarray], int],
     owner_E: np.ndarray,
+    turn_E: np.ndarray,
     budget: int,
     max_checks: int,
 ) -> np.ndarray:
@@ -185,8 +189,8 @@ def swap_down(
     while quiet < len(pairs) and checks < max_checks:
         for a, b in pairs:
             quiet += 1
-            for e in range(len(group_E)):
-                for f in range(len(group_E)):
+            for e in turn_E:
+                for f in turn_E:
                     if group_E[e] != a or group_E[f] != b or checks >= max_checks:
                         continue
                     checks += 1
@@ -205,6 +209,7 @@ def near(
     node_R: np.ndarray,
     cost_EN: np.ndarray,
     owner_E: np.ndarray,
+    turn_E: np.ndarray,
     weights: tuple[int, int],
     budget: int,
     max_checks: int,
@@ -218,6 +223,7 @@ def near(
         node_R: [R] node of each rank
         cost_EN: [E, N] price of an expert in each node
         owner_E: [E] the node of each expert's owner
+        turn_E: [E] experts in the order in which they are looked at
         weights: price of a row to compute at every rank of the fullest node, and of one on the busiest link
         budget: most experts away from their owner's node
         max_checks: swaps to look at
@@ -230,7 +236,7 @@ def near(
     def value_of(trial_E: np.ndarray) -> int:
         return burden(seen_MRE, trial_E, node_R, cost_EN, weights)
 
-    return swap_down(group_E, nodes, value_of, owner_E, budget, max_checks)
+    return swap_down(group_E, nodes, value_of, owner_E, turn_E, budget, max_checks)
 
 
 def burden(

@@ -25,6 +25,7 @@ def placements(draw):
         "node_R": node_R,
         "cost_EN": cost_EN,
         "owner_E": owner_E,
+        "turn_E": rng.permutation(experts) if draw(st.booleans()) else np.arange(experts),
         "weights": draw(st.sampled_from([(1, 0), (0, 1), (300, 1700)])),
         "budget": draw(st.sampled_from([0, 1, 2, experts])),
         "max_checks": draw(st.sampled_from([0, 1, 13, 400])),
@@ -57,7 +58,6 @@ def test_experts_go_to_the_node_that_chooses_them():
     node_R, home_E = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
     load_MRE = np.array([[[0, 9, 0, 9], [0, 9, 0, 9], [9, 0, 9, 0], [9, 0, 9, 0]]])
     none_EN = np.zeros((4, 2), dtype=np.int64)
-    limits = {"cost_EN": none_EN, "owner_E": home_E, "weights": (1, 1), "max_checks": 100, "most_steps": 16}
-    found = homes.near(load_MRE, home_E, node_R, none_EN, home_E, (1, 1), 4, 100, 16)
-    assert found.tolist() == [1, 0, 1, 0]
-    assert reference.near(load_MRE, home_E, node_R, budget=1, **limits).tolist() == home_E.tolist()
+    given = load_MRE, home_E, node_R, none_EN, home_E, np.arange(4), (1, 1)
+    assert homes.near(*given, 4, 100, 16).tolist() == [1, 0, 1, 0]
+    assert reference.near(*given, 1, 100, 16).tolist() == home_E.tolist()
