@@ -24,26 +24,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.node_cases import NodeWork
 from benchmarks.results import Limit, format_table, read_commit, read_machine, say_limit
 from equipoise.core import Cluster
 from equipoise.launch import RankOptions, run_ranks
 
 PERCENT = 5
 """Of the GPU's processors for each rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeWork:
-    """A case with the plans of its policies."""
-
-    case: Any
-    policies: list[Any]
-    cluster: Cluster
-    is_bare: bool = False
 
 
 @contextmanager

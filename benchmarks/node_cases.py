@@ -99,6 +99,17 @@ class Policy:
     """How prepared rows travel, see `BalancerOptions.rows`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWork:
+    """A case with the plans of its policies."""
+
+    case: NodeCase
+    policies: list[Policy]
+    cluster: Cluster
+    is_bare: bool = False
+    """Routed experts alone, without attention."""
+
+
 def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Every policy of a case, planned with the cluster's profile."""
     loads, uniform = case.loads(case.routes_MLRTK), case.uniform()

@@ -70,7 +70,7 @@ def fetch_dots(mapped: MappedRows, place_TK: Tensor, dots_P: Tensor, *, stride: 
     return out_TK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _fetch_rows(bases, sent, out, tokens_at, order_at, stride, width, TOP_K: tl.constexpr, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -86,7 +86,7 @@ def _fetch_rows(bases, sent, out, tokens_at, order_at, stride, width, TOP_K: tl.
     tl.store(out + place * width + column, row, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _add_columns(
     bases,
     places,
@@ -114,7 +114,7 @@ def _add_columns(
     tl.store(out + token * width + column, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _combine_backward(
     bases,
     sent,
@@ -146,7 +146,7 @@ def _combine_backward(
     tl.store(grad_rows + place * width + column, grad_D * gate, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "count"])
 def _fetch_dots(bases, places, out, dots_at, stride, count, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count

@@ -12,9 +12,13 @@ One step (`step`) is: wait until nobody reads the part that this rank is about t
 to every peer's page, and wait until all peers have written theirs. Steps are the same on all ranks. A peer that has
 written step n + 1 has read what it wanted of step n, so a part may be filled again after any other step.
 
-On a CUDA device numbers are written and waited for by the stream; the calling thread goes on. A thread of its own
-bounds these waits: when a peer is gone, or a wait lasts too long, it writes all numbers itself, so that the device goes
-on, and the next step raises. What the layer computed after that never reaches an optimizer.
+On a CUDA device numbers are written and waited for by the stream, and no thread waits for the device. A thread waits only
+until the peers' threads have launched the same step: a stream then never waits for work that is not yet on its way.
+Otherwise ranks could hang for good: loading a kernel, which any operation may do when it runs for the first time, waits
+for the streams of the process, and keeps its other threads from telling peers what those wait for.
+
+A thread of its own bounds the streams' waits: when a peer is gone, or a wait lasts too long, it writes all numbers
+itself, so that the device goes on, and the next step raises. What was computed since then never reaches an optimizer.
 """
 
 import queue
@@ -33,7 +37,7 @@ from equipoise.core.plan import Plan
 from equipoise.transfer.cuda_pages import CudaPager, call_driver, load_driver
 from equipoise.transfer.node import NodeMemory, aligned
 from equipoise.transfer.pages import HostPager, Pager, share_pages, whole
-from equipoise.transfer.waits import Mark, Transfer
+from equipoise.transfer.waits import LAUNCHED, Mark, Transfer
 
 Part = Literal["tokens", "rows", "dots"]
 _LAST = 1 << 62
@@ -160,7 +164,7 @@ class MappedRows:
         self.views[node.rank].words_R.zero_()
         bases = [self.views[rank].words_R.data_ptr() for rank in sorted(self.views)]
         self.bases_R = torch.tensor(bases, dtype=torch.int64).to(node.device)
-        self._number, self._last_part = 0, ""
+        self._last_part = ""
         Mark.now(node.device).block()
         node.agree([0], Transfer("rows", path=node.direct_path))
         if not is_host:
@@ -234,6 +238,7 @@ class StreamWords:
         driver, size = self._driver, self._own_R.element_size()
         self._writes = [_write_operation(driver, views[r].words_R.data_ptr() + size * node.rank) for r in peers]
         self._waits = [_wait_operation(driver, self._own_R.data_ptr() + size * r) for r in peers]
+        self._releases = [_write_operation(driver, self._own_R.data_ptr() + size * r) for r in peers]
         self._release = torch.cuda.Stream(node.device)
         self._queue: queue.SimpleQueue[tuple[Mark, Mark, Transfer] | None] = queue.SimpleQueue()
         self._failure: TransferError | None = None
@@ -254,6 +259,8 @@ class StreamWords:
             operation.waitValue.value64 = number
         # A write is seen after everything that the stream did before it.
         call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._writes), self._writes, 0)
+        self._node.cells[self._node.rank][LAUNCHED] = number
+        self._node.wait_peers(LAUNCHED, number, transfer)
         before = Mark.now(self._node.device)
         call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._waits), self._waits, 0)
         self._queue.put((before, Mark.now(self._node.device), transfer))
@@ -275,8 +282,11 @@ class StreamWords:
                 self._node.watchdog.wait(after.is_reached, transfer, pause=_pause)
             except TransferError as error:
                 self._failure = error
-                with torch.cuda.stream(self._release):
-                    self._own_R.fill_(_LAST)
+                # By the driver alone: a kernel may have to be loaded, which waits for the stream that hangs.
+                for operation in self._releases:
+                    operation.writeValue.value64 = _LAST
+                stream = self._release.cuda_stream
+                call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._releases), self._releases, 0)
                 return
 
 

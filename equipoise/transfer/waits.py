@@ -11,6 +11,7 @@ Each rank has a row of 64-bit cells in the node's memory that only it writes, an
     RETIRED      the last window from which it pulls nothing any more
     WRITTEN      the last relocation that it has written completely
     ABORTED      1 once its message says why it gave up
+    LAUNCHED     the last step of mapped rows that it has launched (see `mapped_rows`)
     TAGS...      one per mailbox of returned gradients (see `returns`)
 A cell is stored after the data that it announces. That is safe because x86-64 keeps the order of stores; other
 machines are refused, because a rank could see a cell before its data.
@@ -40,7 +41,7 @@ from equipoise.core.errors import EquipoiseError, TransferError
 
 T = TypeVar("T")
 
-PID, START, VERSION, RETIRED, WRITTEN, ABORTED, TAGS = range(7)
+PID, START, VERSION, RETIRED, WRITTEN, ABORTED, LAUNCHED, TAGS = range(8)
 MESSAGE_BYTES = 1024
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 """Pauses between two looks: short at first, so that a hand-over costs little, then long enough to leave the core."""

@@ -18,10 +18,11 @@ def train_with(group, case, rows, *, is_checkpointed=False, silent=()):
     net, found = SmallStack(case, group), []
     with balancer_of(net, case, group, rows=rows) as balancer:
         for number in range(2):
-            window = [_leaves(inputs.to(case.device)) for inputs in window_inputs(case, number, group.rank())]
+            window = window_inputs(case, number, group.rank())
             if group.rank() in silent:
-                window = [_leaves(_without_tokens(inputs)) for inputs in window]
+                window = [_without_tokens(inputs) for inputs in window]
             balancer.submit(routes_of(window))
+            window = [_leaves(inputs.to(case.device)) for inputs in window]
             with balancer.window():
                 for micro_step, inputs in enumerate(window):
                     if is_checkpointed:
@@ -56,8 +57,9 @@ def die_in_a_window(group, case, timeout_s):
     """Rank 1 is killed between two layers; what the others are told, and whether their device goes on."""
     net = SmallStack(case, group)
     balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
-    window = [inputs.to(case.device) for inputs in window_inputs(case, 0, group.rank())]
+    window = window_inputs(case, 0, group.rank())
     balancer.submit(routes_of(window))
+    window = [inputs.to(case.device) for inputs in window]
     balancer.begin()
     try:
         for micro_step, inputs in enumerate(window):
@@ -78,8 +80,9 @@ def stand_still(group, case, timeout_s):
     """Rank 1 does not run its first layer until rank 0 has given up; what is said, and after how long."""
     net = SmallStack(case, group)
     balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
-    window = [inputs.to(case.device) for inputs in window_inputs(case, 0, group.rank())]
+    window = window_inputs(case, 0, group.rank())
     balancer.submit(routes_of(window))
+    window = [inputs.to(case.device) for inputs in window]
     balancer.begin()
     begin = time.monotonic()
     if group.rank() == 1:
