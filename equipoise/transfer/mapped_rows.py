@@ -12,8 +12,8 @@ One step (`step`) is: wait until nobody reads the part that this rank is about t
 to every peer's page, and wait until all peers have written theirs. Steps are the same on all ranks. A peer that has
 written step n + 1 has read what it wanted of step n, so a part may be filled again after any other step.
 
-On a CUDA device numbers are written and waited for by the stream, and no thread waits for the device. A thread waits only
-until the peers' threads have launched the same step: a stream then never waits for work that is not yet on its way.
+On a CUDA device the stream writes and waits for numbers, and no thread waits for the device. A thread waits only until
+the peers' threads have launched the same step: a stream then never waits for work that is not yet on its way.
 Otherwise ranks could hang for good: loading a kernel, which any operation may do when it runs for the first time, waits
 for the streams of the process, and keeps its other threads from telling peers what those wait for.
 
