@@ -42,7 +42,7 @@ def frozen_array(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]) -> np.ndarray:
+def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError], low: int | None = None) -> np.ndarray:
     """Return `array` as a contiguous read-only int64 array, or raise `error` naming what is wrong.
 
     Args:
@@ -50,6 +50,7 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
         array: anything numpy can turn into an integer array
         ndim: the number of axes it must have
         error: the error to raise
+        low: the least value allowed
     """
     given = as_array(name, array, error=error)
     if given.dtype.kind not in "iu":
@@ -60,6 +61,9 @@ def int64_array(name: str, array: Any, *, ndim: int, error: type[EquipoiseError]
         raise error(f"{name} must have {ndim} axes, got shape {given.shape}")
     if given.dtype == np.uint64 and given.size and int(given.max()) > INT64_MAX:
         raise error(f"{name} holds {int(given.max())}, above the limit of int64, {INT64_MAX}")
+    if low is not None and given.size and given.min() < low:
+        place = tuple(int(i) for i in np.argwhere(given < low)[0])
+        raise error(f"{name}{list(place)} is {int(given[place])}; it must be at least {low}")
     return frozen_array(np.ascontiguousarray(given, dtype=np.int64))
 
 

@@ -195,13 +195,12 @@ class LoadMatrix(Value):
     """E."""
 
     def __post_init__(self) -> None:
-        load = int64_array("load_MLRE", self.load_MLRE, ndim=4, error=LoadsError)
+        load = int64_array("load_MLRE", self.load_MLRE, ndim=4, low=0, error=LoadsError)
         object.__setattr__(self, "load_MLRE", load)
         if 0 in load.shape:
             raise LoadsError(f"load_MLRE has shape {load.shape}; every axis needs at least one entry")
         for name, size in zip(("micro_steps", "layers", "ranks", "experts"), load.shape, strict=True):
             object.__setattr__(self, f"num_{name}", size)
-        _refuse_negative("load_MLRE", load)
         require_choice("stage", self.stage, Stage, error=LoadsError)
         if self.padding_MLRE is not None:
             object.__setattr__(self, "padding_MLRE", self._checked_padding())
@@ -214,10 +213,9 @@ class LoadMatrix(Value):
             object.__setattr__(self, "layer_numbers_L", numbers)
 
     def _checked_padding(self) -> np.ndarray:
-        padding = int64_array("padding_MLRE", self.padding_MLRE, ndim=4, error=LoadsError)
+        padding = int64_array("padding_MLRE", self.padding_MLRE, ndim=4, low=0, error=LoadsError)
         if padding.shape != self.load_MLRE.shape:
             raise LoadsError(f"padding_MLRE has shape {padding.shape}, load_MLRE has {self.load_MLRE.shape}")
-        _refuse_negative("padding_MLRE", padding)
         over = np.argwhere(padding > self.load_MLRE)
         if len(over):
             place = tuple(int(i) for i in over[0])
@@ -293,9 +291,3 @@ class LoadMatrix(Value):
         """Build a matrix from what `to_arrays` returned; other arrays are ignored."""
         options: dict[str, Any] = {name: arrays[name] for name in OPTIONAL if name in arrays}
         return cls(arrays["load_MLRE"], stage=str(arrays["stage"]), **options)  # type: ignore[arg-type]  # checked there
-
-
-def _refuse_negative(name: str, array: np.ndarray) -> None:
-    if array.min() < 0:
-        place = tuple(int(i) for i in np.argwhere(array < 0)[0])
-        raise LoadsError(f"{name}{list(place)} is {int(array[place])}; rows cannot be negative")

@@ -5,6 +5,7 @@ In the order in which a row meets them:
     experts.py       BalancedExperts, the routed experts of one layer; the story of a forward pass
     dispatch.py      which slot computes each row, and the index tables that take it there and back
     relay.py         the two-level exchange: a token crosses to each node once, then goes on inside the node
+    mapped.py        inside a node: rows are read where they are, through mapped memory; triton_rows.py has its kernels
     ops.py           the autograd ops: enter home, spread, exchange, reorder, combine
     expert_block.py  the experts' products over home and replica slots, and the activations between them
     triton_ops.py    Triton kernels of combine and activation, for CUDA devices

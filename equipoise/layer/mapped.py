@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.layer.ops import fused_for
-from equipoise.transfer.mapped_rows import MappedRows, RowViews, typed
+from equipoise.transfer.mapped_rows import MappedRows, typed
 
 
 class MappedTables(NamedTuple):
@@ -75,23 +75,22 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, tables: MappedTables, mapped: MappedRows, layer: int) -> Tensor:
         ctx.tables, ctx.mapped, ctx.layer = tables, mapped, layer
-        _check_dtype(hidden_TD, mapped)
-
-        def fill(own: RowViews) -> None:
-            own.tokens_TD[: len(hidden_TD)] = hidden_TD
-            own.order_N[: len(tables.order_N)] = tables.order_N
-
-        mapped.step("tokens", fill, layer=layer)
+        if hidden_TD.dtype != mapped.own.tokens_TD.dtype:
+            raise TransferError(
+                f"hidden states are {hidden_TD.dtype}, the experts {mapped.own.tokens_TD.dtype}; cast the hidden "
+                "states, or exchange rows by collectives (rows='collective')"
+            )
+        page = mapped.begin("tokens", layer=layer)
+        page.tokens_TD[: len(hidden_TD)] = hidden_TD
+        page.order_N[: len(tables.order_N)] = tables.order_N
+        mapped.end(layer=layer)
         return _fetch_rows(mapped, tables)
 
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None, None]:
         mapped, tables = ctx.mapped, ctx.tables
-
-        def fill(own: RowViews) -> None:
-            own.rows_PD[: len(grad_PD)] = grad_PD
-
-        mapped.step("rows", fill, layer=ctx.layer)
+        mapped.begin("rows", layer=ctx.layer).rows_PD[: len(grad_PD)] = grad_PD
+        mapped.end(layer=ctx.layer)
         return _add_columns(mapped, tables, None), None, None, None
 
 
@@ -113,54 +112,28 @@ class _CombineMapped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(out_PD, gates_TK)
         ctx.tables, ctx.mapped, ctx.layer = tables, mapped, layer
-
-        def fill(own: RowViews) -> None:
-            own.rows_PD[: len(out_PD)] = out_PD
-
-        mapped.step("rows", fill, layer=layer)
+        mapped.begin("rows", layer=layer).rows_PD[: len(out_PD)] = out_PD
+        mapped.end(layer=layer)
         return _add_columns(mapped, tables, gates_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         out_PD, gates_TK = ctx.saved_tensors
-        mapped, tables = ctx.mapped, ctx.tables
-
+        mapped, tables, layer = ctx.mapped, ctx.tables, ctx.layer
         # Step 1: the ranks that computed rows fetch the gradients of their tokens, and their gates.
-        def fill(own: RowViews) -> None:
-            own.tokens_TD[: len(grad_TD)] = grad_TD
-            own.order_N[: len(tables.order_N)] = tables.order_N
-            typed(own.gates_X, gates_TK.numel(), gates_TK.dtype)[:] = gates_TK.reshape(-1)
-
-        mapped.step("tokens", fill, layer=ctx.layer)
-        # A rank has written its dots before it fetches anybody's, so they are a part of the step below.
+        page = mapped.begin("tokens", layer=layer)
+        page.tokens_TD[: len(grad_TD)] = grad_TD
+        page.order_N[: len(tables.order_N)] = tables.order_N
+        typed(page.gates_X, gates_TK.numel(), gates_TK.dtype)[:] = gates_TK.reshape(-1)
+        mapped.end(layer=layer)
         dots_P = torch.empty(len(out_PD), dtype=gates_TK.dtype, device=out_PD.device)
         grad_PD = _combine_backward(mapped, tables, out_PD, dots_P)
         if not ctx.needs_input_grad[1]:
             return grad_PD, None, None, None, None
-
         # Step 2: gradients of gates go back to the tokens' ranks.
-        def fill_dots(own: RowViews) -> None:
-            typed(own.dots_X, len(dots_P), dots_P.dtype)[:] = dots_P
-
-        mapped.step("dots", fill_dots, layer=ctx.layer)
+        typed(mapped.begin("dots", layer=layer).dots_X, len(dots_P), dots_P.dtype)[:] = dots_P
+        mapped.end(layer=layer)
         return grad_PD, _fetch_dots(mapped, tables, dots_P), None, None, None
-
-
-def _check_dtype(hidden_TD: Tensor, mapped: MappedRows) -> None:
-    if hidden_TD.dtype != mapped.own.tokens_TD.dtype:
-        raise TransferError(
-            f"hidden states are {hidden_TD.dtype}, the experts {mapped.own.tokens_TD.dtype}; cast the hidden states, "
-            "or exchange rows by collectives (rows='collective')"
-        )
-
-
-def _fused(tensor: Tensor) -> Any:
-    """`triton_rows` where it serves rows like these, else None."""
-    if fused_for(tensor) is None:
-        return None
-    from equipoise.layer import triton_rows
-
-    return triton_rows
 
 
 # Plain versions below are the definition, and run on the CPU.
@@ -168,7 +141,7 @@ def _fused(tensor: Tensor) -> Any:
 
 def _fetch_rows(mapped: MappedRows, tables: MappedTables) -> Tensor:
     own, top_k = mapped.own, tables.place_TK.shape[1]
-    fused = _fused(own.tokens_TD)
+    fused = fused_for(own.tokens_TD, kernels="triton_rows")
     if fused is not None:
         return fused.fetch_rows(mapped, tables.sent_P, stride=tables.sent_stride, top_k=top_k)
     rows_PD = own.tokens_TD.new_zeros((len(tables.sent_P), own.tokens_TD.shape[1]))
@@ -181,7 +154,7 @@ def _fetch_rows(mapped: MappedRows, tables: MappedTables) -> Tensor:
 
 def _add_columns(mapped: MappedRows, tables: MappedTables, gates_TK: Tensor | None) -> Tensor:
     own, place_TK, stride = mapped.own, tables.place_TK, tables.place_stride
-    fused = _fused(own.rows_PD) if gates_TK is None or fused_for(gates_TK) else None
+    fused = fused_for(own.rows_PD, *(() if gates_TK is None else (gates_TK,)), kernels="triton_rows")
     if fused is not None:
         return fused.add_columns(mapped, place_TK, gates_TK, stride=stride)
     dtype = own.rows_PD.dtype if gates_TK is None else torch.promote_types(own.rows_PD.dtype, gates_TK.dtype)
@@ -198,7 +171,7 @@ def _add_columns(mapped: MappedRows, tables: MappedTables, gates_TK: Tensor | No
 def _combine_backward(mapped: MappedRows, tables: MappedTables, out_PD: Tensor, dots_P: Tensor) -> Tensor:
     """[P, D] gradients of the experts' outputs; writes those of the gates to `dots_P`."""
     sent_P, stride, top_k = tables.sent_P, tables.sent_stride, tables.place_TK.shape[1]
-    fused = _fused(out_PD) if fused_for(dots_P) else None
+    fused = fused_for(out_PD, dots_P, kernels="triton_rows")
     if fused is not None:
         return fused.combine_backward(mapped, out_PD, dots_P, sent_P, stride=stride, top_k=top_k)
     grad_PD = torch.zeros_like(out_PD)
@@ -214,7 +187,7 @@ def _combine_backward(mapped: MappedRows, tables: MappedTables, out_PD: Tensor, 
 
 def _fetch_dots(mapped: MappedRows, tables: MappedTables, dots_P: Tensor) -> Tensor:
     place_TK, stride = tables.place_TK, tables.place_stride
-    fused = _fused(dots_P)
+    fused = fused_for(dots_P, kernels="triton_rows")
     if fused is not None:
         return fused.fetch_dots(mapped, place_TK, dots_P, stride=stride)
     grad_TK = dots_P.new_empty(place_TK.shape)

@@ -8,6 +8,7 @@ on where its rows were computed nor on the order in which they were sent.
 """
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
@@ -25,20 +26,16 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Fused kernels sum in float32, which would be a loss for float64."""
 
 
-def fused_for(*tensors: Tensor) -> ModuleType | None:
-    """Return `equipoise.layer.triton_ops` where it serves all these tensors, else None."""
+def fused_for(*tensors: Tensor, kernels: str = "triton_ops") -> ModuleType | None:
+    """Return this room's module of kernels where it serves all these tensors, else None."""
     if not all(tensor.is_cuda and tensor.dtype in FUSED_DTYPES for tensor in tensors):
         return None
-    return _fused()
+    return _load(kernels)
 
 
 @cache
-def _fused() -> ModuleType | None:
-    if find_spec("triton") is None:
-        return None
-    from equipoise.layer import triton_ops
-
-    return triton_ops
+def _load(kernels: str) -> ModuleType | None:
+    return None if find_spec("triton") is None else import_module(f"equipoise.layer.{kernels}")
 
 
 CombineOrder = Literal["top_k", "expert"]

@@ -1,16 +1,16 @@
 """`MappedRows`: memory in which the ranks of a node show rows to each other, and the order in which they may read it.
 
 Every rank has one page of this layout, and maps the pages of all ranks of its node:
-    words      one 64-bit step number per rank of the node, written by that rank and read by the page's owner
+    words      one 64-bit step number per rank of the node, written by that rank's stream, waited for by the owner's
     tokens     [T, D] hidden states, or gradients of the layer's output
     order      [N] int32, which (token, column) each row is, in the order in which the rank sends its rows
     gates      [T, K] gates of the tokens
     rows       [P, D] outputs of experts, or gradients of their inputs, slot by slot
     dots       [P] gradients of gates
 
-One step (`step`) is: wait until nobody reads the part that this rank is about to fill, fill it, write the step's number
-to every peer's page, and wait until all peers have written theirs. Steps are the same on all ranks. A peer that has
-written step n + 1 has read what it wanted of step n, so a part may be filled again after any other step.
+One step: `begin` it, which waits until nobody reads the part that this rank is about to fill; fill the part; `end` it,
+which tells all peers its number and waits for theirs. Steps are the same on all ranks. A peer that has ended step n + 1
+has read what it wanted of step n, so a part may be filled again after any other step.
 
 On a CUDA device the stream writes and waits for numbers, and no thread waits for the device. A thread waits only until
 the peers' threads have launched the same step: a stream then never waits for work that is not yet on its way.
@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -62,10 +61,6 @@ class RowLimits:
         slots = plan.home_slots + plan.slots
         computed = int(plan.rank_load_MLR.max(initial=0)) + slots * (pad - 1)
         return cls(tokens=-(-sent // plan.model.top_k), sent=sent, computed=computed)
-
-    def covers(self, other: "RowLimits") -> bool:
-        """Whether memory of these sizes holds what `other` needs."""
-        return self.tokens >= other.tokens and self.sent >= other.sent and self.computed >= other.computed
 
 
 class RowViews(NamedTuple):
@@ -133,19 +128,20 @@ class MappedRows:
         self.offsets = RowOffsets(*[0] * 7)
         self.bases_R = torch.zeros(0, dtype=torch.int64, device=node.device)
         """[R] address at which this process has mapped each rank's page, on the device."""
+        self.own: RowViews
+        """This rank's page."""
         self._number, self._last_part = 0, ""
         self._stream_words: StreamWords | None = None
 
     def reserve(self, plan: Plan, *, pad: int = 1) -> None:
         """Make room for the rows of a window. Every rank of the group must call this, with the same plan."""
         limits, node = RowLimits.of(plan, pad=pad), self._node
-        if self.limits.covers(limits) and self.views:
+        sizes = [(getattr(limits, name), getattr(self.limits, name)) for name in ("tokens", "sent", "computed")]
+        if self.views and all(wanted <= there for wanted, there in sizes):
             return
         # A little more than now, so that windows of growing size do not allocate every time.
-        grown = (max(a, b) for a, b in ((limits.tokens, self.limits.tokens), (limits.sent, self.limits.sent)))
-        tokens, sent = (size + size // 8 for size in grown)
-        computed = max(limits.computed, self.limits.computed)
-        limits = RowLimits(tokens=tokens, sent=sent, computed=computed + computed // 8)
+        tokens, sent, computed = (max(pair) + max(pair) // 8 for pair in sizes)
+        limits = RowLimits(tokens=tokens, sent=sent, computed=computed)
         self.close()
         is_host = node.device.type == "cpu"
         pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)
@@ -161,7 +157,8 @@ class MappedRows:
             pages.release()
         self.limits, self.offsets, self.num_bytes = limits, offsets, size
         self.views = {rank: self._views(spans[0].view) for rank, spans in shared.spans.items()}
-        self.views[node.rank].words_R.zero_()
+        self.own = self.views[node.rank]
+        self.own.words_R.zero_()
         bases = [self.views[rank].words_R.data_ptr() for rank in sorted(self.views)]
         self.bases_R = torch.tensor(bases, dtype=torch.int64).to(node.device)
         self._last_part = ""
@@ -170,26 +167,30 @@ class MappedRows:
         if not is_host:
             self._stream_words = StreamWords(node, self.views)
 
-    @property
-    def own(self) -> RowViews:
-        """This rank's page."""
-        return self.views[self._node.rank]
-
-    def step(self, part: Part, fill: Callable[[RowViews], None], *, layer: int) -> None:
-        """Fill a part of this rank's page and wait until all ranks have filled theirs. Every rank must call this.
-
-        On a CUDA device the current stream waits, and what is launched behind reads the peers' pages.
+    def begin(self, part: Part, *, layer: int) -> RowViews:
+        """Begin a step and return this rank's page, whose `part` is to be filled. Every rank must call this.
 
         Args:
             part: what is filled; `order` and `gates` belong to `tokens`
-            fill: writes to this rank's page
             layer: for errors
         """
         if part == self._last_part:
-            self._pass(layer)
-        fill(self.own)
-        self._pass(layer)
+            self.end(layer=layer)
         self._last_part = part
+        return self.own
+
+    def end(self, *, layer: int) -> None:
+        """Wait until all ranks have filled the same part. On a CUDA device the current stream waits.
+
+        What is computed, or launched in this stream, behind it may read the peers' pages.
+        """
+        node, self._number = self._node, self._number + 1
+        transfer = Transfer("rows", layer, path=node.direct_path)
+        if self._stream_words is not None:
+            self._stream_words.step(self._number, transfer)
+        else:
+            node.cells[node.rank][LAUNCHED] = self._number
+            node.wait_peers(LAUNCHED, self._number, transfer)
 
     def close(self) -> None:
         """Let go of all pages. Closing twice is allowed."""
@@ -197,19 +198,6 @@ class MappedRows:
             self._stream_words.close()
         Mark.now(self._node.device).block()
         self._stream_words, self.views = None, {}
-
-    def _pass(self, layer: int) -> None:
-        """Write the next step's number to all peers, and wait for theirs."""
-        node, self._number = self._node, self._number + 1
-        transfer = Transfer("rows", layer, path=node.direct_path)
-        if self._stream_words is not None:
-            self._stream_words.step(self._number, transfer)
-            return
-        for peer in node.peers:
-            self.views[peer].words_R[node.rank] = self._number
-        words = self.own.words_R.numpy()
-        for peer in node.peers:
-            node.watchdog.wait(partial(_has_reached, words, peer, self._number), transfer._replace(peer=peer))
 
     def _views(self, view: Callable[..., Tensor]) -> RowViews:
         limits, offsets, width = self.limits, self.offsets, self._width
@@ -221,10 +209,6 @@ class MappedRows:
             view(offsets.rows, (limits.computed, width), self._dtype),
             view(offsets.dots, (8 * limits.computed,), torch.uint8),
         )
-
-
-def _has_reached(words_R: Any, rank: int, number: int) -> bool:
-    return bool(words_R[rank] >= number)
 
 
 class StreamWords:
