@@ -2,12 +2,15 @@
 
     run.py        calibrate: everything that is measured, in order; a profile compared with the device again
     bench.py      how anything is timed, and the sizes that are measured
+    ranks.py      calibrate_ranks: the same on ranks that work side by side, and what needs several of them
+    between.py    measurements between ranks: rows by mapped memory, and the steps that order them
     measures.py   expert tables, rows moved inside a device, attention, pulls, gradient adds, window edges
 
 What a profile is and how it is used is defined in `cost`; the measured code is that of `layer`.
 """
 
 from equipoise.calibrate.bench import Grid
+from equipoise.calibrate.ranks import calibrate_ranks
 from equipoise.calibrate.run import calibrate
 
-__all__ = ["Grid", "calibrate"]
+__all__ = ["Grid", "calibrate", "calibrate_ranks"]

@@ -62,7 +62,7 @@ class Grid:
     tokens: tuple[int, ...]
     """Sequence lengths of the attention."""
     moved_rows: tuple[int, ...]
-    """Rows that are put in order, of the first shape's hidden width and the last's."""
+    """Rows that are put in order, of the widths `moved_widths`."""
     top_k: int = 8
     copies: int = 16
     """Experts that copies rotate over, so that none finds its source in L2."""
@@ -98,6 +98,11 @@ class Grid:
     def expert_shape(self) -> tuple[int, int]:
         """(hidden, expert width) of the expert that is copied: the first."""
         return self.shapes[0]
+
+    @property
+    def moved_widths(self) -> list[int]:
+        """Hidden widths of the rows that are moved: the first shape's and the last's."""
+        return sorted({self.shapes[0][0], self.shapes[-1][0]})
 
     @property
     def expert_params(self) -> int:

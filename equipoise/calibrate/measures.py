@@ -98,7 +98,7 @@ def measure_moves(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
     Rates are bytes of rows per second, each row's bytes counted once, so that N rows take N x row bytes / rate.
     """
     num_bytes, times = 0, [0.0] * 4
-    for hidden in sorted({grid.shapes[0][0], grid.shapes[-1][0]}):
+    for hidden in grid.moved_widths:
         for rows in grid.moved_rows:
             num_bytes += rows * hidden * bench.dtype.itemsize
             cases = [*time_received(rows, hidden, bench), *time_sent(rows // grid.top_k, hidden, grid.top_k, bench)]
@@ -123,7 +123,7 @@ def time_received(rows: int, hidden: int, bench: Bench) -> tuple[float, float]:
         placed_ND = reorder_rows(rows_ND, there_P=there_P, back_N=back_N)
         return reorder_rows(placed_ND, there_P=back_N, back_N=there_P)
 
-    return _time(move, (rows_ND,), bench)
+    return time_move(move, (rows_ND,), bench)
 
 
 def time_sent(tokens: int, hidden: int, top_k: int, bench: Bench) -> tuple[float, float]:
@@ -137,10 +137,11 @@ def time_sent(tokens: int, hidden: int, top_k: int, bench: Bench) -> tuple[float
         rows_ND = spread_rows(hidden_TD, token_N=token_N, index_TK=index_TK)
         return combine_rows(rows_ND, gates_TK, index_TK=index_TK)
 
-    return _time(move, (hidden_TD, gates_TK), bench)
+    return time_move(move, (hidden_TD, gates_TK), bench)
 
 
-def _time(move: Callable[[], Tensor], leaves: tuple[Tensor, ...], bench: Bench) -> tuple[float, float]:
+def time_move(move: Callable[[], Tensor], leaves: tuple[Tensor, ...], bench: Bench) -> tuple[float, float]:
+    """Return nanoseconds of a move of rows, forward and update."""
     grad = torch.randn_like(move())
 
     def infer() -> Tensor:

@@ -153,8 +153,7 @@ def calibrate(
 
 def count_steps(grid: Grid) -> int:
     """Return the number of steps that `calibrate` reports."""
-    widths = len({grid.shapes[0][0], grid.shapes[-1][0]})
-    moves, attention = widths * len(grid.moved_rows), len(grid.attention) * len(grid.tokens)
+    moves, attention = len(grid.moved_widths) * len(grid.moved_rows), len(grid.attention) * len(grid.tokens)
     fixed = PULL_STEPS + BESIDE_STEPS + ADD_STEPS + EXCHANGE_STEPS
     return len(grid.shapes) * grid.cells + moves + attention + fixed
 

@@ -2,15 +2,19 @@
 
     equipoise calibrate -o profile.json
     equipoise calibrate --check profile.json
+    equipoise calibrate --ranks 8 -o node.json
+    equipoise calibrate --ranks 8 --shapes 2048x768,2880x2880 --rows 1024,8192,32768 --slots 1,8,16 -o node.json
 
-Takes about a minute on an H200, and needs torch and a CUDA device. The profile names its device, driver, torch and
-commit, its spread, and a source for each figure. `--check` measures a sample; exit code 1 if a figure is further off
-than the limit, twice. What is measured and how: docs/calibrate.md.
+Takes about a minute on an H200, and needs torch and a CUDA device. With --ranks it starts that many ranks (or joins
+those of torchrun), which measure at the same time, and measures what needs several ranks, too. The profile names its
+device, driver, torch and commit, its spread, and a source for each figure. `--check` measures a sample; exit code 1 if
+a figure is further off than the limit, twice. What is measured and how: docs/calibrate.md.
 """
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +24,7 @@ from equipoise.cli.options import ForceFlag, JsonFlag, refuse_existing, require_
 from equipoise.cli.output import print_json, progress, screen, show_check
 from equipoise.core import Cluster, TopologyError
 from equipoise.core.cluster import preset_names, presets_like
+from equipoise.core.value import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +39,14 @@ def calibrate(
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 9,
     commit: Annotated[str | None, typer.Option(help="Commit of the source, if git cannot tell.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Measure on so many ranks at once; all figures are medians.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks form.")] = 1,
+    shapes: Annotated[str | None, typer.Option(help="Expert shapes, as 2048x768,2880x2880 (hidden x width).")] = None,
+    rows: Annotated[str | None, typer.Option(help="Row counts of the expert tables, as 1024,8192.")] = None,
+    slots: Annotated[str | None, typer.Option(help="Slot counts of the expert tables, as 1,8,16.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Sequence lengths of the attention, as 1024.")] = None,
     trial: Annotated[
         bool, typer.Option("--trial", help="Tiny sizes on the CPU, to try the command; cannot price anything.")
     ] = False,
@@ -47,39 +60,64 @@ def calibrate(
     if cluster is not None:
         Cluster.preset(cluster)
     # A wrong name is reported before a missing GPU.
-    filed = None if check is None else _read_profile(check, is_trial=trial)
+    filed = None if check is None else _read_profile(check, is_trial=trial, ranks=ranks)
+    sizes = _read_sizes({"--shapes": shapes, "--rows": rows, "--slots": slots, "--tokens": tokens})
+    if filed is not None and sizes:
+        raise TopologyError("a check measures a sample of the profile; leave --shapes, --rows, --slots, --tokens out")
     require_installed("calibrate", "torch", extra="torch")
 
     def measure() -> dict[str, Any]:
-        from equipoise.calibrate import Grid
-        from equipoise.calibrate import calibrate as measure_device
+        from equipoise import calibrate as room
         from equipoise.calibrate.run import require_gpu, sample_of
 
         if not trial:
             require_gpu()
-        grid = Grid.smoke() if trial else Grid.full()
+        grid = replace(room.Grid.smoke() if trial else room.Grid.full(), **sizes)
         if filed is not None:
             grid = sample_of(filed, grid)
-        device, link = ("cpu", 10**12) if trial else ("cuda", _link_rate(cluster))
+        link = 10**12 if trial else _link_rate(cluster)
+        given: dict[str, Any] = {"nvlink_bytes_per_s": link, "runs": runs, "device": "cpu" if trial else "cuda"}
         with progress("measuring") as show:
-            return measure_device(grid, nvlink_bytes_per_s=link, runs=runs, device=device, commit=commit, tell=show)
+            if ranks is None:
+                return room.calibrate(grid, **given, commit=commit, tell=show)
+            return room.calibrate_ranks(grid, ranks=ranks, nodes=nodes, **given, commit=commit, tell=show)
 
+    from equipoise.launch import find_torchrun
+
+    is_first = ranks is None or (place := find_torchrun()) is None or place.rank == 0
     console = screen(as_json=as_json)
     if filed is None:
         assert out is not None, "one of the two was given"
         document, is_good = measure(), True
-        _write_profile(document, out, console)
+        if is_first:
+            _write_profile(document, out, console)
     else:
         document = _check_profile(filed, measure, limit=limit / 100)
-        show_check(document, console)
+        if is_first:
+            show_check(document, console)
         is_good = document["is_good"]
-    if as_json:
+    if as_json and is_first:
         print_json(document)
     raise typer.Exit(0 if is_good else 1)
 
 
-def _read_profile(path: Path, *, is_trial: bool) -> dict[str, Any]:
-    """Read the content of a profile that `Profile` accepts; a trial can only be checked by a trial."""
+def _read_sizes(given: dict[str, str | None]) -> dict[str, Any]:
+    """Return the fields of a `Grid` that options choose."""
+    sizes: dict[str, Any] = {}
+    for option, text in given.items():
+        if text is None:
+            continue
+        form = r"\d+x\d+" if option == "--shapes" else r"\d+"
+        if not re.fullmatch(rf"{form}(,{form})*", text) or "0" in re.split("[,x]", text):
+            example = "2048x768,2880x2880" if option == "--shapes" else "8,16,32"
+            raise TopologyError(f"{option} is {text!r}; give numbers above 0 with commas between them, as {example}")
+        numbers = [tuple(map(int, part.split("x"))) for part in text.split(",")]
+        sizes[option[2:]] = tuple(numbers) if option == "--shapes" else tuple(sorted({one for (one,) in numbers}))
+    return sizes
+
+
+def _read_profile(path: Path, *, is_trial: bool, ranks: int | None) -> dict[str, Any]:
+    """Read the content of a profile that `Profile` accepts; what measured it must check it."""
     from equipoise.cost import Profile
 
     try:
@@ -91,6 +129,9 @@ def _read_profile(path: Path, *, is_trial: bool) -> dict[str, Any]:
         raise TopologyError(
             f"profile {path} is {kind}; {'leave --trial out' if is_trial else 'add --trial'} to check it"
         )
+    if content.get("ranks", {}).get("count") != ranks:
+        fix = f"give --ranks {content['ranks']['count']}" if "ranks" in content else "leave --ranks out"
+        raise TopologyError(f"profile {path} was not measured with {plural(ranks or 1, 'rank')}; {fix} to check it")
     return content
 
 

@@ -37,7 +37,7 @@ from equipoise.transfer.host_store import (
     first_uses,
     send_crossings,
 )
-from equipoise.transfer.mapped_rows import MappedRows
+from equipoise.transfer.mapped_rows import MappedRows, RowLimits
 from equipoise.transfer.node import ExpertWeights, NodeMemory
 from equipoise.transfer.pulls import HostPath, MappedPath, Puller, PullPath, PullSchedule
 from equipoise.transfer.returns import Mailboxes
@@ -197,7 +197,7 @@ class TransferEngine:
             pad: groups of rows are filled to a multiple of this
         """
         self._mapped = self._mapped or MappedRows(self._node, top_k=plan.model.top_k)
-        self._mapped.reserve(plan, pad=pad)
+        self._mapped.reserve(RowLimits.of(plan, pad=pad))
         return self._mapped
 
     def publish_layer(self, layer: int) -> None:

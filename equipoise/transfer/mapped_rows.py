@@ -118,7 +118,7 @@ class MappedRows:
         Args:
             top_k: experts of a token
         """
-        self._node, self._top_k = node, top_k
+        self._node, self.top_k = node, top_k
         self._width, self._dtype = node.layout.matrices[1][0], node.layout.dtype
         self.limits = RowLimits(tokens=0, sent=0, computed=0)
         self.num_bytes = 0
@@ -133,9 +133,9 @@ class MappedRows:
         self._number, self._last_part = 0, ""
         self._stream_words: StreamWords | None = None
 
-    def reserve(self, plan: Plan, *, pad: int = 1) -> None:
-        """Make room for the rows of a window. Every rank of the group must call this, with the same plan."""
-        limits, node = RowLimits.of(plan, pad=pad), self._node
+    def reserve(self, limits: RowLimits) -> None:
+        """Make room for the rows of a window. Every rank of the group must call this, with the same limits."""
+        node = self._node
         sizes = [(getattr(limits, name), getattr(self.limits, name)) for name in ("tokens", "sent", "computed")]
         if self.views and all(wanted <= there for wanted, there in sizes):
             return
@@ -146,7 +146,7 @@ class MappedRows:
         is_host = node.device.type == "cpu"
         pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)
         row_bytes = self._width * self._dtype.itemsize
-        offsets = RowOffsets.of(limits, ranks=len(node.node_R), row_bytes=row_bytes, top_k=self._top_k)
+        offsets = RowOffsets.of(limits, ranks=len(node.node_R), row_bytes=row_bytes, top_k=self.top_k)
         size = whole(offsets.end, pager.granule)
         # All ranks have passed every earlier step before any of them lets go of its page.
         node.agree([0], Transfer("rows", path=node.direct_path))
@@ -205,7 +205,7 @@ class MappedRows:
             view(offsets.words, (len(self._node.node_R),), torch.int64),
             view(offsets.tokens, (limits.tokens, width), self._dtype),
             view(offsets.order, (limits.sent,), torch.int32),
-            view(offsets.gates, (8 * limits.tokens * self._top_k,), torch.uint8),
+            view(offsets.gates, (8 * limits.tokens * self.top_k,), torch.uint8),
             view(offsets.rows, (limits.computed, width), self._dtype),
             view(offsets.dots, (8 * limits.computed,), torch.uint8),
         )

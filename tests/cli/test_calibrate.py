@@ -167,3 +167,32 @@ def test_without_torch_the_extra_is_named(equipoise, monkeypatch, tmp_path):
     outcome = equipoise("calibrate", "-o", tmp_path / "p.json")
     assert outcome.code == 2
     assert "pip install 'equipoise[torch]'" in outcome.err
+
+
+def test_ranks_measure_the_sizes_that_are_chosen(equipoise, tmp_path):
+    path = tmp_path / "ranks.json"
+    chosen = ("--shapes", "32x16,16x16", "--rows", "16,4", "--slots", 2, "--tokens", 8)
+    outcome = equipoise("calibrate", "--trial", "--runs", 1, "--ranks", 2, *chosen, "-o", path, "--json")
+    assert outcome.code == 0, outcome.err
+    tables = outcome.document["compute"]
+    assert [(table["hidden"], table["expert_width"]) for table in tables] == [(32, 16), (16, 16)]
+    assert all((table["rows"], table["slots"]) == ([4, 16], [2]) for table in tables)
+    assert "sequences of 8 tokens" in outcome.document["attention"]["source"]
+    assert outcome.document["ranks"]["count"] == 2 and outcome.document == json.loads(path.read_text())
+    refused = equipoise("calibrate", "--trial", "--check", path)
+    assert refused.code == 2 and "was not measured with 1 rank; give --ranks 2 to check it" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--shapes", "2048"), ("--rows", "8,"), ("--slots", "0"), ("--tokens", "many")]
+)
+def test_sizes_that_are_no_numbers_are_refused(equipoise, tmp_path, option, text):
+    outcome = equipoise("calibrate", "--trial", option, text, "-o", tmp_path / "p.json")
+    assert outcome.code == 2 and f"{option} is '{text}'; give numbers above 0 with commas" in outcome.err
+
+
+def test_a_check_chooses_its_sizes_itself(equipoise, small):
+    outcome = equipoise("calibrate", "--trial", "--check", small, "--rows", "8")
+    assert outcome.code == 2 and "a check measures a sample of the profile; leave --shapes" in outcome.err
+    outcome = equipoise("calibrate", "--trial", "--check", small, "--ranks", 2)
+    assert outcome.code == 2 and "was not measured with 2 ranks; leave --ranks out to check it" in outcome.err
