@@ -1,5 +1,6 @@
 """Every example runs as it says, and stays short."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,14 @@ def test_an_example_is_short_and_names_its_command(path):
     assert f"python examples/{path.name}" in text
 
 
-def test_the_balanced_layer_moves_experts_in_every_window():
+def test_the_balanced_layer_opens_the_gate_where_that_pays():
     done = subprocess.run(
         [sys.executable, "examples/balanced_layer.py"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["window 0", "window 1", "window 2"]
-    assert all(not line.endswith(" 0 replicas pulled") for line in lines)
+    form = r"window (\d): the gate (.*): (\d+) replicas pulled, (\d+) homes displaced; predicted (\d+) us, .* (\d+) us"
+    lines = [re.fullmatch(form, line).groups() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["0", "1", "2", "3"]
+    assert [line[1] for line in lines] == ["opened by itself"] * 3 + ["stayed closed"]
+    assert all(int(line[2]) > 0 and int(line[4]) < int(line[5]) for line in lines[:3])
+    assert lines[3][2:4] == ("0", "0") and lines[3][4] == lines[3][5]

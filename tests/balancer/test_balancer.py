@@ -10,11 +10,13 @@ from equipoise.balancer import in_plan_order
 from equipoise.core import ModelShape, TopologyError
 from tests.balancer import work
 from tests.parity.case import ParityCase
+from tests.parity.profile import write_slow_profile
 from tests.parity.verdict import judge
 
 SMALL = ParityCase(ranks=2, layers=2, tokens=12, home_slots=2)
 
 
+COUNTED = ("displaced", "displaced_far", "replicas", "replicas_far", "trades")
 MATRIX = [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2)]
 
 
@@ -36,6 +38,42 @@ def test_balanced_training_learns_what_static_training_learns(pool, ranks, nodes
     for report in (report for training in balanced for report in training.reports):
         assert report.static_s > 0 and report.predicted_s > 0
         assert report.dispatch == "prepared" and report.is_as_planned
+
+
+@pytest.mark.dist(8)
+@pytest.mark.parametrize("slots", [0, 1, 2], ids="{} slots".format)
+@pytest.mark.parametrize(("ranks", "nodes"), MATRIX, ids=[f"EP{ranks} on {nodes} nodes" for ranks, nodes in MATRIX])
+def test_by_seconds_everything_that_pays_is_executed_and_learns_the_same(pool, tmp_path, ranks, nodes, slots):
+    profile = write_slow_profile(tmp_path)
+    sizes = {"ranks": ranks, "nodes": nodes, "slots": slots, "layers": 2, "tokens": 128 // ranks, "width": 8}
+    case = ParityCase(**sizes, steps=3, profile=profile)
+    static, balanced, _ = zip(*pool.run(work.train_twice, ranks, case), strict=True)
+    assert [measure for measure in judge(case, static, balanced).measures if not measure.is_good] == []
+    assert all(training.moves == balanced[0].moves for training in balanced)
+    recompute, update = (
+        {name: sum(getattr(moves, name) for moves in balanced[0].moves if moves.stage == stage) for name in COUNTED}
+        for stage in ("recompute", "update")
+    )
+    total = {name: recompute[name] + update[name] for name in COUNTED}
+    # What must occur, and no plan is told to make it occur: the gate opens where a plan pays.
+    assert (update["displaced"] > 0) == (ranks > 1)
+    assert (update["replicas"] > 0) == (recompute["replicas"] > 0) == (ranks > 1 and slots > 0)
+    assert (update["displaced_far"] > 0) == (nodes > 1), "homes near their sources"
+    assert total["trades"] > 0 or nodes == 1 or slots == 0
+    assert (recompute["replicas_far"] > 0) == (nodes > 1 and slots > 0) and update["replicas_far"] == 0
+    for report in (report for training in balanced for report in training.reports):
+        assert report.predicted_s < report.static_s or ranks == 1
+        assert report.dispatch == "prepared" and report.is_as_planned
+    pulls = sum(report.counts["pulls"] for training in balanced for report in training.reports)
+    assert pulls >= total["replicas"], "every planned replica was brought"
+
+
+@pytest.mark.dist(4)
+def test_by_seconds_nothing_moves_where_nothing_pays(pool):
+    case = ParityCase(ranks=4, nodes=2, slots=2, steps=2, layers=2, tokens=32, profile="h200")
+    for static, balanced, _ in pool.run(work.train_twice, 4, case):
+        assert {(moves.displaced, moves.replicas) for moves in balanced.moves} == {(0, 0)}
+        assert all(map(torch.equal, static.weights, balanced.weights)), "and no bit of any weight changes"
 
 
 @pytest.mark.dist(2)

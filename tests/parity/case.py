@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from equipoise.core import Cluster, ModelShape
+from equipoise.core import Cluster, ModelShape, Stage
 
 VARIETY = 3
 """Windows of different loads."""
@@ -36,6 +36,9 @@ class ParityCase:
     top_k: int = 2
     hidden: int = 32
     width: int = 24
+    profile: str = ""
+    """File of a hardware profile. With one, windows are planned by seconds, and each update follows a recompute window
+    whose replicas may cross nodes; without one, rows are levelled whatever that costs, in updates alone."""
     dispatch: Literal["direct", "two_level"] = "direct"
     """How tokens get to their experts, see `runtime.experts.LayerOptions`."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -49,8 +52,14 @@ class ParityCase:
 
     @property
     def cluster(self) -> Cluster:
-        """The declared cluster; its figures do not matter, because rows are levelled whatever that costs."""
-        return Cluster.preset("h200", nodes=self.nodes, ranks_per_node=-(-self.ranks // self.nodes), ep=self.ranks)
+        """The declared cluster; its figures matter only with a profile."""
+        layout = {"nodes": self.nodes, "ranks_per_node": -(-self.ranks // self.nodes), "ep": self.ranks}
+        return Cluster.preset("h200", profile=self.profile, **layout)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Windows of one step."""
+        return ("recompute", "update") if self.profile else ("update",)
 
     @property
     def model(self) -> ModelShape:

@@ -4,12 +4,20 @@ import pytest
 import torch
 
 from tests.parity.case import ParityCase
+from tests.parity.profile import write_slow_profile
 from tests.parity.verdict import check_parity
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def test_by_seconds_everything_that_pays_learns_the_same(tmp_path):
+    sizes = {"ranks": 4, "nodes": 2, "slots": 2, "layers": 2, "tokens": 32, "width": 8}
+    verdict = check_parity(ParityCase(**sizes, steps=3, profile=write_slow_profile(tmp_path), device="cuda"))
+    assert verdict.has_moved and verdict.displaced > 0
+    assert [measure for measure in verdict.measures if not measure.is_good] == []
 
 
 @pytest.mark.parametrize(("ranks", "nodes", "slots"), [(2, 1, 1), (4, 2, 0), (4, 2, 2)])
