@@ -99,6 +99,8 @@ class CostModel(Value):
     """The two measured tables whose expert shapes are nearest, or the one that is the model's own."""
     _tables: dict[int, Tables] = field(init=False, repr=False, compare=False, default_factory=dict)
     """Tables made so far, by `max_slots`: one window asks for the same ones a dozen times."""
+    _grids: list[np.ndarray] = field(init=False, repr=False, compare=False, default_factory=list)
+    """The largest grid of `compute_ns_SX` made so far; smaller ones are its beginning."""
 
     def __post_init__(self) -> None:
         alone = self if self.stage == "recompute" else replace(self, stage="recompute")
@@ -129,6 +131,8 @@ class CostModel(Value):
 
     def compute_ns_SX(self, max_slots: int) -> np.ndarray:
         """[max_slots + 1, X + 2] nanoseconds at `rows_X`, per number of non-empty slots."""
+        if self._grids and len(self._grids[-1]) > max_slots:
+            return self._grids[-1][: max_slots + 1]
         near = self._nearest
         grids = [self._scaled_ns_SX(table, max_slots) for table in near]
         if len(near) == 2:
@@ -136,7 +140,8 @@ class CostModel(Value):
             grids = [(grids[0] * second + grids[1] * first) // (first + second)]
         # No row, no time; the first breakpoint's time holds for fewer rows, since weights are read all the same.
         # Lines that are prolonged beyond measured slots or rows can cross, so the whole grid is made monotone again.
-        return monotone(self._prolonged(grids[0])) + self.ordering_ns(self.rows_X)
+        self._grids.append(monotone(self._prolonged(grids[0])) + self.ordering_ns(self.rows_X))
+        return self._grids[-1]
 
     def _prolonged(self, ns_SX: np.ndarray) -> np.ndarray:
         """The same lines up to FAR_ROWS, by their last slope."""

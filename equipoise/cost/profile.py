@@ -172,10 +172,11 @@ def _read_preset(name: str) -> Profile:
     return Profile.from_json(path.read_text(), name=name)
 
 
-def profile_names() -> list[str]:
+@functools.cache
+def profile_names() -> tuple[str, ...]:
     """Names of the profiles that come with the package."""
     folder = resources.files("equipoise.cost") / "profiles"
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
 def write_profile(profile: Mapping[str, Any], path: Path) -> None:

@@ -224,9 +224,11 @@ def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, 
     group_R = problem.node_R if problem.node_R.max() > 0 else np.arange(len(problem.node_R))
     even_M = -(-inputs.load_EM.sum(axis=0) // len(group_R))
     excess = []
+    # In float64, which is exact for sums of rows: products of integers take ten times as long.
+    load_EM = inputs.load_EM.astype(np.float64)
     for home_E in (warm_home_E, owner_E):
         member_GE = group_R[home_E] == np.arange(group_R.max() + 1)[:, None]
-        rows_GM = member_GE.astype(np.int64) @ inputs.load_EM
+        rows_GM = (member_GE.astype(np.float64) @ load_EM).astype(np.int64)
         top_M = (-(-rows_GM // np.bincount(group_R)[:, None])).max(axis=0)
         excess.append(int((inputs.weight_M * (top_M - even_M)).sum()))
     return 4 * excess[0] < 3 * excess[1]

@@ -23,7 +23,7 @@ def content(name):
 
 
 def test_every_cluster_preset_has_a_profile():
-    assert profile_names() == clusters.preset_names()
+    assert list(profile_names()) == clusters.preset_names()
     assert {"a100", "h100", "h200"} <= set(profile_names())
 
 
