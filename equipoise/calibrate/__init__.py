@@ -4,6 +4,7 @@
     bench.py      how anything is timed, and the sizes that are measured
     ranks.py      calibrate_ranks: the same on ranks that work side by side, and what needs several of them
     between.py    measurements between ranks: rows by mapped memory, and the steps that order them
+    moving.py     experts that move between ranks, and what planning costs
     measures.py   expert tables, rows moved inside a device, attention, pulls, gradient adds, window edges
 
 What a profile is and how it is used is defined in `cost`; the measured code is that of `layer`.

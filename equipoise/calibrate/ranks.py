@@ -1,7 +1,8 @@
 """`calibrate_ranks`: measure the profile of ranks that work side by side, as they do in training.
 
 1. All ranks take every measurement of one device at the same time: they share links, memory and power.
-2. They measure what needs other ranks (`between`): rows by mapped memory, and the steps that order them.
+2. They measure what needs other ranks: rows by mapped memory and the steps that order them (`between`), experts that
+   move, and what planning costs (`moving`).
 3. Every figure of the profile is the median over ranks; how far ranks differ is a section of its own.
 """
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from equipoise.calibrate.bench import Bench, Grid, Steps
 from equipoise.calibrate.between import measure_mapped
+from equipoise.calibrate.moving import MOVING_STEPS, measure_moving
 from equipoise.calibrate.run import RUNS, Tell, assumed_all_to_all, calibrate, count_steps
 from equipoise.core import TopologyError
 from equipoise.launch import RankOptions, run_ranks
@@ -74,7 +76,7 @@ def measure_rank(
     """Measure every part as one of the ranks. Every rank of `group` must call this; all return the same."""
     node_R = [rank * nodes // group.size() for rank in range(group.size())]
     alone = count_steps(grid)
-    total = alone + 2 * len(grid.moved_widths) * len(grid.moved_rows)
+    total = alone + 2 * len(grid.moved_widths) * len(grid.moved_rows) + MOVING_STEPS
 
     def tell(done: int, _: int) -> None:
         # Ranks begin every case together, although some repeat one that scatters.
@@ -83,11 +85,15 @@ def measure_rank(
 
     content = calibrate(grid, nvlink_bytes_per_s=nvlink_bytes_per_s, runs=runs, device=device, commit=commit, tell=tell)
     bench, steps = Bench.on(device, runs=runs), Steps(total, tell, done=alone)
-    found = measure_mapped(grid, nvlink_bytes_per_s, group=group, node_R=node_R, bench=bench, steps=steps)
+    given: dict[str, Any] = {"group": group, "node_R": node_R, "bench": bench, "steps": steps}
+    found = measure_mapped(grid, nvlink_bytes_per_s, **given)
+    moving = measure_moving(grid, nvlink_bytes_per_s, **given)
     assumed = assumed_all_to_all()
     exchange = {"across_share": assumed["across_share"], **found["all_to_all"]}
     exchange["source"] += "; across: assumed, as without ranks"
-    content |= {"rows": found["rows"], "all_to_all": exchange}
+    host, peer = content["pull"], moving.pop("pull")
+    peer["source"] = f"{host['source'].split('; peer:')[0]}; {peer['source']}"
+    content |= {"rows": found["rows"], "all_to_all": exchange, "pull": host | peer, **moving}
     every: list[dict[str, Any]] = [{} for _ in node_R]
     dist.all_gather_object(every, content, group=group)
     return {**medians_of(every), "ranks": spread_of(every, nodes=nodes)}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from equipoise.calibrate import Grid, calibrate_ranks
 from equipoise.calibrate.bench import Bench
 from equipoise.calibrate.between import MappedWork, StillRows, inside_of, open_node, time_empty_step
+from equipoise.calibrate.moving import MOVED, ring_moves
 from equipoise.calibrate.ranks import measure_rank, medians_of, spread_of
 from equipoise.core import TopologyError
 from equipoise.cost import Profile
@@ -18,21 +19,24 @@ from equipoise.layer.mapped import MappedTables, combine_mapped, fetch_rows
 from equipoise.transfer.mapped_rows import RowLimits
 
 
-def measure_small(group):
+def measure_small(group, nodes):
     told = []
     show = lambda done, total: told.append((done, total))  # noqa: E731
     given = {"nvlink_bytes_per_s": 10**12, "runs": 1, "device": "cpu", "commit": "c" * 40}
-    return measure_rank(group, grid=Grid.smoke(), nodes=1, **given, show=show), told
+    return measure_rank(group, grid=Grid.smoke(), nodes=nodes, **given, show=show), told
 
 
-@pytest.mark.dist(2)
-def test_all_ranks_return_the_same_profile_and_tell_every_step_once(pool):
-    (first, told), (second, _) = pool.run(measure_small, 2)
-    assert first == second
+@pytest.mark.dist(4)
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 2)])
+def test_all_ranks_return_the_same_profile_and_tell_every_step_once(pool, ranks, nodes):
+    (first, told), *others = pool.run(measure_small, ranks, nodes)
+    assert all(other == first for other, _ in others)
     profile = Profile.from_json(json.dumps(first), name="small")
     assert profile.received_update_bytes_per_s > 0 and profile.exchange_fixed_ns > 0
     assert "by mapped memory" in first["rows"]["source"] and "measured" in first["all_to_all"]["source"]
-    assert (first["ranks"]["count"], first["ranks"]["nodes"]) == (2, 1)
+    assert (first["ranks"]["count"], first["ranks"]["nodes"]) == (ranks, nodes)
+    assert all(value > 0 for key, value in first["overheads"].items() if key != "source")
+    assert "from pages of peers" in first["pull"]["source"] and "agreement" in first["exchange"]["source"]
     assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
 
 
@@ -65,6 +69,17 @@ def test_the_spread_is_that_of_the_cell_in_which_ranks_differ_most():
 def test_a_link_is_never_faster_than_published(extra_ns, share, words):
     found = inside_of(1000, extra_ns, 10**12)
     assert found["inside_share"] == share and words in found["source"]
+
+
+@pytest.mark.parametrize("node_R", [[0], [0, 0], [0, 0, 0, 1, 1, 1], [0, 1]], ids=str)
+def test_relocated_experts_of_a_ring_stay_in_their_node_and_fill_every_slot_once(node_R):
+    moves = ring_moves(node_R)
+    slots = {(rank, slot) for rank in range(len(node_R)) for slot in range(MOVED)}
+    assert {(move.source, move.source_slot) for move in moves} == slots
+    assert {(move.target, move.target_slot) for move in moves} == slots
+    for move in moves:
+        assert node_R[move.source] == node_R[move.target] and move[1:3] != move[3:5]
+        assert move.source != move.target or node_R.count(node_R[move.source]) == 1
 
 
 def read_marked_pages(group):

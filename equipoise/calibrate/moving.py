@@ -1,0 +1,190 @@
+"""Measurements of experts that move between ranks, and of what planning costs, taken by all ranks at the same time.
+
+    pull        one expert out of a peer's mapped page
+    relocation  experts that change ranks at a window's edge: stage, agree, write
+    refresh     a rank's experts to the host store
+    counts      the rows that every rank counted, to all ranks
+    prepare     the dispatch of one layer, made ahead
+The fixed part of each is the time of the same with an expert, or a window, of almost no bytes. Pulls are timed on the
+device; everything else runs in threads beside training, so the host's clock tells.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from equipoise.calibrate.bench import Bench, Grid, Steps, measure
+from equipoise.calibrate.between import median_over, open_node
+from equipoise.layer.dispatch import SourceSplit, assign_slots, build_dispatch, sort_rows
+from equipoise.layer.mapped import make_tables
+from equipoise.planning.rows import RankRows
+from equipoise.transfer.edges import Move, Relocator
+from equipoise.transfer.host_store import HostStore, Refresher
+from equipoise.transfer.node import NodeMemory, allocate_experts
+from equipoise.transfer.pulls import MappedPath, Need
+from equipoise.transfer.waits import Mark, OwnGroup
+
+MOVED = 4
+"""Experts of each rank that change ranks, or are written to the host store, at once."""
+TINY = (16, 16)
+"""Hidden width and width of an expert of almost no bytes."""
+COUNTED = (8, 48)
+"""Micro-steps and layers of the window whose counts are exchanged."""
+HOMES = 16
+"""Experts of a rank in a prepared dispatch."""
+TIMEOUT_S = 60.0
+MOVING_STEPS = 4
+
+
+class ExpertTimes(NamedTuple):
+    """Nanoseconds of one pull, and of `MOVED` experts of every rank relocated and refreshed."""
+
+    pull: float
+    weights: float
+    gradients: float
+    refresh: float
+
+
+def measure_moving(
+    grid: Grid, nvlink_bytes_per_s: int, *, group: Any, node_R: list[int], bench: Bench, steps: Steps
+) -> dict[str, dict[str, Any]]:
+    """Return the peer's part of the section `pull`, and the sections `exchange` and `overheads`.
+
+    Every rank of `group` must call this. Figures are of the median rank.
+    """
+    found = []
+    for shape in (grid.expert_shape, TINY):
+        times = time_experts(shape, group=group, node_R=node_R, bench=bench)
+        found.append(ExpertTimes(*median_over(group, times)))
+        steps.advance()
+    own_group = OwnGroup(group, timeout_s=TIMEOUT_S)
+    counts = [time_counts(own_group, shape, group=group, bench=bench) for shape in (COUNTED, (1, 1))]
+    own_group.close()
+    steps.advance()
+    prepare = time_prepare(grid, group=group, bench=bench)
+    steps.advance()
+    whole_ns, empty_ns, prepare_ns = median_over(group, [*counts, prepare])
+    size, tiny = grid.expert_params * bench.dtype.itemsize, found[1]
+    # What is left once the fixed part is taken off; a device that is too fast to tell is not infinitely fast.
+    beyond = ExpertTimes(*(max(large - small, 1.0) for large, small in zip(*found, strict=True)))
+    pulled, moved = size / beyond.pull * 1e9, f"{MOVED} experts of {size} bytes of every rank"
+    return {
+        "pull": {
+            "peer_bytes_per_s": min(round(pulled), nvlink_bytes_per_s),
+            "peer_fixed_ns": round(tiny.pull),
+            "source": f"peer: measured, pulls of one expert ({size} bytes) from pages of peers, on {group.size()} "
+            f"ranks at once, at {round(pulled)} bytes/s, capped by the published link rate of {nvlink_bytes_per_s} "
+            "bytes/s; fixed part by an expert of almost no bytes",
+        },
+        "exchange": {
+            "weight_bytes_per_s": round(MOVED * size / beyond.weights * 1e9),
+            "gradient_bytes_per_s": round(MOVED * 4 * grid.expert_params / beyond.gradients * 1e9),
+            "source": f"measured: {moved} to the next rank of its node, through staging and with the ranks' "
+            "agreement, beyond the fixed part in overheads; weights in the kernels' dtype, gradients in fp32",
+        },
+        "overheads": {
+            "edge_fixed_ns": round(tiny.weights),
+            "refresh_bytes_per_s": round(MOVED * size / beyond.refresh * 1e9),
+            "counts_fixed_ns": round(empty_ns),
+            "counts_bytes_per_s": round(_count_bytes(COUNTED, group) / max(whole_ns - empty_ns, 1.0) * 1e9),
+            "prepared_rows_per_s": round(max(grid.moved_rows) / prepare_ns * 1e9),
+            "source": f"measured on {group.size()} ranks at once, by the host's clock: publish or collect of a layer "
+            f"with experts of almost no bytes; {moved} to the host store; counts of a window of {COUNTED[0]} "
+            f"micro-steps and {COUNTED[1]} layers to all ranks, bytes of all of them counted; one dispatch of "
+            f"{max(grid.moved_rows)} rows, made ahead",
+        },
+    }
+
+
+def time_experts(shape: tuple[int, int], *, group: Any, node_R: list[int], bench: Bench) -> ExpertTimes:
+    """Time everything that moves experts of one shape inside nodes. Every rank of `group` must call this."""
+    node = open_node(shape, slots=MOVED, group=group, node_R=node_R, bench=bench)
+    store = HostStore(node.layout, experts=node.num_experts, group=group, node_R=node_R, timeout_s=TIMEOUT_S)
+    refresher, relocator, moves = Refresher(node, store), Relocator(node), ring_moves(node_R)
+    weights = node.homes[0].map(torch.Tensor.detach)
+    gradients = allocate_experts(node.layout, MOVED, torch.float32, device=node.device)
+    timed = partial(time_on_host, group=group, bench=bench)
+    times = ExpertTimes(
+        pull=time_pull(node, bench),
+        weights=timed(partial(relocator.relocate, "publish", 0, moves, weights)),
+        gradients=timed(partial(relocator.relocate, "collect", 0, moves, gradients)),
+        refresh=timed(partial(refresher.complete, version=1)),
+    )
+    refresher.close()
+    store.close()
+    node.close()
+    return times
+
+
+def ring_moves(node_R: list[int]) -> list[Move]:
+    """Return moves of all experts of each rank to the next rank of its node, and there to the next slot."""
+    peers_N = {node: [rank for rank, its in enumerate(node_R) if its == node] for node in node_R}
+    moves = []
+    for source, node in enumerate(node_R):
+        target = peers_N[node][(peers_N[node].index(source) + 1) % len(peers_N[node])]
+        moves += [Move(source * MOVED + slot, source, slot, target, (slot + 1) % MOVED) for slot in range(MOVED)]
+    return moves
+
+
+def time_pull(node: NodeMemory, bench: Bench) -> float:
+    """Return the nanoseconds of pulling one expert, from one peer's page after another."""
+    path, buffer = MappedPath(node), allocate_experts(node.layout, 1, node.layout.dtype, device=node.device)
+    peers = [rank for rank in node.peers if rank != node.rank] or [node.rank]
+    needs = cycle([{0: Need(0, rank * MOVED + slot, rank, slot, "peer")} for slot in range(MOVED) for rank in peers])
+
+    def pull() -> None:
+        path.pull(next(needs), buffer)
+
+    if not bench.is_gpu:
+        return measure(pull, bench).median_ns
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return measure(pull, bench).median_ns
+
+
+def time_on_host(work: Callable[[], object], *, group: Any, bench: Bench) -> float:
+    """Return the median nanoseconds of work in which ranks wait for each other, by the host's clock."""
+    times_ns = []
+    for _ in range(bench.runs + 1):
+        dist.barrier(group)
+        begin = time.perf_counter_ns()
+        work()
+        Mark.now(bench.device).block()
+        times_ns.append(float(time.perf_counter_ns() - begin))
+    return median(times_ns[1:])
+
+
+def time_counts(own_group: OwnGroup, shape: tuple[int, int], *, group: Any, bench: Bench) -> float:
+    """Return the nanoseconds of exchanging the counted rows of a window of so many micro-steps and layers."""
+    rows = RankRows(load_MLE=np.ones((*shape, HOMES * group.size()), dtype=np.int64))
+    return time_on_host(partial(own_group.gather, rows), group=group, bench=bench)
+
+
+def _count_bytes(shape: tuple[int, int], group: Any) -> int:
+    """Bytes of the counts of all ranks."""
+    return 8 * shape[0] * shape[1] * HOMES * group.size() ** 2
+
+
+def time_prepare(grid: Grid, *, group: Any, bench: Bench) -> float:
+    """Return the nanoseconds of making one dispatch ahead: the steps of `prepare_dispatch`, without a plan."""
+    ranks, tokens = group.size(), max(grid.moved_rows) // grid.top_k
+    ids_TK = torch.randint(HOMES * ranks, (tokens, grid.top_k))
+    expert_E = torch.arange(HOMES * ranks)
+    end_E = torch.bincount(ids_TK.reshape(-1), minlength=HOMES * ranks)
+    split = SourceSplit(home_slot_E=expert_E, expert_H=expert_E, end_H=end_E, slot_H=expert_E)
+
+    def prepare() -> None:
+        send = sort_rows(assign_slots(ids_TK, split), num_ranks=ranks, width=HOMES)
+        count_RRS = send.count_RS.expand(ranks, ranks, HOMES)
+        dispatch = build_dispatch(send, count_RRS[:, group.rank()], home_slots=HOMES)
+        tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, rank=group.rank(), pad=1)
+        replace(dispatch, mapped=tables, ids_TK=ids_TK).packed(is_pinned=bench.is_gpu)
+
+    return time_on_host(prepare, group=group, bench=bench)
