@@ -1,6 +1,7 @@
 """A node of real ranks on one GPU: training windows of every policy, by the wall clock.
 
-    python -m benchmarks.node plan work.pkl --profile node.json     # plans, where the planner is compiled
+    python -m benchmarks.node calibrate profile.json                # prices of this node, on the machine with the GPU
+    python -m benchmarks.node plan work.pkl --profile profile.json  # plans, where the planner is compiled
     python -m benchmarks.node run work.pkl --out node.json          # windows, on the machine with the GPU
     python -m benchmarks.node smoke                                 # tiny sizes on a CPU, to try the benchmark itself
 
@@ -24,12 +25,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.node_cases import NodeWork
 from benchmarks.results import Limit, format_table, read_commit, read_machine, say_limit
 from equipoise.core import Cluster
+from equipoise.cost.profile import write_profile
 from equipoise.launch import RankOptions, run_ranks
 
 PERCENT = 5
@@ -65,11 +68,36 @@ def run_works(group: Any, works: list[NodeWork], rounds: int, device: str, *, sh
     show(f"neighbours: {found['neighbours']}")
     for work in works:
         begin = time.monotonic()
-        given = {"rounds": rounds, "device": device, "tell": show, "is_bare": work.is_bare}
+        # The first case is the one whose figures are quoted most; the others take one round.
+        given = {
+            "rounds": rounds if work.case is works[0].case else 1,
+            "device": device,
+            "tell": show,
+            "is_bare": work.is_bare,
+        }
         name = f"{work.case.name}{', experts alone' if work.is_bare else ''}"
         found["cases"][name] = run_case(group, work.case, work.policies, work.cluster, **given)
         show(f"{name}: {time.monotonic() - begin:.1f} s")
     return found
+
+
+def calibrate_node(ranks: int, commit: str | None) -> dict[str, Any]:
+    """Measure the prices of ranks that share the GPU: the shapes and sizes of the cases alone."""
+    from equipoise.calibrate.bench import Grid
+    from equipoise.calibrate.ranks import calibrate_ranks
+
+    full = Grid.full()
+    grid = replace(
+        full,
+        shapes=((2048, 1408), (2048, 768), (2880, 2880)),
+        slots=(4, 8, 18),
+        rows=(1024, 8192, 16384, 32768, 65536),
+        attention=full.attention[:1],
+        tokens=(1024,),
+        moved_rows=(32768,),
+    )
+    link = Cluster.preset("h200", nodes=1, ranks_per_node=ranks, ep=ranks).nvlink_bytes_per_s
+    return calibrate_ranks(grid, ranks=ranks, nvlink_bytes_per_s=link, runs=5, commit=commit, tell=show_line)
 
 
 def plan_works(ranks: int, tokens: int, profile: str | None, folder: Path | None) -> list[NodeWork]:
@@ -127,8 +155,8 @@ def summarise(found: dict[str, Any], works: list[NodeWork]) -> tuple[list[dict[s
 def main() -> int:
     """Parse the command line and run a part of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["plan", "run", "smoke"])
-    parser.add_argument("work", nargs="?", type=Path, help="file with cases and plans")
+    parser.add_argument("part", choices=["calibrate", "plan", "run", "smoke"])
+    parser.add_argument("work", nargs="?", type=Path, help="file with cases and plans; the profile to write")
     parser.add_argument("--profile", help="hardware profile of the node, from `equipoise calibrate --ranks`")
     parser.add_argument("--traces", type=Path, help="folder of the routing traces")
     parser.add_argument("--ranks", type=int, default=8)
@@ -140,6 +168,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--commit", help="of the source, where git cannot tell")
     args = parser.parse_args()
+    if args.part == "calibrate":
+        with mps(args.percent, args.clock):
+            write_profile(calibrate_node(args.ranks, args.commit), args.work)
+        return 0
     if args.part == "plan":
         works = plan_works(args.ranks, args.tokens, args.profile, args.traces)
         args.work.write_bytes(gzip.compress(pickle.dumps(works), 6))
