@@ -31,9 +31,9 @@ from equipoise.planning.background import BackgroundPlanner, Planned, owners_pla
 from equipoise.planning.report import WindowMeter, WindowReport
 from equipoise.planning.rows import RankRows, WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
-from equipoise.transfer.edges import GradientOf
 from equipoise.transfer.engine import NoTransfers, TransferEngine
 from equipoise.transfer.host_store import HostStore
+from equipoise.transfer.node import GradientOf
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
 

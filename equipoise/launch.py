@@ -71,6 +71,11 @@ def find_torchrun() -> Torchrun | None:
     return Torchrun(rank, ranks, int(local_rank), int(local_ranks))
 
 
+def nccl_host() -> str | None:
+    """Return the word in the environment that names this machine to NCCL; None where NCCL finds a name by itself."""
+    return os.environ.get("NCCL_HOSTID")
+
+
 def run_ranks(
     function: Callable[..., Any],
     ranks: int,
@@ -248,6 +253,9 @@ def _call(
     if options.device == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     backend = "gloo" if options.backend == "gloo" else "cpu:gloo,cuda:nccl"
+    if options.backend == "nccl" and (host := nccl_host()) and place.local_ranks > torch.cuda.device_count():
+        # NCCL joins ranks that share a GPU only where each is on a host of its own.
+        os.environ["NCCL_HOSTID"] = f"{host}-{place.rank}"
     limit = timedelta(seconds=options.timeout_s)
     dist.init_process_group(backend, init_method=init, rank=place.rank, world_size=place.ranks, timeout=limit)
     try:

@@ -153,3 +153,8 @@ class BalancerOptions(PlanOptions, TransferOptions):
 def replica_bytes(model: ModelShape, stage: Stage) -> int:
     """Return the bytes of one replica slot in one buffer: weights, and in updates the gradient that returns home."""
     return model.expert_bytes * (2 if stage == "update" else 1)
+
+
+def edge_boxes(slots: int) -> int:
+    """Return how many experts of a rank are on their way at once while homes change; among nodes, half are arrivals."""
+    return 4 * max(slots, 1)

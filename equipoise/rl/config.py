@@ -233,11 +233,6 @@ def build_config(content: Mapping[str, Any]) -> TrainConfig:
     _check_model(config.model)
     if config.backend == "nccl" and config.model.device != "cuda":
         raise TrainingError("setting backend is nccl, which moves CUDA tensors alone; use it with model.device=cuda")
-    if config.backend == "nccl" and config.model.ranks_per_device > 1:
-        raise TrainingError(
-            f"setting backend is nccl, which refuses {config.model.ranks_per_device} ranks on one GPU "
-            "(model.ranks_per_device); use --set backend=gloo"
-        )
     # Samples and ranks must divide evenly: every rank runs the same number of micro-steps.
     samples, mini = config.rank_samples, config.update.mini_batches
     for what, number, parts, by in (

@@ -3,15 +3,17 @@
 Publish moves weights from owners to homes; collect moves accumulated gradients from homes to owners, and the weights
 where the parameter is its own master. In between, `canonical` lends the weights back to their owners.
 
-Home slots are a permutation of owned slots, so experts move in place (`Relocator`), in three steps:
-1. Stage: copy what leaves to the own outbox, receive what other nodes send into a buffer. No slot is written.
-2. Agree: all ranks compare the relocation's number, its moves and its bytes, once everything has arrived.
-3. Write: everything is now in memory that a failing rank cannot take away, so each rank only copies.
-A rank that fails before step 3 leaves the slots of all ranks untouched: a layer moves as a whole or not at all.
+Home slots are a permutation of owned slots, so experts move in place (`Relocator`), in rounds of a few experts each:
+1. Stage: copy what leaves to a box of the own outbox, or send it to a box on a rank of another node.
+2. Agree, in the first round: all ranks compare the relocation's moves and bytes. Until here no slot is written.
+3. Write: each rank copies from boxes to those of its slots whose own experts are in boxes or have moved on.
+A rank that fails before the first write leaves the slots of all ranks untouched. A later failure raises on every rank
+and says that the layer is in pieces: its weights are then to be had from a checkpoint alone.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -20,13 +22,11 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
-from equipoise.transfer.node import ExpertWeights, NodeMemory, allocate_experts, copy_expert
-from equipoise.transfer.waits import WRITTEN, Message, Transfer
+from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
+from equipoise.transfer.waits import STAGED, WRITTEN, Message, Transfer
 
 EdgeKind = Literal["publish", "collect"]
 
-GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
-"""Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
 _GRAD_OF: GradientOf = attrgetter("grad")
 
 
@@ -53,65 +53,143 @@ def digest(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
 
 
+class Boxed(NamedTuple):
+    """A move, and the box in which its expert waits: on its source inside a node, on its target across nodes."""
+
+    move: Move
+    box: int
+
+
+class Round(NamedTuple):
+    """What is staged and then written before boxes are filled again; a box stays full until it is written."""
+
+    staged: list[Boxed]
+    written: list[Boxed]
+
+
+def plan_rounds(moves: Sequence[Move], *, boxes: int, place_of: Callable[[Move], Hashable]) -> list[Round]:
+    """Divide a layer's moves into rounds, so that no place needs more than `boxes` boxes; the same on all ranks.
+
+    Moves form cycles: what moves to a slot makes the slot's own expert move. A cycle's first expert is staged, and
+    stays in its box. Its slot is then free for the expert that moves there, whose slot is free for the next, and so on
+    backwards along the cycle. With the last expert the first one's target is free, and its box is written.
+
+    Why no slot is overwritten too early: an expert is written in the round in which its target's own expert is staged,
+    or later, and a round stages before it writes. Why this ends: a cycle that keeps a box beyond its round leaves its
+    place one other box, so the cycle that has begun first stages at least one expert in every round.
+
+    Args:
+        boxes: at least 2, or as many as a rank has slots
+        place_of: where the box of a move is
+    """
+    free: defaultdict[Hashable, list[int]] = defaultdict(lambda: list(range(boxes)))
+    kept: Counter[Hashable] = Counter()
+    cycles = [list(reversed(cycle)) for cycle in _cycles(moves)]
+    waiting = [(cycle, list[Boxed]()) for cycle in cycles]
+    rounds: list[Round] = []
+    while waiting:
+        now = Round([], [])
+        # Those that have begun come first: they keep boxes.
+        for cycle, first in sorted(waiting, key=lambda one: not one[1]):
+            needed = Counter(place_of(move) for move in cycle)
+            is_whole = all(len(free[place]) >= count for place, count in needed.items())
+            if not first and not is_whole and kept[place_of(cycle[-1])] + 1 >= boxes:
+                continue
+            while cycle and free[place_of(cycle[-1])]:
+                boxed = Boxed(cycle[-1], free[place_of(cycle.pop())].pop(0))
+                now.staged.append(boxed)
+                if first:
+                    now.written.append(boxed)
+                else:
+                    first.append(boxed)
+                    kept[place_of(boxed.move)] += 1
+            if not cycle and first:
+                now.written.append(first[0])
+                kept[place_of(first[0].move)] -= 1
+        assert now.staged, f"{boxes} boxes are too few"
+        for move, box in now.written:
+            free[place_of(move)].append(box)
+        waiting = [one for one in waiting if one[0]]
+        rounds.append(now)
+    return rounds
+
+
+def _cycles(moves: Sequence[Move]) -> list[list[Move]]:
+    """Moves in cycles, each followed by the move into its own source."""
+    into = {move[3:5]: move for move in moves}
+    cycles: list[list[Move]] = []
+    while into:
+        cycle = [into.pop(next(iter(into)))]
+        while cycle[-1][1:3] in into:
+            cycle.append(into.pop(cycle[-1][1:3]))
+        cycles.append(cycle)
+    return cycles
+
+
 class Relocator:
     """Carries out moves on the tensors of one EP group.
 
     Inside a node experts pass through the outboxes, which its ranks have mapped; across nodes they are sent between
-    buffers of one layer on the CPU.
+    devices by NCCL, or through the CPU by gloo.
     """
 
     def __init__(self, node: NodeMemory) -> None:
-        """Allocate the buffers for what other nodes send, where there are any; on the CPU, as gloo needs it."""
-        self._node, layout = node, node.layout
+        self._node = node
         self.number = int(node.cells[node.rank][WRITTEN])
-        """Relocations begun so far."""
-        slots = 0 if len(set(node.node_R)) == 1 else layout.home_slots
-        self._buffers = {dtype: allocate_experts(layout, slots, dtype) for dtype in {layout.dtype, layout.grad_dtype}}
+        """Rounds begun so far."""
 
     def relocate(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Move experts between slots in place: stage, agree, write. Every rank of the group must call this."""
-        if not moves:
-            return
-        self.number += 1
         node, whole = self._node, Transfer(kind, layer=layer, path=self._node.direct_path)
-        across = [move for move in moves if self.crosses(move)]
-        # By rank of this node, what stays in the node, in the order of the rank's outbox.
-        inside = {rank: [m for m in moves if m.source == rank and not self.crosses(m)] for rank in node.peers}
+        rounds = plan_rounds(moves, boxes=node.layout.boxes, place_of=self._place_of)
         with torch.profiler.record_function(f"equipoise.{kind}"):
-            # The outboxes are free once every rank has written what it read from them.
-            node.wait_peers(WRITTEN, self.number - 1, whole)
-            self._stage(whole, inside[node.rank], across, tensors)
-            node.synchronize(whole)
-            self._agree(whole._replace(path="p2p"), moves, tensors)
-            self._write(inside, across, tensors)
-            node.synchronize(whole)
-        node.cells[node.rank][WRITTEN] = self.number
+            for at, now in enumerate(rounds):
+                self.number += 1
+                try:
+                    # Boxes are free once every rank has written what it read from them.
+                    node.wait_peers(WRITTEN, self.number - 1, whole)
+                    self._stage(whole, now.staged, tensors)
+                    node.synchronize(whole)
+                    if at == 0:
+                        self._agree(whole._replace(path="p2p"), moves, tensors)
+                    node.cells[node.rank][STAGED] = self.number
+                    node.wait_peers(STAGED, self.number, whole)
+                    self._write(now.written, tensors)
+                    node.synchronize(whole)
+                except TransferError as error:
+                    if at == 0:
+                        raise
+                    raise TransferError(
+                        f"{error}; layer index {layer} is in pieces, {at} of {len(rounds)} rounds of its {kind} were "
+                        "written: load the last checkpoint"
+                    ) from error
+                node.cells[node.rank][WRITTEN] = self.number
 
     def crosses(self, move: Move) -> bool:
         """Whether an expert changes nodes."""
         return self._node.node_R[move.source] != self._node.node_R[move.target]
 
-    def _stage(self, whole: Transfer, inside: Sequence[Move], across: Sequence[Move], tensors: ExpertWeights) -> None:
+    def _place_of(self, move: Move) -> tuple[str, int]:
+        return ("landing", move.target) if self.crosses(move) else ("outbox", move.source)
+
+    def _stage(self, whole: Transfer, staged: Sequence[Boxed], tensors: ExpertWeights) -> None:
         """Copy to the outbox what stays in the node, and send to and receive from other nodes."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
-        outbox = node.outbox(node.rank, dtype)
-        for box, move in enumerate(inside):
-            copy_expert(outbox, box, tensors, move.source_slot)
+        outbox, landing = node.outbox(node.rank, dtype), node.landing(dtype)
         messages: list[Message] = []
         transfers: list[Transfer] = []
-        buffer = self._buffers[dtype]
         # Both sides go through the moves in the same order.
-        for move in across:
+        for move, box in staged:
             is_leaving = move.source == node.rank
-            if not is_leaving and move.target != node.rank:
-                continue
-            peer = move.target if is_leaving else move.source
-            for tensor in (tensors if is_leaving else buffer).tensors():
-                row = tensor.detach()[move.source_slot if is_leaving else move.target_slot]
-                # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
-                row = row.to("cpu", copy=True) if is_leaving else row
-                messages.append(Message(row, peer, is_leaving))
-                transfers.append(whole._replace(expert=move.expert, path="p2p", peer=peer))
+            if not self.crosses(move):
+                if is_leaving:
+                    copy_expert(outbox, box, tensors, move.source_slot)
+            elif is_leaving or move.target == node.rank:
+                experts, slot = (tensors, move.source_slot) if is_leaving else (landing, box)
+                peer = move.target if is_leaving else move.source
+                messages += node.messages(experts, slot, peer=peer, is_leaving=is_leaving)
+                name = whole._replace(expert=move.expert, path="p2p", peer=peer)
+                transfers += [name] * (len(messages) - len(transfers))
         if messages:
             node.exchange(messages, transfers)
 
@@ -121,19 +199,17 @@ class Relocator:
         facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
         self._node.agree_equal(facts, transfer)
 
-    def _write(self, inside: Mapping[int, Sequence[Move]], across: Sequence[Move], tensors: ExpertWeights) -> None:
-        """Copy to this rank's slots what its node's outboxes and its buffer hold for it."""
+    def _write(self, written: Sequence[Boxed], tensors: ExpertWeights) -> None:
+        """Copy to this rank's slots what its node's outboxes and its landing hold for it."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
-        for source in node.peers:
-            outbox = node.outbox(source, dtype)
-            for box, move in enumerate(inside[source]):
-                if move.target == node.rank:
-                    copied = copy_expert(tensors, move.target_slot, outbox, box)
-                    node.counters.arrive(node.direct_path, copied if source != node.rank else 0)
-        buffer = self._buffers[dtype]
-        for move in across:
-            if move.target == node.rank:
-                node.counters.arrive("p2p", copy_expert(tensors, move.target_slot, buffer, move.target_slot))
+        for move, box in written:
+            if move.target != node.rank:
+                continue
+            is_across = self.crosses(move)
+            copied = copy_expert(
+                tensors, move.target_slot, node.landing(dtype) if is_across else node.outbox(move.source, dtype), box
+            )
+            node.counters.arrive("p2p" if is_across else node.direct_path, copied if move.source != node.rank else 0)
 
 
 class _CompleteGradient(NamedTuple):

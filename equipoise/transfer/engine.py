@@ -26,7 +26,7 @@ import torch
 from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.core.options import TransferOptions
 from equipoise.core.plan import PATHS, Plan, Visit
-from equipoise.transfer.edges import GradientOf, WindowEdges
+from equipoise.transfer.edges import WindowEdges
 from equipoise.transfer.host_store import (
     Crossing,
     HostStore,
@@ -38,7 +38,7 @@ from equipoise.transfer.host_store import (
     send_crossings,
 )
 from equipoise.transfer.mapped_rows import MappedRows, RowLimits
-from equipoise.transfer.node import ExpertWeights, NodeMemory
+from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory
 from equipoise.transfer.pulls import HostPath, MappedPath, Puller, PullPath, PullSchedule
 from equipoise.transfer.returns import Mailboxes
 from equipoise.transfer.waits import RETIRED, VERSION, Counters, JobQueue, Mark, Transfer
@@ -78,7 +78,8 @@ class LayerTransfers(Protocol):
         """Wait for what replicas of this rank's home experts returned and add it, in place, in ascending rank order.
 
         Args:
-            gradients: [home_slots, ...] gradients that the home itself computed
+            gradients: [home_slots, ...] gradients that the home itself computed; where gradients accumulate in a wider
+                dtype elsewhere, returns are added there instead
         """
         ...
 
@@ -152,7 +153,7 @@ class TransferEngine:
         self._refresher: Refresher | None = None
         self._puller = Puller(self._node, self._paths)
         self._edges = WindowEdges(self._node, gradient_of=gradient_of)
-        self._mailboxes = Mailboxes(self._node)
+        self._mailboxes = Mailboxes(self._node, gradient_of=gradient_of)
         self._jobs = JobQueue(self._node.watchdog, self._node.device)
         self._mapped: MappedRows | None = None
         self._window = self._version = 0

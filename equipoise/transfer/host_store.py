@@ -13,6 +13,7 @@ A version is set after the weights it belongs to, and is 0 while they are writte
 
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import cycle, groupby
@@ -402,29 +403,44 @@ def send_crossings(node: NodeMemory, store: HostStore, needed: Sequence[Crossing
     Args:
         version: of their weights
     """
-    messages: list[Message] = []
-    transfers: list[Transfer] = []
-    arriving = [crossing for crossing in needed if crossing.target == node.rank]
-    for crossing in arriving:
-        store.withdraw(crossing.layer, crossing.expert)
-    # Both sides go through the crossings in the same order.
-    for layer, expert, source, source_slot, target in needed:
-        if node.rank not in (source, target):
-            continue
-        is_leaving = source == node.rank
-        peer = target if is_leaving else source
-        experts = node.home[node.rank][layer] if is_leaving else store.experts(layer)
-        for tensor in experts.tensors():
-            row = tensor.detach()[source_slot if is_leaving else expert]
-            # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
-            row = row.to("cpu", copy=True) if is_leaving else row
-            messages.append(Message(row, peer, is_leaving))
-            transfers.append(Transfer("refresh", layer, expert, "p2p", peer))
-            node.counters.arrive("p2p", 0 if is_leaving else int(row.nbytes))
-    if messages:
-        node.exchange(messages, transfers)
-    for crossing in arriving:
-        store.announce(crossing.layer, crossing.expert, version)
+    landing = node.landing(node.layout.dtype)
+    for crossing in needed:
+        if crossing.target == node.rank:
+            store.withdraw(crossing.layer, crossing.expert)
+    for together in _by_boxes(needed, boxes=node.layout.boxes):
+        messages: list[Message] = []
+        transfers: list[Transfer] = []
+        # Both sides go through the crossings in the same order.
+        for box, (layer, expert, source, source_slot, target) in together:
+            if node.rank not in (source, target):
+                continue
+            is_leaving = source == node.rank
+            peer = target if is_leaving else source
+            experts, slot = (node.home[node.rank][layer], source_slot) if is_leaving else (landing, box)
+            messages += node.messages(experts, slot, peer=peer, is_leaving=is_leaving)
+            name = Transfer("refresh", layer, expert, "p2p", peer)
+            transfers += [name] * (len(messages) - len(transfers))
+        if messages:
+            node.exchange(messages, transfers)
+        arrived = [(box, crossing) for box, crossing in together if crossing.target == node.rank]
+        for box, (layer, expert, *_) in arrived:
+            node.counters.arrive("p2p", copy_expert(store.experts(layer), expert, landing, box))
+        node.synchronize(Transfer("refresh", path="host"))
+        for _, (layer, expert, *_) in arrived:
+            store.announce(layer, expert, version)
+
+
+def _by_boxes(needed: Sequence[Crossing], *, boxes: int) -> list[list[tuple[int, Crossing]]]:
+    """Divide crossings so that each target has a box for every one that arrives; the same on all ranks."""
+    divided: list[list[tuple[int, Crossing]]] = []
+    arriving: Counter[int] = Counter()
+    for crossing in needed:
+        if not divided or arriving[crossing.target] == boxes:
+            divided.append([])
+            arriving.clear()
+        divided[-1].append((arriving[crossing.target], crossing))
+        arriving[crossing.target] += 1
+    return divided
 
 
 def check_crossings(plan: Plan, *, rank: int, host_paths: Collection[str]) -> None:

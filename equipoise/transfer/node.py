@@ -4,8 +4,9 @@ Two kinds of memory, each rank having its own part:
     control    on the CPU: int64 cells, see `waits`, one tag per mailbox at the end; and why this rank gave up
     pages      where the parameters are, see `pages`:
         homes      per layer and matrix one piece, [home_slots, ...] at its end, so that replica slots can follow
-        the rest   biases; outbox [home_slots, ...], experts that change slots at a window's edge, a layer at a time;
+        the rest   biases; outbox [boxes, ...], experts that change slots at a window's edge, a few at a time;
                    mailboxes [mailboxes, ...], replica gradients on their way to their homes
+Where there are several nodes, each rank also has a landing [boxes, ...] of its own for what other nodes send.
 
 `ExpertLayout` gives the sizes, `SeparateBuffers` and `Arena` hold the replica slots, `NodeMemory` owns it all. When
 anything may be read or written is decided by `edges`, `returns` and `engine`.
@@ -25,13 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equipoise.core.errors import TransferError
-from equipoise.core.options import TransferOptions
+from equipoise.core.options import TransferOptions, edge_boxes
 from equipoise.transfer.cuda_pages import CudaPager
 from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, whole
 from equipoise.transfer.waits import (
     MESSAGE_BYTES,
     TAGS,
     Counters,
+    DeviceLink,
     Mark,
     Message,
     OwnGroup,
@@ -39,9 +41,13 @@ from equipoise.transfer.waits import (
     Watchdog,
     all_or_none,
     gather_objects,
+    load_nccl,
+    moves_by_nccl,
 )
 
 T = TypeVar("T")
+GradientOf = Callable[[Tensor], Tensor | None]
+"""Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
 _ALIGN = 64
 """Bytes of a cache line."""
 
@@ -93,10 +99,11 @@ class ExpertLayout:
     home_slots: int
     slots: int
     depth: int
+    nodes: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
-    def of(cls, homes: Sequence[ExpertWeights], options: TransferOptions) -> "ExpertLayout":
+    def of(cls, homes: Sequence[ExpertWeights], options: TransferOptions, *, nodes: int = 1) -> "ExpertLayout":
         """The layout of these home weights, or an error naming the layer that differs from the first."""
         if not homes:
             raise TransferError("no layer was given; transfers need the home weights of at least one MoE layer")
@@ -113,6 +120,7 @@ class ExpertLayout:
             home_slots=first.num_slots,
             slots=options.slots,
             depth=options.depth,
+            nodes=nodes,
             device=first.gate_up_SFD.device,
         )
 
@@ -131,19 +139,34 @@ class ExpertLayout:
         return (self.depth + 1) * self.bytes_of(self.slots, self.dtype)
 
     @property
+    def boxes(self) -> int:
+        """Experts that the outbox holds, of weights or of gradients, and the landing likewise."""
+        return min(self.home_slots, edge_boxes(self.slots) // min(self.nodes, 2))
+
+    @property
     def outbox_bytes(self) -> int:
-        """Staging of one layer, of weights or of gradients."""
-        return max(self.bytes_of(self.home_slots, dtype) for dtype in (self.dtype, self.grad_dtype))
+        """The outbox of one rank."""
+        return max(self.bytes_of(self.boxes, dtype) for dtype in (self.dtype, self.grad_dtype))
+
+    @property
+    def landing_bytes(self) -> int:
+        """The landing of one rank, for what other nodes send."""
+        return self.outbox_bytes if self.nodes > 1 else 0
 
     @property
     def mailbox_bytes(self) -> int:
-        """All mailboxes of one rank. Autograd makes replica gradients in the weights' dtype, and they keep it."""
-        return self.bytes_of(self.num_mailboxes, self.dtype)
+        """All mailboxes of one rank."""
+        return self.bytes_of(self.num_mailboxes, self.return_dtype)
+
+    @property
+    def return_dtype(self) -> torch.dtype:
+        """Of returned gradients: nothing is rounded on the way, whatever computed them."""
+        return torch.promote_types(self.dtype, self.grad_dtype)
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes per rank beyond the home weights, which exist anyway: buffers, mailboxes, outbox."""
-        return self.replica_bytes + self.mailbox_bytes + self.outbox_bytes
+        """Bytes per rank beyond the home weights, which exist anyway: buffers, mailboxes, outbox, landing."""
+        return self.replica_bytes + self.mailbox_bytes + self.outbox_bytes + self.landing_bytes
 
     @property
     def control_bytes(self) -> int:
@@ -201,12 +224,12 @@ def aligned(num_bytes: int) -> int:
 
 
 def check_budget(layout: ExpertLayout, options: TransferOptions) -> None:
-    """Raise if replica buffers, mailboxes and outbox of one rank exceed the budget."""
+    """Raise if replica buffers, mailboxes, outbox and landing of one rank exceed the budget."""
     if options.budget_bytes is not None and layout.extra_bytes > options.budget_bytes:
         raise TransferError(
             f"{layout.slots} slots at depth {layout.depth} need {layout.extra_bytes:,} bytes per rank (replica buffers "
-            f"{layout.replica_bytes:,}, mailboxes {layout.mailbox_bytes:,}, outbox {layout.outbox_bytes:,}); "
-            f"the budget is {options.budget_bytes:,}: use fewer slots or a larger budget"
+            f"{layout.replica_bytes:,}, mailboxes {layout.mailbox_bytes:,}, outbox {layout.outbox_bytes:,}, landing "
+            f"{layout.landing_bytes:,}); the budget is {options.budget_bytes:,}: use fewer slots or a larger budget"
         )
 
 
@@ -328,7 +351,7 @@ class NodeMemory:
             node_R: node of each rank of the group
             options: sizes and bounds
         """
-        self.layout, self.options, self.group = ExpertLayout.of(homes, options), options, group
+        self.layout, self.options, self.group = ExpertLayout.of(homes, options, nodes=len(set(node_R))), options, group
         self.rank, self.node_R = dist.get_rank(group), tuple(node_R)
         self.counters, self.homes = Counters(), tuple(homes)
         self.device = self.layout.device
@@ -366,6 +389,10 @@ class NodeMemory:
         self.adopt(version=0)
         self.agree([0], Transfer("fence", path="p2p"))
         self.watchdog.watch_peers()
+        is_nccl = self.layout.nodes > 1 and moves_by_nccl(group, self.device)
+        self._link = self._connect_devices() if is_nccl else None
+        where = self.device if is_nccl else "cpu"
+        self._landing_N = torch.empty(self.layout.landing_bytes, dtype=torch.uint8, device=where)
 
     @property
     def num_experts(self) -> int:
@@ -373,10 +400,16 @@ class NodeMemory:
         return self.layout.home_slots * len(self.node_R)
 
     def outbox(self, rank: int, dtype: torch.dtype) -> ExpertWeights:
-        """[home_slots, ...] staging of a rank of this node, read as `dtype`."""
+        """[boxes, ...] experts that a rank of this node moves, read as `dtype`."""
         if (rank, dtype) not in self._outboxes:
             raise TransferError(f"gradients are {dtype}; give grad_dtype={dtype} when the node's memory is opened")
         return self._outboxes[rank, dtype]
+
+    def landing(self, dtype: torch.dtype) -> ExpertWeights:
+        """[boxes, ...] experts that other nodes have sent, read as `dtype`; no boxes where there is one node."""
+        layout = self.layout
+        boxes = layout.boxes if layout.nodes > 1 else 0
+        return view_experts(layout, Span(self._landing_N).view, 0, boxes, dtype)
 
     def adopt(self, *, version: int) -> None:
         """Move the parameters and their values into shared memory; those already there stay as they are."""
@@ -445,10 +478,21 @@ class NodeMemory:
         finish = partial(self._finish, transfer=transfer)
         return all_or_none(work, partial(self._own_group.gather, finish=finish))
 
+    def messages(self, experts: ExpertWeights, slot: int, *, peer: int, is_leaving: bool) -> list[Message]:
+        """The messages of one expert to or from another node's rank, as `exchange` takes them."""
+        rows = [tensor.detach()[slot] for tensor in experts.tensors()]
+        if is_leaving and self._link is None:
+            # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
+            rows = [row.to("cpu", copy=True) for row in rows]
+        return [Message(row, peer, is_leaving) for row in rows]
+
     def exchange(self, messages: Sequence[Message], transfers: Sequence[Transfer]) -> None:
         """Send and receive messages, bounded; `transfers` name them in errors."""
         end, transfer = time.monotonic() + self.options.timeout_s, transfers[0]
         self.watchdog.check(transfer)
+        if messages[0].tensor.device.type == "cuda":
+            self._exchange_by_nccl(messages, transfer)
+            return
         works: list[Any] = []
         try:
             works = self._own_group.start(messages)
@@ -457,6 +501,37 @@ class NodeMemory:
         except RuntimeError as error:
             self._own_group.abandon(works)
             raise self.watchdog.lost(transfer, error) from error
+
+    def _exchange_by_nccl(self, messages: Sequence[Message], transfer: Transfer) -> None:
+        assert self._link is not None, "tensors on a device are sent by NCCL"
+        try:
+            self._link.exchange(messages, partial(self.watchdog.wait, transfer=transfer))
+        except RuntimeError as error:
+            self._link.abort()
+            raise error if isinstance(error, TransferError) else self.watchdog.lost(transfer, error) from error
+
+    def _connect_devices(self) -> DeviceLink:
+        """Connect the group's devices by NCCL, bounded. Every rank of the group must call this."""
+        transfer, loaded = Transfer("fence", path="p2p"), list[Any]()
+
+        def name() -> bytes:
+            loaded.append(load_nccl())
+            return DeviceLink.name(loaded[0]) if self.rank == 0 else b""
+
+        found, size = self.all_or_none(name, transfer)[0], len(self.node_R)
+        link: DeviceLink | None = None
+        try:
+            with torch.cuda.device(self.device):
+                link = DeviceLink(rank=self.rank, size=size, device=self.device, name=found, library=loaded[0])
+            self.watchdog.wait(link.is_settled, transfer)
+        except RuntimeError as error:
+            if link is not None:
+                link.abort()
+            raise self.watchdog.abort(
+                f"{size} ranks could not be connected by NCCL: {error}; where ranks share a GPU, give each an "
+                "NCCL_HOSTID of its own, and NCCL_SOCKET_IFNAME=lo"
+            ) from error
+        return link
 
     def close(self) -> None:
         """Move the parameters out into memory of their own and let go of the node's. Closing twice is allowed."""
@@ -469,6 +544,9 @@ class NodeMemory:
         self.home, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()
+        if self._link is not None:
+            self._link.close()
+        self._landing_N = self._landing_N[:0].clone()
         self.watchdog.close()
         self._control.close()
 
@@ -511,13 +589,14 @@ class NodeMemory:
         }
         offset = layout.layers * layout.bias_bytes
         self._outboxes = {
-            (rank, dtype): view_experts(layout, view, offset, layout.home_slots, dtype)
+            (rank, dtype): view_experts(layout, view, offset, layout.boxes, dtype)
             for rank, view in rest.items()
             for dtype in {layout.dtype, layout.grad_dtype}
         }
         offset += layout.outbox_bytes
         self.mailboxes = {
-            rank: view_experts(layout, view, offset, layout.num_mailboxes, layout.dtype) for rank, view in rest.items()
+            rank: view_experts(layout, view, offset, layout.num_mailboxes, layout.return_dtype)
+            for rank, view in rest.items()
         }
 
     def _home(self, rank: int, layer: int, spans: Sequence[Span], sizes: Sequence[int]) -> ExpertWeights:

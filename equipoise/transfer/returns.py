@@ -11,19 +11,22 @@ in which others fill their boxes, and a box is filled again only once its home h
 tag is set once the copy or addition that it announces is finished there (`waits.Announcer`), so that handing in does
 not wait for the device. The home's thread does wait for the tag: until then it feeds no more layers.
 
-An expert's returned gradients are added in ascending rank order, each exactly once.
+An expert's returned gradients are added in ascending rank order, each exactly once. Where gradients accumulate in a
+wider dtype than they are computed in, they are added to the accumulated gradient, so that no sum is rounded to the
+narrower one; what the replica itself rounded is lost before.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import contains, setitem
 
 import numpy as np
+from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan, Visit
 from equipoise.core.value import require_int
-from equipoise.transfer.node import ExpertWeights, NodeMemory, copy_expert
+from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
 from equipoise.transfer.waits import TAGS, Announcer, Mark, Transfer
 
@@ -31,8 +34,12 @@ from equipoise.transfer.waits import TAGS, Announcer, Mark, Transfer
 class Mailboxes:
     """The returns of one rank, out and in."""
 
-    def __init__(self, node: NodeMemory) -> None:
-        self._node = node
+    def __init__(self, node: NodeMemory, *, gradient_of: GradientOf | None = None) -> None:
+        """
+        Args:
+            gradient_of: where gradients accumulate, if not in `grad`
+        """
+        self._node, self._gradient_of = node, gradient_of
         self._tags = {rank: cells[TAGS:] for rank, cells in node.cells.items()}
         self._announcer = Announcer(node.device)
         self._handed_in: set[tuple[int, int]] = set()
@@ -84,13 +91,20 @@ class Mailboxes:
             with node.counters.timed(node.direct_path, node.device):
                 node.watchdog.wait(partial(contains, tags, name), transfer)
             box, slot, added = int(np.flatnonzero(tags == name)[0]), int(plan.home_slot_LE[layer, expert]), 0
-            for total, returned in zip(gradients.tensors(), node.mailboxes[rank].tensors(), strict=True):
+            totals = self._totals(layer, gradients)
+            for total, returned in zip(totals, node.mailboxes[rank].tensors(), strict=True):
                 total[slot].add_(returned[box])
                 added += int(returned[box].nbytes)
             # Last, because the replica's rank fills the box again as soon as it is free.
             self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
             node.counters.arrive(node.direct_path, added)
             node.counters.returns += 1
+
+    def _totals(self, layer: int, gradients: ExpertWeights) -> Iterator[Tensor]:
+        """What returned gradients are added to: new gradients, or those that accumulate where these are wider."""
+        for parameter, new in zip(self._node.homes[layer].tensors(), gradients.tensors(), strict=True):
+            kept = None if self._gradient_of is None else self._gradient_of(parameter)
+            yield new if kept is None or kept.dtype.itemsize <= new.dtype.itemsize else kept
 
     def finish(self) -> None:
         """Wait until all tags announced so far have been set."""

@@ -1,11 +1,15 @@
 """Publish and collect: bit-exact round trips for any placement, on declared nodes of every layout."""
 
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from equipoise.core import TransferError
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.edges import WindowEdges
+from equipoise.transfer.edges import Move, WindowEdges, plan_rounds
 from equipoise.transfer.node import ExpertWeights, NodeMemory
 from tests.transfer.windows import (
     LAYOUTS,
@@ -18,6 +22,43 @@ from tests.transfer.windows import (
 )
 
 OPTIONS = TransferOptions(slots=0)
+
+
+@given(
+    ranks=st.integers(1, 6),
+    slots=st.integers(1, 9),
+    boxes=st.integers(1, 4),
+    nodes=st.integers(1, 3),
+    seed=st.integers(),
+)
+def test_rounds_move_every_expert_once_through_few_boxes(ranks, slots, boxes, nodes, seed):
+    """Play the rounds: what a slot holds is overwritten only once it lies in a box or has moved on."""
+    boxes = min(max(boxes, 2), slots)
+    count, rng = ranks * slots, random.Random(seed)
+    # Some stay where they are, some swap, the rest form cycles of any length.
+    targets = list(range(count))
+    moving = rng.sample(targets, rng.randint(0, count))
+    for at, to in zip(moving, rng.sample(moving, len(moving)), strict=True):
+        targets[at] = to
+    moves = [Move(e, *divmod(e, slots), *divmod(to, slots)) for e, to in enumerate(targets) if to != e]
+
+    def place_of(move):
+        crosses = move.source % nodes != move.target % nodes
+        return ("landing", move.target) if crosses else ("outbox", move.source)
+
+    holds = {divmod(e, slots): e for e in range(count)}
+    full, rounds = {}, plan_rounds(moves, boxes=boxes, place_of=place_of)
+    for staged, written in rounds:
+        for move, box in staged:
+            assert 0 <= box < boxes and (place_of(move), box) not in full, "a box is filled twice"
+            assert holds.pop(move[1:3]) == move.expert, "a slot is staged once, with its own expert in it"
+            full[place_of(move), box] = move.expert
+        for move, box in written:
+            assert move[3:5] not in holds, "an expert is overwritten"
+            holds[move[3:5]] = full.pop((place_of(move), box))
+    assert not full and holds == {divmod(to, slots): e for e, to in enumerate(targets)}
+    assert all(staged for staged, _ in rounds) and sum(len(staged) for staged, _ in rounds) == len(moves)
+    assert boxes < slots or len(rounds) <= 1, "what fits goes in one round"
 
 
 def publish(edges, plan, *, with_weights=True):
@@ -103,6 +144,14 @@ def test_round_trips_are_bit_exact(pool, layout, seed):
     assert sum(collects for _, _, collects in results) == sum(displaced)
     paths = {path for counts, _, _ in results for path, count in counts.items() if count}
     assert paths <= {"shm", "p2p"} and ("p2p" in paths) == (len(set(node_R)) > 1)
+
+
+@pytest.mark.dist(8)
+@pytest.mark.parametrize("layout", ["1 rank", "4 as two nodes", "8 as one node", "8 strided"])
+def test_round_trips_in_many_rounds_are_bit_exact(pool, layout):
+    plans = [random_plan(LAYOUTS[layout], seed=w, home_slots=11, layers=2) for w in range(2)]
+    results = pool.run(round_trips, len(LAYOUTS[layout]), plans, 4)
+    assert sum(publishes for _, publishes, _ in results) == sum(int(plan.displaced_LE.sum()) for plan in plans)
 
 
 def bytes_of_publish(group, plan):

@@ -313,6 +313,60 @@ def test_misuse_is_named(pool):
         assert "2 gradients handed in for 1 replicas" in words[4]
 
 
+def wide_returns(group, plan, computed):
+    """Gradients of bf16 experts accumulate in fp32 `main_grad`: the largest error against float64, in parts of it."""
+    wide = {"gradient_of": lambda parameter: parameter.main_grad, "transfer": {"grad_dtype": "float32"}}
+    rank = Rank(group, plan, kind={"dtype": torch.bfloat16}, **wide)
+    rank.kind = {"dtype": computed}
+    for parameter in (p for homes in rank.homes for p in homes.tensors()):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    with rank.engine as engine:
+        engine.open_window(plan)
+        for visit in plan.itinerary.visits():
+            micro_step, phase, layer = visit
+            engine.wait_for(visit)
+            if phase == "forward":
+                continue
+            handed = [
+                rank.gradient(micro_step, layer, n.expert, rank.rank) for n in needs_of(plan, visit, rank=rank.rank)
+            ]
+            engine.hand_in(micro_step, layer, stack(handed, like=rank.everything[layer]))
+            experts = experts_at(plan, layer, rank.rank)
+            own = stack([rank.gradient(micro_step, layer, e, rank.rank) for e in experts], like=rank.everything[layer])
+            own = own.map(lambda tensor: tensor.bfloat16())
+            engine.collect_returns(micro_step, layer, own)
+            # What the framework does once autograd has given it the gradient.
+            for parameter, new in zip(rank.homes[layer].tensors(), own.tensors(), strict=True):
+                parameter.main_grad += new
+        engine.close_window()
+    return max(error_of(rank, plan, layer) for layer in range(rank.layers))
+
+
+def error_of(rank, plan, layer):
+    """Of this rank's owned gradients of a layer: the largest difference from float64, in parts of the largest one."""
+    found, owned = 0.0, range(rank.rank * plan.home_slots, (rank.rank + 1) * plan.home_slots)
+    for slot, expert in enumerate(owned):
+        home, totals = int(plan.home_LE[layer, expert]), None
+        for micro_step in range(plan.loads.num_micro_steps):
+            own = [part.bfloat16().double() for part in rank.gradient(micro_step, layer, expert, home)]
+            replicas = [r.rank for r in plan.replicas(micro_step, layer) if r.expert == expert]
+            parts = [own, *([p.double() for p in rank.gradient(micro_step, layer, expert, r)] for r in replicas)]
+            new = [sum(column) for column in zip(*parts, strict=True)]
+            totals = new if totals is None else [a + b for a, b in zip(totals, new, strict=True)]
+        for parameter, wanted in zip(rank.homes[layer].tensors(), totals, strict=True):
+            found = max(found, float((parameter.main_grad[slot] - wanted).abs().max() / wanted.abs().max()))
+    return found
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32], ids=str)
+def test_returned_gradients_are_added_in_the_dtype_that_accumulates(pool, computed):
+    plan = random_plan((0, 0, 0, 0), seed=1, slots=2, fewest=2, micro_steps=3)
+    errors = pool.run(wide_returns, 4, plan, computed)
+    # One sum rounded to bf16 would be off by up to 4e-3.
+    assert max(errors) < 1e-6, errors
+
+
 def forgotten_return(group, plan):
     """A rank runs backward and hands in, its homes never collect: the window must not end as if nothing were lost."""
     rank = Rank(group, plan)

@@ -225,3 +225,41 @@ def test_a_killed_rank_ends_the_others_by_name(where, node_R):
         assert seconds < 30, f"{seconds:.1f} s until: {words}; the bound on waits is 60 s"
         assert is_clean, "mappings are left"
     assert "rank 1" in results[0][0] and "is gone" in results[0][0]
+
+
+class LeavingRelocator(Relocator):
+    """Ends its process in the third round of the second layer, when others have written two."""
+
+    def relocate(self, kind, layer, moves, tensors):
+        self.rounds_left = 3 if layer == 1 else -1
+        super().relocate(kind, layer, moves, tensors)
+
+    def _stage(self, whole, staged, tensors):
+        self.rounds_left -= 1
+        if self.rounds_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._stage(whole, staged, tensors)
+
+
+def killed_between_rounds(group, plan):
+    rank, words = Rank(group, plan), ""
+    if group.rank() == 1:
+        rank.engine._edges._relocator.__class__ = LeavingRelocator
+    try:
+        rank.engine.open_window(plan)
+        rank.engine.wait_for(Visit(0, "forward", 1))
+    except TransferError as error:
+        words = str(error)
+    rank.engine.close()
+    return words, is_back((0, sys.maxsize))
+
+
+@pytest.mark.parametrize("node_R", [(0, 0, 0), (0, 0, 1, 1)], ids=["one node", "two nodes"])
+def test_a_rank_killed_between_rounds_leaves_a_layer_that_is_called_in_pieces(node_R):
+    results = run_ranks(killed_between_rounds, len(node_R), random_plan(node_R, seed=6, home_slots=16))
+    assert results.pop(1) == KILLED
+    for words, is_clean in results:
+        assert "gone" in words and "layer index 1 is in pieces, " in words and "load the last checkpoint" in words, (
+            words
+        )
+        assert is_clean, "mappings are left"

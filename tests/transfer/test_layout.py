@@ -13,22 +13,33 @@ def weights(*, slots=2, width=4, hidden=8, dtype=torch.float32, has_bias=False, 
     return ExpertWeights(*(torch.zeros(*shape, dtype=dtype, device=device) for shape in shapes))
 
 
-def test_replica_memory_of_a_real_model_is_under_two_percent():
+def qwen(**given):
     model = ModelShape.preset("qwen3-30b-a3b")
-    layout = ExpertLayout(
-        shapes=((2 * model.expert_width, model.hidden), (model.hidden, model.expert_width), None, None),
-        dtype=torch.bfloat16,
-        grad_dtype=torch.float32,
-        layers=model.layers,
-        home_slots=model.experts // 8,
-        slots=2,
-        depth=1,
+    sizes = {"slots": 1, "depth": 1, "grad_dtype": torch.float32, **given}
+    shapes = ((2 * model.expert_width, model.hidden), (model.hidden, model.expert_width), None, None)
+    return model, ExpertLayout(
+        shapes=shapes, dtype=torch.bfloat16, layers=model.layers, home_slots=model.experts // 8, **sizes
     )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_all_memory_of_one_slot_of_a_real_model_is_under_two_percent(nodes, grad_dtype):
+    model, layout = qwen(nodes=nodes, grad_dtype=grad_dtype)
     owned = model.layers * layout.bytes_of(layout.home_slots, layout.dtype)
     assert owned == model.layers * model.experts // 8 * model.expert_bytes
-    assert layout.replica_bytes == 4 * model.expert_bytes and layout.mailbox_bytes == layout.replica_bytes
+    wide = grad_dtype.itemsize // 2
+    assert layout.replica_bytes == 2 * model.expert_bytes and layout.mailbox_bytes == wide * layout.replica_bytes
+    assert layout.outbox_bytes + layout.landing_bytes == 4 * wide * model.expert_bytes
+    parts = (layout.replica_bytes, layout.mailbox_bytes, layout.outbox_bytes, layout.landing_bytes)
+    assert layout.extra_bytes == sum(parts) <= 0.02 * owned
+
+
+def test_replica_slots_of_a_real_model_are_under_two_percent():
+    model, layout = qwen(slots=2)
+    owned = model.layers * layout.bytes_of(layout.home_slots, layout.dtype)
+    assert layout.replica_bytes == 4 * model.expert_bytes and layout.mailbox_bytes == 2 * layout.replica_bytes
     assert layout.replica_bytes + layout.mailbox_bytes <= 0.02 * owned
-    assert layout.extra_bytes == layout.replica_bytes + layout.mailbox_bytes + layout.outbox_bytes
 
 
 def test_bytes_are_those_of_the_tensors_rounded_up_to_lines():
