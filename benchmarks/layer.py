@@ -110,7 +110,7 @@ def move_to_replicas(ids_TK: Tensor, *, homes: int, replicas: int) -> Tensor:
 def build_variants(shape: Shape, given: Inputs, layer: BalancedExperts, *, bench: Bench) -> dict[str, Forward]:
     """Every variant's forward; the parameters of `layer` are the weights of all."""
     weights, empty = layer.home, HeldBank(shape.weights(0, bench))
-    prepared = layer.prepare(given.ids_TK.cpu(), 0).to(str(bench.device))
+    prepared = layer.prepare(given.ids_TK.cpu(), 0).packed().unpack(str(bench.device))
     tensors = (given.hidden_TD, given.ids_TK, given.gates_TK, VISIT)
     made: dict[str, Forward] = {
         "plain": lambda: plain_moe(given, weights),

@@ -32,6 +32,7 @@ from typing import Any
 from benchmarks.node_cases import NodeWork
 from benchmarks.results import Limit, format_table, read_commit, read_machine, say_limit
 from equipoise.core import Cluster
+from equipoise.cost.model import CostModel
 from equipoise.cost.profile import write_profile
 from equipoise.launch import RankOptions, run_ranks
 
@@ -70,14 +71,15 @@ def run_works(group: Any, works: list[NodeWork], rounds: int, device: str, *, sh
         begin = time.monotonic()
         # The first case is the one whose figures are quoted most; the others take one round.
         given = {
-            "rounds": rounds if work.case is works[0].case else 1,
+            "rounds": rounds if work.case is works[0].case and not work.is_bare else 1,
             "device": device,
             "tell": show,
             "is_bare": work.is_bare,
         }
         name = f"{work.case.name}{', experts alone' if work.is_bare else ''}"
         found["cases"][name] = run_case(group, work.case, work.policies, work.cluster, **given)
-        show(f"{name}: {time.monotonic() - begin:.1f} s")
+        # What is shown is kept: a run that is cut off has its finished cases.
+        show(f"{name}: {time.monotonic() - begin:.1f} s", found)
     return found
 
 
@@ -122,6 +124,10 @@ def summarise(found: dict[str, Any], works: list[NodeWork]) -> tuple[list[dict[s
     for work, (name, policies) in zip(works, found["cases"].items(), strict=True):
         medians = {policy: statistics.median(run["window_s"] for run in runs) for policy, runs in policies.items()}
         plans = {policy.name: policy.plan for policy in work.policies}
+        # Attention is measured alone; a plan predicts the rest, but for rows' ways that are the same under all plans.
+        cost = CostModel.of(work.cluster, work.case.model, stage=work.case.stage)
+        micro_steps, layers, _, tokens, top_k = work.case.routes_MLRTK.shape
+        same_s = medians.get("attention alone", 0.0) + micro_steps * layers * cost.sending_ns(tokens * top_k) / 1e9
         for policy, runs in policies.items():
             times = [run["window_s"] for run in runs]
             plan = plans.get(policy)
@@ -133,7 +139,7 @@ def summarise(found: dict[str, Any], works: list[NodeWork]) -> tuple[list[dict[s
                     "spread_pct": round(100 * (max(times) - min(times)) / medians[policy], 1),
                     "over_static": round(medians.get("static", medians.get("plain", 0.0)) / medians[policy], 3),
                     "exposed_pct": round(100 * statistics.median(r["exposed_s"] for r in runs) / medians[policy], 2),
-                    "predicted_experts_s": round(plan.seconds.total, 4) if plan is not None else 0.0,
+                    "predicted_s": round(same_s + plan.seconds.total, 4) if plan is not None else 0.0,
                 }
             )
         if work.is_bare:
@@ -143,6 +149,13 @@ def summarise(found: dict[str, Any], works: list[NodeWork]) -> tuple[list[dict[s
                 Limit(name=f"{name}: mapped over prepared", value=rest["mapped"] / rest["prepared"], at_most=0.5)
             )
             continue
+        errors = [
+            abs(same_s + plan.seconds.total - medians[policy]) / medians[policy]
+            for policy, plan in plans.items()
+            if plan is not None
+        ]
+        if not work.case.is_checkpointed:
+            limits.append(Limit(name=f"{name}: mean error of predictions", value=statistics.mean(errors), at_most=0.05))
         ours = medians["equipoise, 1 slot"]
         limits.append(
             Limit(name=f"{name}: share of uniform, prepared", value=medians["uniform, prepared"] / ours, at_least=0.98)
@@ -178,35 +191,45 @@ def main() -> int:
         return 0
     if args.part == "smoke":
         works = smoke_works()
-        found = run_ranks(run_works, 2, works, 1, "cpu", show=print)[0]
+        found = run_ranks(run_works, 2, works, 1, "cpu", show=show_line)[0]
     else:
         works = pickle.loads(gzip.decompress(args.work.read_bytes()))[: args.only]
         ranks = works[0].case.ranks
         options = RankOptions(device="cuda", timeout_s=120.0)
+
+        def show(line: str, found: dict[str, Any] | None = None) -> None:
+            show_line(line)
+            if found is not None and args.out is not None:
+                write_document(args.out, found, works[: len(found["cases"])], args)
+
         with mps(args.percent, args.clock):
-            found = run_ranks(run_works, ranks, works, args.rounds, "cuda", options=options, show=show_line)[0]
+            found = run_ranks(run_works, ranks, works, args.rounds, "cuda", options=options, show=show)[0]
     rows, limits = summarise(found, works)
     print(format_table(rows))
     for limit in limits:
         print(say_limit(limit))
-    if args.out is not None:
-        document = {
-            "benchmark": "node",
-            "commit": args.commit or read_commit(),
-            "machine": f"{read_machine()}; {gpu_name()}; {args.percent} % of its processors per rank",
-            "clock": f"locked at {args.clock} MHz" if args.clock else "as the machine sets it",
-            "neighbours": found["neighbours"],
-            "rows": rows,
-            "runs": found["cases"],
-            "limits": [{"name": one.name, "value": one.value, "holds": one.holds} for one in limits],
-        }
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(limit.holds for limit in limits) else 1
 
 
-def show_line(*words: Any) -> None:
+def write_document(path: Path, found: dict[str, Any], works: list[NodeWork], args: argparse.Namespace) -> None:
+    """Write everything that was measured, with what it was measured on."""
+    rows, limits = summarise(found, works)
+    document = {
+        "benchmark": "node",
+        "commit": args.commit or read_commit(),
+        "machine": f"{read_machine()}; {gpu_name()}; {args.percent} % of its processors per rank",
+        "clock": f"locked at {args.clock} MHz" if args.clock else "as the machine sets it",
+        "neighbours": found["neighbours"],
+        "rows": rows,
+        "runs": found["cases"],
+        "limits": [{"name": one.name, "value": one.value, "holds": one.holds} for one in limits],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def show_line(line: object, *_: Any) -> None:
     """Print at once."""
-    print(*words, flush=True)
+    print(line, flush=True)
 
 
 def gpu_name() -> str:

@@ -68,18 +68,19 @@ class Decoder(nn.Module):
             down = bench.random(homes, model.hidden, model.expert_width, scale=model.expert_width**-0.5)
             made.append(BalancedExperts(ExpertWeights(gate_up, down), layer=layer, group=group, options=LayerOptions()))
         self.experts = nn.ModuleList(made)
-        self.is_bare = False
-        """Without attention and norms: routed experts alone."""
+        self.has_attention = self.has_experts = True
 
     def layer(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, visit: Visit) -> Tensor:
         """One decoder layer."""
         experts: Any = self.experts[visit.layer]
-        home = experts.enter(visit)
-        if self.is_bare:
+        home = experts.enter(visit) if self.has_experts else None
+        if not self.has_attention:
             alone_TD: Tensor = experts(x_TD, ids_TK, gates_TK, visit, home=home)
             return alone_TD
         sequence = min(SEQUENCE, len(x_TD))
         x_TD = x_TD + self.attention[visit.layer].forward(F.rms_norm(x_TD, x_TD.shape[1:]), sequence=sequence)
+        if not self.has_experts:
+            return x_TD + F.rms_norm(x_TD, x_TD.shape[1:])
         mixed_TD: Tensor = x_TD + experts(F.rms_norm(x_TD, x_TD.shape[1:]), ids_TK, gates_TK, visit, home=home)
         return mixed_TD
 
@@ -155,10 +156,14 @@ def run_case(
         _, _, _, tokens, top_k = case.routes_MLRTK.shape
         rows_group = MappedGroup(group, most_bytes=4 * tokens * top_k * case.model.hidden * bench.dtype.itemsize)
     net = Decoder(case, bench=bench, rank=rank, group=rows_group)
-    net.is_bare = is_bare
+    net.has_attention = not is_bare
     found: dict[str, list[dict[str, float]]] = {policy.name: [] for policy in policies}
     if is_bare:
         found["products alone"] = time_products(group, case, net, bench)
+    else:
+        net.has_experts = False
+        found["attention alone"] = run_policy(group, case, policies[0], cluster, net=net, bench=bench)
+        net.has_experts = True
     for number in range(rounds):
         for policy in policies:
             found[policy.name] += run_policy(group, case, policy, cluster, net=net, bench=bench)

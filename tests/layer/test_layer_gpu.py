@@ -108,7 +108,7 @@ def test_one_rank_against_the_dense_reference(is_prepared):
         ids_TK = torch.from_numpy(routing.ids[0][0][0]).cuda()
         hidden_TD = torch.randn((len(ids_TK), HIDDEN), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gates_TK = torch.rand(ids_TK.shape, device="cuda")
-        prepared = layer.prepare(ids_TK.cpu(), 0).to("cuda") if is_prepared else None
+        prepared = layer.prepare(ids_TK.cpu(), 0).packed().unpack("cuda") if is_prepared else None
         out_TD = layer(hidden_TD, ids_TK, gates_TK, Visit(0, "forward", 0), prepared=prepared)
         out_TD.sum().backward()
         layer.check_matched()
@@ -137,7 +137,7 @@ def test_a_prepared_layer_never_waits_for_the_device(has_bias):
         ids_TK = torch.from_numpy(routing.ids[0][0][0]).cuda()
         hidden_TD = torch.randn((len(ids_TK), HIDDEN), device="cuda", dtype=torch.bfloat16, requires_grad=True)
         gates_TK = torch.rand(ids_TK.shape, device="cuda", requires_grad=True)
-        prepared = layer.prepare(ids_TK.cpu(), 0).to("cuda")
+        prepared = layer.prepare(ids_TK.cpu(), 0).packed().unpack("cuda")
         for mode in ("default", "error"):
             # The first pass sets up the communicator, which may wait.
             torch.cuda.set_sync_debug_mode(mode)
