@@ -1,4 +1,4 @@
-"""Measurements between ranks, which all of them take at the same time: rows by mapped memory, and an empty step.
+"""Measurements between ranks, which all of them take at the same time: rows by mapped memory, and across nodes.
 
 Ranks of a node read each other's rows where they are (`layer.mapped`). Every row has two prices, which are measured
 one at a time, with tables of one side only:
@@ -22,6 +22,7 @@ from equipoise.calibrate.bench import SLEEP_CYCLES, Bench, Grid, Steps
 from equipoise.calibrate.measures import random_experts, time_move
 from equipoise.core.options import TransferOptions
 from equipoise.layer.mapped import MappedTables, combine_mapped, fetch_rows
+from equipoise.layer.ops import all_to_all
 from equipoise.transfer.mapped_rows import MappedRows, Part, RowLimits, RowViews, typed
 from equipoise.transfer.node import NodeMemory
 from equipoise.transfer.waits import Mark
@@ -123,6 +124,40 @@ def inside_of(num_bytes: int, extra_ns: float, nvlink_bytes_per_s: int) -> dict[
             "bytes/s, so that the published rate is assumed",
         }
     return {"inside_share": max(round(rate / nvlink_bytes_per_s, 4), 1e-3), "source": f"inside: measured {words}"}
+
+
+def measure_across(
+    grid: Grid, network_bytes_per_s: int, *, group: Any, node_R: list[int], bench: Bench, steps: Steps
+) -> dict[str, Any]:
+    """Time the group's all-to-all of rows that all leave their node. Every rank of `group` must call this.
+
+    Returns: share of the published network rate, nanoseconds without rows, and source
+    """
+    hidden, rank, most = grid.moved_widths[0], group.rank(), max(grid.moved_rows)
+    away_R = [int(node != node_R[rank]) for node in node_R]
+
+    def exchange(rows: int) -> Callable[[], None]:
+        rows_R = [there * (rows // sum(away_R)) for there in away_R]
+        rows_ND = bench.random(sum(rows_R), hidden)
+
+        def send() -> None:
+            all_to_all(rows_ND, rows_R, rows_R, group)
+
+        return send
+
+    empty = exchange(0)
+    whole_ns, empty_ns = median_over(
+        group, [median(time_together(work, empty, bench)) for work in (exchange(most), empty)]
+    )
+    steps.advance()
+    num_bytes = most // sum(away_R) * sum(away_R) * hidden * bench.dtype.itemsize
+    rate = num_bytes / max(whole_ns - empty_ns, 1.0) * 1e9
+    return {
+        "across_share": max(round(min(rate / network_bytes_per_s, 1.0), 4), 1e-3),
+        "fixed_ns": round(empty_ns),
+        "source": f"across: measured, an all-to-all of {most} rows of every rank to other nodes ran at {round(rate)} "
+        f"bytes/s; the published rate is {network_bytes_per_s}",
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

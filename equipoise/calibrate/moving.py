@@ -30,7 +30,7 @@ from equipoise.transfer.edges import Move, Relocator
 from equipoise.transfer.host_store import HostStore, Refresher
 from equipoise.transfer.node import NodeMemory, allocate_experts
 from equipoise.transfer.pulls import MappedPath, Need
-from equipoise.transfer.waits import Mark, OwnGroup
+from equipoise.transfer.waits import Mark, OwnGroup, moves_by_nccl
 
 MOVED = 4
 """Experts of each rank that change ranks, or are written to the host store, at once."""
@@ -45,11 +45,13 @@ MOVING_STEPS = 4
 
 
 class ExpertTimes(NamedTuple):
-    """Nanoseconds of one pull, and of `MOVED` experts of every rank relocated and refreshed."""
+    """Nanoseconds of one pull, and of some experts of every rank relocated and refreshed."""
 
     pull: float
     weights: float
     gradients: float
+    across: float
+    """Weights to another node; as inside where there is none."""
     refresh: float
 
 
@@ -61,8 +63,8 @@ def measure_moving(
     Every rank of `group` must call this. Figures are of the median rank.
     """
     found = []
-    for shape in (grid.expert_shape, TINY):
-        times = time_experts(shape, group=group, node_R=node_R, bench=bench)
+    for shape, count in ((grid.expert_shape, MOVED), (TINY, 1)):
+        times = time_experts(shape, count, group=group, node_R=node_R, bench=bench)
         found.append(ExpertTimes(*median_over(group, times)))
         steps.advance()
     own_group = OwnGroup(group, timeout_s=TIMEOUT_S)
@@ -76,6 +78,11 @@ def measure_moving(
     # What is left once the fixed part is taken off; a device that is too fast to tell is not infinitely fast.
     beyond = ExpertTimes(*(max(large - small, 1.0) for large, small in zip(*found, strict=True)))
     pulled, moved = size / beyond.pull * 1e9, f"{MOVED} experts of {size} bytes of every rank"
+    across: dict[str, Any] = {}
+    if len(set(node_R)) > 1:
+        by = "NCCL" if moves_by_nccl(group, bench.device) else "gloo"
+        across["across_bytes_per_s"] = round(MOVED * size / beyond.across * 1e9)
+        across["across_source"] = f"measured: {moved} to a rank of another node, by {by}"
     return {
         "pull": {
             "peer_bytes_per_s": min(round(pulled), nvlink_bytes_per_s),
@@ -89,6 +96,7 @@ def measure_moving(
             "gradient_bytes_per_s": round(MOVED * 4 * grid.expert_params / beyond.gradients * 1e9),
             "source": f"measured: {moved} to the next rank of its node, through staging and with the ranks' "
             "agreement, beyond the fixed part in overheads; weights in the kernels' dtype, gradients in fp32",
+            **across,
         },
         "overheads": {
             "edge_fixed_ns": round(tiny.weights),
@@ -104,18 +112,22 @@ def measure_moving(
     }
 
 
-def time_experts(shape: tuple[int, int], *, group: Any, node_R: list[int], bench: Bench) -> ExpertTimes:
-    """Time everything that moves experts of one shape inside nodes. Every rank of `group` must call this."""
-    node = open_node(shape, slots=MOVED, group=group, node_R=node_R, bench=bench)
+def time_experts(shape: tuple[int, int], count: int, *, group: Any, node_R: list[int], bench: Bench) -> ExpertTimes:
+    """Time everything that moves experts of one shape, `count` of every rank. Every rank of `group` must call this."""
+    node = open_node(shape, slots=count, group=group, node_R=node_R, bench=bench)
     store = HostStore(node.layout, experts=node.num_experts, group=group, node_R=node_R, timeout_s=TIMEOUT_S)
-    refresher, relocator, moves = Refresher(node, store), Relocator(node), ring_moves(node_R)
+    refresher, relocator = Refresher(node, store), Relocator(node)
+    across = ring_moves(node_R, count, is_across=True)
+    # Where every rank is a node of its own, all relocations leave it.
+    inside = ring_moves(node_R, count) or across
     weights = node.homes[0].map(torch.Tensor.detach)
-    gradients = allocate_experts(node.layout, MOVED, torch.float32, device=node.device)
+    gradients = allocate_experts(node.layout, count, torch.float32, device=node.device)
     timed = partial(time_on_host, group=group, bench=bench)
     times = ExpertTimes(
-        pull=time_pull(node, bench),
-        weights=timed(partial(relocator.relocate, "publish", 0, moves, weights)),
-        gradients=timed(partial(relocator.relocate, "collect", 0, moves, gradients)),
+        pull=time_pull(node, count, bench),
+        weights=timed(partial(relocator.relocate, "publish", 0, inside, weights)),
+        gradients=timed(partial(relocator.relocate, "collect", 0, inside, gradients)),
+        across=timed(partial(relocator.relocate, "publish", 0, across, weights)),
         refresh=timed(partial(refresher.complete, version=1)),
     )
     refresher.close()
@@ -124,21 +136,22 @@ def time_experts(shape: tuple[int, int], *, group: Any, node_R: list[int], bench
     return times
 
 
-def ring_moves(node_R: list[int]) -> list[Move]:
-    """Return moves of all experts of each rank to the next rank of its node, and there to the next slot."""
-    peers_N = {node: [rank for rank, its in enumerate(node_R) if its == node] for node in node_R}
-    moves = []
-    for source, node in enumerate(node_R):
-        target = peers_N[node][(peers_N[node].index(source) + 1) % len(peers_N[node])]
-        moves += [Move(source * MOVED + slot, source, slot, target, (slot + 1) % MOVED) for slot in range(MOVED)]
-    return moves
+def ring_moves(node_R: list[int], count: int, *, is_across: bool = False) -> list[Move]:
+    """Return moves of `count` experts of each rank to the next rank of its node, or to its like in the next node."""
+    ranks, nodes = len(node_R), len(set(node_R))
+    per_node, moves = ranks // nodes, list[Move]()
+    for source in range(ranks):
+        first = node_R[source] * per_node
+        target = (source + per_node) % ranks if is_across else first + (source + 1 - first) % per_node
+        moves += [Move(source * count + slot, source, slot, target, slot) for slot in range(count)]
+    return [move for move in moves if move.source != move.target]
 
 
-def time_pull(node: NodeMemory, bench: Bench) -> float:
+def time_pull(node: NodeMemory, count: int, bench: Bench) -> float:
     """Return the nanoseconds of pulling one expert, from one peer's page after another."""
     path, buffer = MappedPath(node), allocate_experts(node.layout, 1, node.layout.dtype, device=node.device)
     peers = [rank for rank in node.peers if rank != node.rank] or [node.rank]
-    needs = cycle([{0: Need(0, rank * MOVED + slot, rank, slot, "peer")} for slot in range(MOVED) for rank in peers])
+    needs = cycle([{0: Need(0, rank * count + slot, rank, slot, "peer")} for slot in range(count) for rank in peers])
 
     def pull() -> None:
         path.pull(next(needs), buffer)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from equipoise.calibrate.bench import Bench, Grid, Steps
-from equipoise.calibrate.between import measure_mapped
+from equipoise.calibrate.between import measure_across, measure_mapped
 from equipoise.calibrate.moving import MOVING_STEPS, measure_moving
 from equipoise.calibrate.run import RUNS, Tell, assumed_all_to_all, calibrate, count_steps
 from equipoise.core import TopologyError
@@ -27,6 +27,7 @@ def calibrate_ranks(
     ranks: int,
     nodes: int = 1,
     nvlink_bytes_per_s: int,
+    network_bytes_per_s: int | None = None,
     runs: int = RUNS,
     device: Literal["cpu", "cuda"] = "cuda",
     commit: str | None = None,
@@ -39,6 +40,7 @@ def calibrate_ranks(
         ranks: all ranks; those of a node share its devices
         nodes: nodes that the ranks form, with as many ranks each, one after another
         nvlink_bytes_per_s: published rate of the link to a peer, which caps what mapped memory of one device suggests
+        network_bytes_per_s: published rate of a rank's network, needed for several nodes
         runs: timed runs of each case
         device: "cuda", or "cpu" to try the measuring itself
         commit: of the source, where git does not know it
@@ -54,11 +56,14 @@ def calibrate_ranks(
         grid=grid,
         nodes=nodes,
         nvlink_bytes_per_s=nvlink_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s or nvlink_bytes_per_s,
         runs=runs,
         device=device,
         commit=commit,
     )
-    content: dict[str, Any] = run_ranks(on_rank, ranks, options=RankOptions(device=device), show=tell or _ignore)[0]
+    # Ranks of one node exchange nothing on devices but by mapped memory.
+    options = RankOptions(device=device, backend="nccl" if device == "cuda" and nodes > 1 else "gloo")
+    content: dict[str, Any] = run_ranks(on_rank, ranks, options=options, show=tell or _ignore)[0]
     return content
 
 
@@ -68,6 +73,7 @@ def measure_rank(
     grid: Grid,
     nodes: int,
     nvlink_bytes_per_s: int,
+    network_bytes_per_s: int,
     runs: int,
     device: Literal["cpu", "cuda"],
     commit: str | None,
@@ -76,7 +82,7 @@ def measure_rank(
     """Measure every part as one of the ranks. Every rank of `group` must call this; all return the same."""
     node_R = [rank * nodes // group.size() for rank in range(group.size())]
     alone = count_steps(grid)
-    total = alone + 2 * len(grid.moved_widths) * len(grid.moved_rows) + MOVING_STEPS
+    total = alone + 2 * len(grid.moved_widths) * len(grid.moved_rows) + MOVING_STEPS + (nodes > 1)
 
     def tell(done: int, _: int) -> None:
         # Ranks begin every case together, although some repeat one that scatters.
@@ -88,9 +94,12 @@ def measure_rank(
     given: dict[str, Any] = {"group": group, "node_R": node_R, "bench": bench, "steps": steps}
     found = measure_mapped(grid, nvlink_bytes_per_s, **given)
     moving = measure_moving(grid, nvlink_bytes_per_s, **given)
-    assumed = assumed_all_to_all()
-    exchange = {"across_share": assumed["across_share"], **found["all_to_all"]}
-    exchange["source"] += "; across: assumed, as without ranks"
+    exchange, assumed = found["all_to_all"], assumed_all_to_all()
+    across = {"across_share": assumed["across_share"], "fixed_ns": 0, "source": "across: assumed, as without ranks"}
+    if nodes > 1:
+        across = measure_across(grid, network_bytes_per_s, **given)
+    exchange["fixed_ns"] = max(exchange["fixed_ns"], across["fixed_ns"])
+    exchange |= {"across_share": across["across_share"], "source": f"{exchange['source']}; {across['source']}"}
     host, peer = content["pull"], moving.pop("pull")
     peer["source"] = f"{host['source'].split('; peer:')[0]}; {peer['source']}"
     content |= {"rows": found["rows"], "all_to_all": exchange, "pull": host | peer, **moving}

@@ -75,12 +75,13 @@ def calibrate(
         grid = replace(room.Grid.smoke() if trial else room.Grid.full(), **sizes)
         if filed is not None:
             grid = sample_of(filed, grid)
-        link = 10**12 if trial else _link_rate(cluster)
+        link, network = (10**12, 10**12) if trial else _link_rates(cluster)
         given: dict[str, Any] = {"nvlink_bytes_per_s": link, "runs": runs, "device": "cpu" if trial else "cuda"}
         with progress("measuring") as show:
             if ranks is None:
                 return room.calibrate(grid, **given, commit=commit, tell=show)
-            return room.calibrate_ranks(grid, ranks=ranks, nodes=nodes, **given, commit=commit, tell=show)
+            given |= {"ranks": ranks, "nodes": nodes, "network_bytes_per_s": network}
+            return room.calibrate_ranks(grid, **given, commit=commit, tell=show)
 
     from equipoise.launch import find_torchrun
 
@@ -135,15 +136,16 @@ def _read_profile(path: Path, *, is_trial: bool, ranks: int | None) -> dict[str,
     return content
 
 
-def _link_rate(cluster: str | None) -> int:
-    """Return the published rate of the link to a peer, of the named preset or of the one the device's name contains."""
+def _link_rates(cluster: str | None) -> tuple[int, int]:
+    """Return the published rates of link and network, of the named preset or of the one the device's name contains."""
     import torch
 
     device = torch.cuda.get_device_name()
     fitting = presets_like(device)
     if cluster is None and not fitting:
         raise TopologyError(f"no cluster preset is named like {device!r}; give --cluster, one of {preset_names()}")
-    return Cluster.preset(cluster or fitting[-1]).nvlink_bytes_per_s
+    preset = Cluster.preset(cluster or fitting[-1])
+    return preset.nvlink_bytes_per_s, preset.network_bytes_per_s
 
 
 def _write_profile(measured: dict[str, Any], path: Path, console: "Console") -> None:

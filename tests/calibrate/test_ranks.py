@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from equipoise.calibrate import Grid, calibrate_ranks
 from equipoise.calibrate.bench import Bench
 from equipoise.calibrate.between import MappedWork, StillRows, inside_of, open_node, time_empty_step
-from equipoise.calibrate.moving import MOVED, ring_moves
+from equipoise.calibrate.moving import ring_moves
 from equipoise.calibrate.ranks import measure_rank, medians_of, spread_of
 from equipoise.core import TopologyError
 from equipoise.cost import Profile
@@ -22,7 +22,13 @@ from equipoise.transfer.mapped_rows import RowLimits
 def measure_small(group, nodes):
     told = []
     show = lambda done, total: told.append((done, total))  # noqa: E731
-    given = {"nvlink_bytes_per_s": 10**12, "runs": 1, "device": "cpu", "commit": "c" * 40}
+    given = {
+        "nvlink_bytes_per_s": 10**12,
+        "network_bytes_per_s": 10**12,
+        "runs": 1,
+        "device": "cpu",
+        "commit": "c" * 40,
+    }
     return measure_rank(group, grid=Grid.smoke(), nodes=nodes, **given, show=show), told
 
 
@@ -37,6 +43,8 @@ def test_all_ranks_return_the_same_profile_and_tell_every_step_once(pool, ranks,
     assert (first["ranks"]["count"], first["ranks"]["nodes"]) == (ranks, nodes)
     assert all(value > 0 for key, value in first["overheads"].items() if key != "source")
     assert "from pages of peers" in first["pull"]["source"] and "agreement" in first["exchange"]["source"]
+    assert ("across_bytes_per_s" in first["exchange"]) == (nodes > 1)
+    assert ("across: measured" if nodes > 1 else "across: assumed") in first["all_to_all"]["source"]
     assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
 
 
@@ -71,15 +79,17 @@ def test_a_link_is_never_faster_than_published(extra_ns, share, words):
     assert found["inside_share"] == share and words in found["source"]
 
 
+@pytest.mark.parametrize("is_across", [False, True], ids=["inside", "across"])
 @pytest.mark.parametrize("node_R", [[0], [0, 0], [0, 0, 0, 1, 1, 1], [0, 1]], ids=str)
-def test_relocated_experts_of_a_ring_stay_in_their_node_and_fill_every_slot_once(node_R):
-    moves = ring_moves(node_R)
-    slots = {(rank, slot) for rank in range(len(node_R)) for slot in range(MOVED)}
+def test_relocated_experts_of_a_ring_fill_every_slot_once_and_cross_nodes_only_where_meant(node_R, is_across):
+    moves = ring_moves(node_R, 3, is_across=is_across)
+    if len(set(node_R)) == 1 if is_across else len(set(node_R)) == len(node_R):
+        assert moves == [], "there is nowhere to go"
+        return
+    slots = {(rank, slot) for rank in range(len(node_R)) for slot in range(3)}
     assert {(move.source, move.source_slot) for move in moves} == slots
     assert {(move.target, move.target_slot) for move in moves} == slots
-    for move in moves:
-        assert node_R[move.source] == node_R[move.target] and move[1:3] != move[3:5]
-        assert move.source != move.target or node_R.count(node_R[move.source]) == 1
+    assert all((node_R[move.source] != node_R[move.target]) == is_across for move in moves)
 
 
 def read_marked_pages(group):
