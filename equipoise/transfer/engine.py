@@ -13,7 +13,6 @@ A transfer that does not finish raises on every rank within the bound, naming ra
 `close`, also after a failure, parameters live in memory of their own and nothing shared is left.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -282,6 +281,7 @@ class TransferEngine:
         self._node.all_or_none(self._edges.check_unchanged, Transfer("collect", path="p2p"))
         with self._exposed("collect"):
             self._edges.end()
+        self.counters.flush()
         self._plan = self._schedule = self._progress = None
 
     def complete_store(self) -> HostStore:
@@ -415,11 +415,15 @@ class TransferEngine:
 
     @contextmanager
     def _exposed(self, name: str) -> Iterator[None]:
-        """Count the seconds of a `with` block as exposed: training waits in it."""
-        begin = time.monotonic()
-        with torch.profiler.record_function(f"equipoise.{name}"):
+        """Count the seconds of a `with` block as exposed: training waits in it.
+
+        On a device only those in which it has nothing left to compute: threads are far ahead of it.
+        """
+        with (
+            torch.profiler.record_function(f"equipoise.{name}"),
+            self.counters.timed(self._edges.path, self._node.device),
+        ):
             yield
-        self.counters.wait(self._edges.path, time.monotonic() - begin)
 
     def _check_running(self) -> None:
         if self._is_suspended:
