@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from equipoise.core import ModelShape
-from equipoise.core.options import replica_bytes
-from equipoise.planner import PlanOptions
+from equipoise.core import Cluster, ModelShape
+from equipoise.core.options import balance_bytes
 
 ROOT = Path(__file__).parent.parent
 LINES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
@@ -51,9 +50,11 @@ def test_the_python_block_runs_and_explains_a_decision(tmp_path):
 
 
 def test_the_memory_of_one_slot_is_what_it_says():
-    shape, buffers = ModelShape.preset("qwen3-30b-a3b"), PlanOptions().depth + 1
-    taken = buffers * replica_bytes(shape, "update") / 2**20
-    assert f"takes {taken:.0f} MiB per GPU in updates of Qwen3-30B-A3B" in " ".join(LINES)
+    shape, cluster = ModelShape.preset("qwen3-30b-a3b"), Cluster.preset("h200", ep=8)
+    taken = balance_bytes(shape, cluster=cluster, slots=1, stage="update")
+    share = taken / (shape.layers * cluster.home_slots(shape) * shape.expert_bytes)
+    words = f"takes {taken / 2**20:.0f} MiB per GPU in updates of Qwen3-30B-A3B, {share:.1%} of its experts at EP8"
+    assert words in " ".join(line.strip() for line in LINES)
 
 
 def test_the_loop_calls_what_there_is():

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from equipoise.calibrate.bench import SLEEP_CYCLES, Bench, Grid, Steps
 from equipoise.calibrate.measures import random_experts, time_move
-from equipoise.core.options import TransferOptions
+from equipoise.core.options import RowLimits, TransferOptions
 from equipoise.layer.mapped import MappedTables, combine_mapped, fetch_rows
 from equipoise.layer.ops import all_to_all
-from equipoise.transfer.mapped_rows import MappedRows, Part, RowLimits, RowViews, typed
+from equipoise.transfer.mapped_rows import MappedRows, Part, RowViews, typed
 from equipoise.transfer.node import NodeMemory
 from equipoise.transfer.waits import Mark
 

@@ -251,9 +251,8 @@ def analysis_answer(analysis: "Analysis") -> Table:
         answer["plan"] = Text(f"none tried: {analysis.no_trial}", style="yellow")
         return build_list(answer)
     saved = f"saves {_time(seconds.saved_seconds)}, {seconds.share(seconds.saved_seconds):.1%}"
-    memory = "placement alone, no memory taken"
-    if trial.slots:
-        memory = f"{plural(trial.slots, 'replica slot')}, {trial.buffer_bytes / MIB:.0f} MiB per GPU"
+    slots = plural(trial.slots, "replica slot") if trial.slots else "placement alone"
+    memory = f"{slots}, {trial.buffer_bytes / MIB:.0f} MiB per GPU"
     verdict = (saved, "bold green")
     if not analysis.worth_it:
         verdict = (f"not worth it here: {saved}, less than {WORTH:.0%}", "bold yellow")
@@ -261,6 +260,8 @@ def analysis_answer(analysis: "Analysis") -> Table:
     # Skew of the stage that takes longest.
     longest = max(analysis.stages, key=lambda name: analysis.stages[name].seconds.now.total)
     before, after = trial.skew_before(longest).mean, trial.skew_after(longest).mean
+    if trial.row_page_bytes:
+        answer["rows"] = f"{trial.row_page_bytes / MIB:.0f} MiB more per GPU, read in place by ranks of the node"
     answer["skew"] = f"mean {before:.2f} now, {after:.2f} with the plan ({longest})"
     return build_list(answer)
 

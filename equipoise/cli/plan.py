@@ -160,12 +160,14 @@ def build_document(
     plan: "Plan", explanation: "Explanation | None", *, out: Path | None, pairs: Path | None
 ) -> dict[str, Any]:
     """Return every figure that is shown, for JSON."""
-    from equipoise.core.options import replica_bytes
+    from equipoise.core.options import balance_bytes, replica_bytes, row_page_bytes
     from equipoise.loads import rank_loads, skew_ML
 
-    # Replica buffers are shared by all layers, unless replicas stay where they are.
-    buffers = 1 if plan.itinerary is None else plan.itinerary.depth + 1
-    copies = plan.loads.num_layers if plan.persistent else buffers
+    # Buffers are shared by all layers, unless replicas stay where they are; where nothing moves there are none.
+    held, stage = plan.slots * plan.loads.num_layers * replica_bytes(plan.model, plan.loads.stage), plan.loads.stage
+    if not plan.persistent and (plan.slots or plan.displaced_LE.any()):
+        depth = 0 if plan.itinerary is None else plan.itinerary.depth
+        held = balance_bytes(plan.model, cluster=plan.cluster, slots=plan.slots, stage=stage, depth=depth)
     document: dict[str, Any] = {
         "model": plan.model.name,
         "policy": plan.policy,
@@ -178,7 +180,8 @@ def build_document(
         "static_seconds": plan.static_seconds,
         "saved_seconds": plan.saved_seconds,
         "bytes": {**asdict(plan.bytes), "total": plan.bytes.total},
-        "slot_bytes_per_rank": plan.slots * copies * replica_bytes(plan.model, plan.loads.stage),
+        "slot_bytes_per_rank": held,
+        "row_page_bytes": row_page_bytes(plan),
         "displaced": int(plan.displaced_LE.sum()),
         "replicas": len(plan.replica_table),
         "estimated_share": plan.estimated_share,

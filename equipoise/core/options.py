@@ -1,17 +1,18 @@
-"""Options: how windows are planned, how transfers run, and both together for a balancer.
+"""Options: how windows are planned, how transfers run, and both together for a balancer; and the memory this takes.
 
 The one dial users turn is `slots`. Options are frozen and checked when they are made. They are passed on as objects: a
 `BalancerOptions` is a `PlanOptions` and a `TransferOptions`. Importing this module imports neither numba nor torch.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.core.model import ModelShape
-from equipoise.core.plan import Objective, Sends
+from equipoise.core.plan import Objective, Plan, Sends
 from equipoise.core.value import require_choice, require_int
 from equipoise.core.window import Stage
 
@@ -89,7 +90,7 @@ class TransferOptions:
     depth: int = 1
     """Visits that pulls may run ahead; there are depth + 1 replica buffers."""
     budget_bytes: int | None = None
-    """Most bytes per rank for replica buffers, mailboxes and outbox together; None sets no limit."""
+    """Most bytes per rank for replica buffers, mailboxes, outbox and landing together; None sets no limit."""
     store_bytes: int | None = None
     """Most bytes of host memory per node for the host store, which holds all routed experts; None sets no limit."""
     timeout_s: float = 60.0
@@ -155,6 +156,85 @@ def replica_bytes(model: ModelShape, stage: Stage) -> int:
     return model.expert_bytes * (2 if stage == "update" else 1)
 
 
-def edge_boxes(slots: int) -> int:
-    """Return how many experts of a rank are on their way at once while homes change; among nodes, half are arrivals."""
-    return 4 * max(slots, 1)
+def edge_boxes(*, home_slots: int, slots: int, nodes: int) -> int:
+    """Return how many experts a rank's outbox holds while homes change, and its landing, if there are other nodes."""
+    return min(home_slots, 4 * max(slots, 1) // min(nodes, 2))
+
+
+def balance_bytes(model: ModelShape, *, cluster: Cluster, slots: int, stage: Stage, depth: int = 1) -> int:
+    """Return the bytes of one rank for moving experts: replica buffers and mailboxes, outbox and landing.
+
+    Gradients have the weights' dtype here; mailboxes and boxes of float32 ones take twice as much.
+    """
+    nodes = cluster.num_ep_nodes
+    boxes = min(nodes, 2) * edge_boxes(home_slots=cluster.home_slots(model), slots=slots, nodes=nodes)
+    return slots * (depth + 1) * replica_bytes(model, stage) + boxes * model.expert_bytes
+
+
+def row_page_bytes(plan: Plan) -> int:
+    """Return the bytes of the page in which a rank shows its rows to its node; 0 where the group is several nodes."""
+    if plan.cluster.num_ep_nodes > 1:
+        return 0
+    model, limits = plan.model, RowLimits.of(plan).grown()
+    return RowOffsets.of(limits, ranks=plan.cluster.ep, row_bytes=model.row_bytes, top_k=model.top_k).end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLimits:
+    """How many tokens and rows a rank may have in one visit of a layer, the largest over all ranks."""
+
+    tokens: int
+    sent: int
+    """Rows that a rank sends: tokens times top-k."""
+    computed: int
+    """Rows that a rank computes, padding included."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, pad: int = 1) -> "RowLimits":
+        """The sizes that a plan knows; the same on every rank."""
+        sent = int(plan.loads.load_MLRE.sum(axis=3).max(initial=0))
+        slots = plan.home_slots + plan.slots
+        computed = int(plan.rank_load_MLR.max(initial=0)) + slots * (pad - 1)
+        return cls(tokens=-(-sent // plan.model.top_k), sent=sent, computed=computed)
+
+    def largest(self, other: "RowLimits") -> "RowLimits":
+        """Return the larger of each size."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return RowLimits(**{name: max(pair) for name, pair in pairs.items()})
+
+    def grown(self) -> "RowLimits":
+        """Return a little more, so that windows of growing size do not allocate every time."""
+        return RowLimits(**{f.name: getattr(self, f.name) * 9 // 8 for f in fields(self)})
+
+
+class RowOffsets(NamedTuple):
+    """Where the parts of a page begin, in bytes; the same on all ranks."""
+
+    words: int
+    tokens: int
+    order: int
+    gates: int
+    rows: int
+    dots: int
+    end: int
+
+    @classmethod
+    def of(cls, limits: RowLimits, *, ranks: int, row_bytes: int, top_k: int) -> "RowOffsets":
+        """Put parts one behind the other, each on a cache line of its own; a gate takes up to 8 bytes."""
+        sizes = (
+            8 * ranks,
+            limits.tokens * row_bytes,
+            4 * limits.sent,
+            8 * limits.tokens * top_k,
+            limits.computed * row_bytes,
+            8 * limits.computed,
+        )
+        ends = [0]
+        for size in sizes:
+            ends.append(ends[-1] + aligned(size))
+        return cls(*ends)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to whole cache lines of 64 bytes."""
+    return -(-num_bytes // 64) * 64

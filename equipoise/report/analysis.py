@@ -62,8 +62,8 @@ def _answer(document: Document) -> str:
     if plan is None:
         return f"{now}; no plan was tried: {document['no_plan']}."
     gain = gained(whole["saved"]["share"], lost=whole["lost"]["share"])
-    slots = f"{plural(plan['slots'], 'replica slot')} ({num_bytes(plan['buffer_bytes'])} per GPU)"
-    text = f"{now}; a plan with {slots if plan['slots'] else 'placement alone, which takes no memory,'} would {gain}"
+    slots = plural(plan["slots"], "replica slot") if plan["slots"] else "placement alone"
+    text = f"{now}; a plan with {slots} ({num_bytes(plan['buffer_bytes'])} per GPU) would {gain}"
     return f"{text}." if plan["worth_it"] else f"{text}, which is not worth it here."
 
 

@@ -521,7 +521,12 @@ def _bars_of_kind(kind: str, used: Sequence[str], events: Sequence[EventDict]) -
 
 LIMIT_IN_SIGHT = 4
 """A limit over this many times the tallest bar is said and not drawn: bars under it would be a flat line."""
-_MEMORY_COLOURS = {"expert weights": GREY, "replica slots": ORANGE, "received rows": BLUE}
+_MEMORY_COLOURS = {
+    "expert weights": GREY,
+    "replica slots": ORANGE,
+    "rows read in place": SKY,
+    "received rows": BLUE,
+}
 
 
 def memory(views: Mapping[str, Mapping[str, Sequence[int]]], *, limit_bytes: int | None, caption: str) -> Chart:

@@ -366,7 +366,9 @@ def _traffic(document: Document, views: dict[str, Document]) -> Chart:
 def _memory(document: Document, views: dict[str, Document]) -> Chart:
     held, setting = {view: policy["memory"] for view, policy in views.items()}, document["setting"]
     limit = max(memory["limit_bytes"] for memory in held.values())
-    peaks = {view: m["experts_bytes"] + m["replicas_bytes"] + max(m["received_bytes_X"]) for view, m in held.items()}
+    pages = {view: m.get("row_page_bytes", 0) for view, m in held.items()}
+    fixed = {view: m["experts_bytes"] + m["replicas_bytes"] + pages[view] for view, m in held.items()}
+    peaks = {view: fixed[view] + max(m["received_bytes_X"]) for view, m in held.items()}
     text = ", ".join(f"{num_bytes(peak)} {view}" for view, peak in peaks.items())
     text += f", of {num_bytes(limit)} that it has" if limit else ""
     return charts.memory(
@@ -374,6 +376,7 @@ def _memory(document: Document, views: dict[str, Document]) -> Chart:
             view: {
                 "expert weights": [m["experts_bytes"]] * len(m["received_bytes_X"]),
                 "replica slots": [m["replicas_bytes"]] * len(m["received_bytes_X"]),
+                "rows read in place": [pages[view]] * len(m["received_bytes_X"]),
                 "received rows": m["received_bytes_X"],
             }
             for view, m in held.items()

@@ -47,6 +47,9 @@ class Forecast:
     rollout_gib: float
     """The whole copy that makes rollouts, on every rank."""
     replica_gib: float
+    """Replica slots, and boxes for experts whose homes change."""
+    row_page_gib: float
+    """Rows that ranks of one node read where they are."""
     received_gib: float
     """Rows received in the busiest micro-step, as planned."""
     limit_gib: float
@@ -62,7 +65,7 @@ class Forecast:
     @property
     def total_gib(self) -> float:
         """All memory of one rank."""
-        return self.trained_gib + self.rollout_gib + self.replica_gib + self.received_gib
+        return self.trained_gib + self.rollout_gib + self.replica_gib + self.row_page_gib + self.received_gib
 
     def lines(self) -> list[str]:
         """Return the forecast as text."""
@@ -71,7 +74,8 @@ class Forecast:
             f"forecast for {self.ranks} ranks, {self.parameters / 1e9:.3g} B parameters (modelled, nothing was run)",
             f"  memory per rank  {self.total_gib:.1f} GiB of {self.limit_gib:.0f}, {fit}: weights, gradients and "
             f"optimizer {self.trained_gib:.1f}, rollout copy {self.rollout_gib:.1f}, replica slots "
-            f"{self.replica_gib:.2f}, received rows {self.received_gib:.2f}",
+            f"{self.replica_gib:.2f}, rows read in place {self.row_page_gib:.2f}, received rows "
+            f"{self.received_gib:.2f}",
             f"  host memory      {self.host_gib:.1f} GiB on each node, for the store of all experts",
             f"  plan             skew {self.skew_before:.2f} before, {self.skew_after:.2f} after; expert layers of one "
             f"update window of {self.tokens} tokens {self.static_s:.3f} s, planned {self.planned_s:.3f} s",
@@ -80,7 +84,7 @@ class Forecast:
 
 def forecast(config: TrainConfig) -> Forecast:
     """Describe a run from its settings; plans one generated update window."""
-    from equipoise.core.options import replica_bytes
+    from equipoise.core.options import balance_bytes, row_page_bytes
     from equipoise.loads import count_loads, generate_counts, rank_loads, schedule_samples, skew_ML
     from equipoise.loads.forecast import row_bytes
     from equipoise.planner import plan
@@ -101,7 +105,8 @@ def forecast(config: TrainConfig) -> Forecast:
         parameters=experts + dense,
         trained_gib=(experts / cluster.ep + dense) * width * _COPIES / GIB,
         rollout_gib=(experts + dense) * width / GIB,
-        replica_gib=2 * config.balance.slots * replica_bytes(shape, "update") / GIB,
+        replica_gib=balance_bytes(shape, cluster=cluster, slots=config.balance.slots, stage="update") / GIB,
+        row_page_gib=row_page_bytes(planned) / GIB,
         received_gib=int(planned.rank_load_MLR.max()) * row_bytes("update", shape) / GIB,
         limit_gib=cluster.memory_bytes / GIB,
         host_gib=experts * width / GIB if config.balance.mode == "equipoise" else 0.0,

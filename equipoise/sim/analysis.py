@@ -20,8 +20,9 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
                                          ranks are not those of the EP group
                 lost, saved              {seconds, share}, a share of now: now - balanced, 0 at least; now - planned
                 planned and saved are null without a plan
-    plan        null, or slots, buffer_bytes (replica slots per rank), displaced and replicas (how many), worth_it,
-                estimated_share, and skew {stage: before, after} of the planned loads
+    plan        null, or slots, buffer_bytes (replica slots and boxes per rank), row_page_bytes (rows that ranks of one
+                node read in place, per rank), displaced and replicas (how many), worth_it, estimated_share, and skew
+                {stage: before, after} of the planned loads
     no_plan     why there is no plan; null if there is one
     memory      see `MemoryForecast.to_dict`; place.group beside it names the EP group
 """
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape, Stage
-from equipoise.core.options import replica_bytes
+from equipoise.core.options import balance_bytes, row_page_bytes
 from equipoise.core.plan import Plan, Seconds
 from equipoise.core.value import Value
 from equipoise.cost import Profile
@@ -163,7 +164,10 @@ class Trial:
     slots: int
     """Replica slots per rank; 0: placement alone."""
     buffer_bytes: int
-    """Of replica slots per rank: slots x buffers x one expert, weights and, where a window updates, gradients."""
+    """Per rank: replica slots (slots x buffers x one expert, weights and, where a window updates, gradients), and
+    boxes for experts whose homes change."""
+    row_page_bytes: int
+    """Per rank: rows that ranks of one node read where they are."""
     plans: tuple[tuple[Plan, ...], ...]
     """Per window, one plan per EP group."""
 
@@ -204,6 +208,7 @@ class Trial:
         return {
             "slots": self.slots,
             "buffer_bytes": self.buffer_bytes,
+            "row_page_bytes": self.row_page_bytes,
             "displaced": self.displaced,
             "replicas": self.replicas,
             "estimated_share": self.estimated_share,
@@ -252,8 +257,13 @@ def try_plans(
             done = last
             report(done, total)
         made.append(tuple(plans))
-    each = max(replica_bytes(model, loads.stage) for groups in windows for loads in groups)
-    return Trial(slots=slots, buffer_bytes=slots * (options.depth + 1) * each, plans=tuple(made))
+    stages = {loads.stage for groups in windows for loads in groups}
+    return Trial(
+        slots=slots,
+        buffer_bytes=max(balance_bytes(model, cluster=cluster, slots=slots, stage=stage) for stage in stages),
+        row_page_bytes=max(row_page_bytes(planned) for plans in made for planned in plans),
+        plans=tuple(made),
+    )
 
 
 def _distribution(loads: Iterable[np.ndarray]) -> Distribution:

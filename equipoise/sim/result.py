@@ -27,7 +27,8 @@
         step_of_balanced   the same of step_s
         speedup        static's expert_s / this one's; null if static was not simulated. step_speedup of step_s
         exposed_share  transfers and planning that nothing hides, as a share of expert_s
-        memory         {experts_bytes, replicas_bytes, received_bytes_X, limit_bytes}; X ranks of the shown group
+        memory         {experts_bytes, replicas_bytes, row_page_bytes, received_bytes_X, limit_bytes}; X ranks of the
+                       shown group
         windows        one per window:
             seconds        `Parts` of the slowest group
             slowest        that group's number; group_s [G] seconds of every group
@@ -239,11 +240,13 @@ class Memory(Value):
     experts_bytes: int
     """Weights of the home slots of all its layers."""
     replicas_bytes: int
-    """Weights and gradients of replica slots."""
+    """Weights and gradients of replica slots, and boxes for experts whose homes change."""
     received_bytes_X: np.ndarray
     """[X] rows received at the worst moment, with what the expert block makes of them."""
     limit_bytes: int
     """Of the device."""
+    row_page_bytes: int = 0
+    """Rows that ranks of one node read where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

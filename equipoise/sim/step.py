@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
-from equipoise.core.options import replica_bytes
+from equipoise.core.options import balance_bytes, replica_bytes, row_page_bytes
 from equipoise.core.plan import Plan
 from equipoise.core.value import require_int
 from equipoise.cost import Profile
@@ -242,10 +242,15 @@ def _memory(slots: int, plans: Sequence[Plan], outcome: GroupOutcome, case: Step
         for q, work in enumerate(works)
     )
     layers = max(plan.loads.num_layers for plan in plans)
-    copies = layers if plans[0].persistent else case.options.depth + 1
+    # Replicas that stay are in every layer; where nothing moves, nothing is held for it.
+    moving, rows = slots * layers * replica_bytes(model, stage), 0
+    if not plans[0].persistent and (slots or any(plan.displaced_LE.any() for plan in plans)):
+        moving = balance_bytes(model, cluster=case.cluster, slots=slots, stage=stage, depth=case.options.depth)
+        rows = max(row_page_bytes(plan) for plan in plans)
     return Memory(
         experts_bytes=layers * case.cluster.home_slots(model) * model.expert_bytes,
-        replicas_bytes=slots * copies * replica_bytes(model, stage),
+        replicas_bytes=moving,
+        row_page_bytes=rows,
         received_bytes_X=np.concatenate([bytes_MLR.max(axis=(0, 1)) for bytes_MLR in received_QMLR]),
         limit_bytes=case.cluster.memory_bytes,
     )

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from equipoise.core.errors import InfeasiblePlanError, TransferError
-from equipoise.core.options import TransferOptions
+from equipoise.core.options import RowLimits, TransferOptions
 from equipoise.core.plan import PATHS, Plan, Visit
 from equipoise.transfer.edges import WindowEdges
 from equipoise.transfer.host_store import (
@@ -36,7 +36,7 @@ from equipoise.transfer.host_store import (
     first_uses,
     send_crossings,
 )
-from equipoise.transfer.mapped_rows import MappedRows, RowLimits
+from equipoise.transfer.mapped_rows import MappedRows
 from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory
 from equipoise.transfer.pulls import HostPath, MappedPath, Puller, PullPath, PullSchedule
 from equipoise.transfer.returns import Mailboxes

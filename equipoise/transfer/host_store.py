@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from equipoise.core.errors import TransferError
-from equipoise.core.options import TransferOptions
+from equipoise.core.options import TransferOptions, aligned
 from equipoise.core.plan import PATHS, PHASES, Plan, Visit
-from equipoise.transfer.node import ExpertLayout, ExpertWeights, NodeMemory, aligned, copy_expert, view_experts
+from equipoise.transfer.node import ExpertLayout, ExpertWeights, NodeMemory, copy_expert, view_experts
 from equipoise.transfer.pages import share_memory
 from equipoise.transfer.waits import (
     REACHED,

@@ -25,16 +25,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from equipoise.core.errors import TransferError
-from equipoise.core.plan import Plan
+from equipoise.core.options import RowLimits, RowOffsets
 from equipoise.transfer.cuda_pages import CudaPager, call_driver, load_driver
-from equipoise.transfer.node import NodeMemory, aligned
+from equipoise.transfer.node import NodeMemory
 from equipoise.transfer.pages import HostPager, Pager, share_pages, whole
 from equipoise.transfer.waits import LAUNCHED, Mark, Transfer
 
@@ -42,25 +41,6 @@ Part = Literal["tokens", "rows", "dots"]
 _LAST = 1 << 62
 """A step number that ends every wait."""
 _POLL_S = 1e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLimits:
-    """How many tokens and rows a rank may have in one visit of a layer, the largest over all ranks."""
-
-    tokens: int
-    sent: int
-    """Rows that a rank sends: tokens times top-k."""
-    computed: int
-    """Rows that a rank computes, padding included."""
-
-    @classmethod
-    def of(cls, plan: Plan, *, pad: int = 1) -> "RowLimits":
-        """The sizes that a plan knows; the same on every rank."""
-        sent = int(plan.loads.load_MLRE.sum(axis=3).max(initial=0))
-        slots = plan.home_slots + plan.slots
-        computed = int(plan.rank_load_MLR.max(initial=0)) + slots * (pad - 1)
-        return cls(tokens=-(-sent // plan.model.top_k), sent=sent, computed=computed)
 
 
 class RowViews(NamedTuple):
@@ -79,34 +59,6 @@ class RowViews(NamedTuple):
 def typed(bytes_X: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """[count] the beginning of a part that is kept as bytes."""
     return bytes_X[: count * dtype.itemsize].view(dtype)
-
-
-class RowOffsets(NamedTuple):
-    """Where the parts of a page begin, in bytes; the same on all ranks."""
-
-    words: int
-    tokens: int
-    order: int
-    gates: int
-    rows: int
-    dots: int
-    end: int
-
-    @classmethod
-    def of(cls, limits: RowLimits, *, ranks: int, row_bytes: int, top_k: int) -> "RowOffsets":
-        """Put parts one behind the other, each on a cache line of its own; a gate takes up to 8 bytes."""
-        sizes = (
-            8 * ranks,
-            limits.tokens * row_bytes,
-            4 * limits.sent,
-            8 * limits.tokens * top_k,
-            limits.computed * row_bytes,
-            8 * limits.computed,
-        )
-        ends = [0]
-        for size in sizes:
-            ends.append(ends[-1] + aligned(size))
-        return cls(*ends)
 
 
 class MappedRows:
@@ -136,12 +88,10 @@ class MappedRows:
     def reserve(self, limits: RowLimits) -> None:
         """Make room for the rows of a window. Every rank of the group must call this, with the same limits."""
         node = self._node
-        sizes = [(getattr(limits, name), getattr(self.limits, name)) for name in ("tokens", "sent", "computed")]
-        if self.views and all(wanted <= there for wanted, there in sizes):
+        most = limits.largest(self.limits)
+        if self.views and most == self.limits:
             return
-        # A little more than now, so that windows of growing size do not allocate every time.
-        tokens, sent, computed = (max(pair) + max(pair) // 8 for pair in sizes)
-        limits = RowLimits(tokens=tokens, sent=sent, computed=computed)
+        limits = most.grown()
         self.close()
         is_host = node.device.type == "cpu"
         pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equipoise.core.errors import TransferError
-from equipoise.core.options import TransferOptions, edge_boxes
+from equipoise.core.options import TransferOptions, aligned, edge_boxes
 from equipoise.transfer.cuda_pages import CudaPager
 from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, whole
 from equipoise.transfer.waits import (
@@ -48,8 +48,6 @@ from equipoise.transfer.waits import (
 T = TypeVar("T")
 GradientOf = Callable[[Tensor], Tensor | None]
 """Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
-_ALIGN = 64
-"""Bytes of a cache line."""
 
 
 class ExpertWeights(NamedTuple):
@@ -141,7 +139,7 @@ class ExpertLayout:
     @property
     def boxes(self) -> int:
         """Experts that the outbox holds, of weights or of gradients, and the landing likewise."""
-        return min(self.home_slots, edge_boxes(self.slots) // min(self.nodes, 2))
+        return edge_boxes(home_slots=self.home_slots, slots=self.slots, nodes=self.nodes)
 
     @property
     def outbox_bytes(self) -> int:
@@ -216,11 +214,6 @@ def allocate_experts(
     """[num_slots, ...] private tensors, not filled."""
     made = (None if s is None else torch.empty(num_slots, *s, dtype=dtype, device=device) for s in layout.shapes)
     return ExpertWeights(*made)
-
-
-def aligned(num_bytes: int) -> int:
-    """Round up to whole cache lines."""
-    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 def check_budget(layout: ExpertLayout, options: TransferOptions) -> None:

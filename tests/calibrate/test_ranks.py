@@ -14,9 +14,9 @@ from equipoise.calibrate.between import MappedWork, StillRows, inside_of, open_n
 from equipoise.calibrate.moving import ring_moves
 from equipoise.calibrate.ranks import measure_rank, medians_of, spread_of
 from equipoise.core import TopologyError
+from equipoise.core.options import RowLimits
 from equipoise.cost import Profile
 from equipoise.layer.mapped import MappedTables, combine_mapped, fetch_rows
-from equipoise.transfer.mapped_rows import RowLimits
 
 
 def measure_small(group, nodes):

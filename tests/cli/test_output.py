@@ -146,10 +146,12 @@ def figures(line: str) -> list[float]:
 def test_the_answer_names_lost_saved_memory_and_skew():
     analysis = analyzed(hot_loads())
     text, seconds = drawn(analysis_answer(analysis)), analysis.seconds
-    lost, plan, skews = text.strip().splitlines()
+    lost, plan, rows, skews = text.strip().splitlines()
     assert f"{seconds.share(seconds.lost_seconds):.1%}" in lost and f"{seconds.lost_seconds * 1e3:.1f} ms" in lost
     assert f"saves {seconds.saved_seconds * 1e3:.1f} ms" in plan
-    assert f"with 1 replica slot, {2 * replica_bytes(MODEL, 'update') / 2**20:.0f} MiB per GPU" in plan
+    held = 2 * replica_bytes(MODEL, "update") + 4 * MODEL.expert_bytes
+    assert f"with 1 replica slot, {held / 2**20:.0f} MiB per GPU" in plan
+    assert f"{analysis.trial.row_page_bytes / 2**20:.0f} MiB more per GPU" in rows
     before, after = figures(skews)
     assert before == pytest.approx(analysis.stages["update"].skew.mean, abs=0.01) and 1 <= after < before
 
@@ -196,8 +198,9 @@ def test_notes_say_what_is_assumed_estimated_and_left_out():
     assert "50.0% of the rows" in drawn(seconds_notes(analyzed(half)))
 
 
-def test_placement_alone_takes_no_memory():
-    assert "placement alone, no memory taken" in drawn(analysis_answer(analyzed(hot_loads(), slots=0)), width=120)
+def test_placement_alone_takes_boxes_for_experts_that_move():
+    held = f"with placement alone, {4 * MODEL.expert_bytes / 2**20:.0f} MiB per GPU"
+    assert held in drawn(analysis_answer(analyzed(hot_loads(), slots=0)), width=120)
 
 
 @pytest.mark.parametrize("slots", [None, 1])

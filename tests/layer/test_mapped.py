@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core.errors import TransferError
-from equipoise.core.options import TransferOptions
+from equipoise.core.options import RowLimits, RowOffsets, TransferOptions
 from equipoise.layer.dispatch import planned_counts, prepare_dispatch
 from equipoise.layer.mapped import MappedTables
-from equipoise.transfer.mapped_rows import RowLimits, RowOffsets
 from tests.layer import mapped_work
 from tests.layer.cases import TOP_K, random_plan, random_routing
 from tests.parity.case import ParityCase

@@ -150,7 +150,14 @@ def test_the_document_is_json_and_says_whose_figures_it_used(analysis):
     assert json.loads(json.dumps(document)) == document
     assert document["format"] == "equipoise-analysis-2"
     assert document["profile"] == {"device": "NVIDIA H100 SXM5 80GB", "kind": "derived"}
-    assert document["plan"]["buffer_bytes"] == 2 * 2 * MODEL.expert_bytes
+    assert document["plan"]["buffer_bytes"] == (2 * 2 + 4) * MODEL.expert_bytes
+    most = max(int(p.rank_load_MLR.max()) for window in analysis.trial.plans for p in window)
+    tokens = (
+        max(int(p.loads.load_MLRE.sum(axis=3).max()) for window in analysis.trial.plans for p in window) / MODEL.top_k
+    )
+    # A page of tokens and of computed rows, an eighth more of both, and a little beside each row.
+    held = document["plan"]["row_page_bytes"] / (1.125 * (most + tokens) * MODEL.row_bytes)
+    assert 1 < held < 1.1
     assert document["plan"]["skew"]["update"]["after"]["mean"] < document["plan"]["skew"]["update"]["before"]["mean"]
     assert document["memory"]["fits"] is True
     assert len(document["stages"]["update"]["skew"]["layers"]) == 3

@@ -47,11 +47,12 @@ def test_a_trial_never_takes_longer_than_contiguous_experts(seed, slots):
     assert trial.seconds[0].total <= plan(loads, cluster=CLUSTER, model=MODEL, policy="static").seconds.total
 
 
-def test_placement_alone_takes_no_memory_and_slots_take_two_buffers_each():
+def test_placement_alone_takes_boxes_and_slots_take_two_buffers_each():
     loads = hot_loads(5)
     alone, three = (try_plans([(loads,)], cluster=CLUSTER, model=MODEL, slots=n) for n in (0, 3))
-    assert (alone.buffer_bytes, alone.replicas) == (0, 0)
-    assert three.buffer_bytes == 3 * 2 * 2 * MODEL.expert_bytes
+    assert (alone.buffer_bytes, alone.replicas) == (4 * MODEL.expert_bytes, 0)
+    assert three.buffer_bytes == (3 * 2 * 2 + 3 * 4) * MODEL.expert_bytes
+    assert three.row_page_bytes == 0, "between two nodes rows go by collectives"
     assert three.replicas > 0
 
 

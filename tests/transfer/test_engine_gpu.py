@@ -9,7 +9,9 @@ import time
 import pytest
 import torch
 
+from equipoise.core.options import TransferOptions
 from equipoise.transfer.cuda_pages import CudaPager
+from equipoise.transfer.node import ExpertWeights, NodeMemory
 from equipoise.transfer.pages import share_pages
 from equipoise.transfer.waits import Announcer, Lane, Mark
 from tests.layer.cases import cluster_of, model_of, random_routing, static_plan
@@ -157,6 +159,26 @@ def test_training_in_bf16_is_static_training(pool, slots, path, buffers):
     for again in results[1:]:
         for (_, a, _), (_, b, _) in zip(results[0], again, strict=True):
             assert same_gradients(a, b), "two runs differ"
+
+
+def taken_on_device(group, options):
+    """Device memory that experts and everything for moving them take, what the layout says, and what pages round up."""
+    torch.zeros(1, device="cuda")
+    free = free_bytes()
+    shapes = (16, 2048, 2048), (16, 2048, 1024)
+    homes = [ExpertWeights(*(torch.nn.Parameter(torch.zeros(s, **BF16)) for s in shapes)) for _ in range(2)]
+    owned = sum(t.nbytes for layer in homes for t in layer.tensors())
+    node = NodeMemory(homes, group=group, node_R=(0,), options=TransferOptions(slots=1, **options))
+    pieces = 2 * node.layout.layers + 1 + 2 * (node.layout.depth + 1)
+    found = free - free_bytes(), owned + node.layout.extra_bytes, pieces * 2 * 2**20
+    node.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": "float32"}, {"buffers": "separate"}], ids=str)
+def test_what_is_allocated_on_the_device_is_what_the_layout_says(options):
+    ((taken, forecast, slack),) = run_ranks(taken_on_device, 1, options)
+    assert forecast <= taken <= forecast + slack, f"{taken:,} bytes of {forecast:,}"
 
 
 def hold_and_die(group):

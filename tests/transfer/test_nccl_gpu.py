@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def play_by_nccl(group, plans, options):
-    """Whole windows, every bit checked; and whether NCCL carried them."""
+    """Play whole windows, every bit checked; return what was moved."""
     played = play_windows(group, plans, options)
     return played["bytes"], played["pulls"]
 
@@ -89,20 +89,16 @@ def test_a_killed_rank_ends_the_others_within_the_bound(layout):
         assert seconds < 40, f"{seconds:.1f} s until: {words}"
 
 
-def allocated(group, plan, options):
-    """Device memory that an engine takes beyond the experts themselves, and what its layout says."""
-    torch.zeros(1, device="cuda")
-    homes_bytes = 0
-    torch.cuda.synchronize()
-    rank = Rank(group, plan, kind=BF16, transfer=options)
-    node = rank.engine._node
-    homes_bytes = sum(t.nbytes for layer in node.home[node.rank] for t in layer.tensors())
-    layout = node.layout
+def landing_of(group, plan):
+    """Where arrivals from other nodes land, how much that takes, and what the layout says."""
+    rank = Rank(group, plan, kind=BF16)
+    landing, layout = rank.engine._node._landing_N, rank.engine._node.layout
+    found = landing.device.type, landing.nbytes, layout.landing_bytes
     rank.engine.close()
-    return homes_bytes, layout.extra_bytes, layout.landing_bytes
+    return found
 
 
-def test_the_landing_is_on_the_device_and_counted():
+def test_arrivals_land_on_the_device_in_memory_that_is_counted():
     plan = random_plan((0, 1), seed=1, home_slots=8, slots=1)
-    for _, extra, landing in run_ranks(allocated, 2, plan, {}, is_nccl=True):
-        assert 0 < landing < extra
+    for device, taken, forecast in run_ranks(landing_of, 2, plan, is_nccl=True):
+        assert device == "cuda" and taken == forecast > 0
