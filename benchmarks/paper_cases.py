@@ -3,9 +3,15 @@
 Four kinds, and every result says which:
 - generated: loads with the measured properties of real routing (`loads.generator`), in the model's own shape. "math"
   and "code" are one domain each (different ones), "mixed" is four domains, "grouped" the same four domains one after
-  another, as rollouts of one prompt stand side by side. 1,024 samples of 4,096 tokens on average; samples of similar
-  length share a micro-step, as trainers group them, so sources are nearly level. The longest micro-step runs first and
-  the next longest last, as `--longest-first` has it, so that what any policy moves at a window's edges hides best.
+  another. 1,024 samples (2,048 at EP64) of 4,096 tokens on average; samples of similar length share a micro-step, as
+  trainers group them, so sources are nearly level. The longest micro-step runs first and the next longest last, as
+  `--longest-first` has it, so that what any policy moves at a window's edges hides best.
+- generated, "shifting": fluctuates as the papers describe. The 16 rollouts of a prompt stand side by side and share
+  what it asks of the experts; a micro-step has two prompts (four at EP64). Samples are equally long, so nothing else
+  changes. The abstracts speak of hot experts that "shift frequently across micro-batches" (ReLibra), and of "severe,
+  high-frequency load fluctuations" while the step's load is stable (ForeMoE). No figure was found, so the spread of
+  prompts is chosen by ReLibra's results: 1.06 to 1.21 over EPLB with oracle loads, at 90 to 94 % of balanced, mean that
+  balanced is 1.13 to 1.34 times as fast as EPLB. So it is here at EP16 and EP32 where a token crosses once per node.
 - real, composed: recorded routes of gpt-oss-20b answering questions of mathematics, of computer science, or of all
   kinds. Four consecutive layers of 32 experts stand side by side as one layer of 128 (see `traces.stacked`), from each
   of the 24 on that has three behind it: 21 composed layers that share experts. Loads are multiplied to the same rows
@@ -19,10 +25,11 @@ Four kinds, and every result says which:
   micro-step, "grouped" those of one kind of question. There are 494 answers: each comes two or three times.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from functools import partial
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,12 +39,18 @@ from equipoise.loads.generator import generate_counts
 from equipoise.loads.packing import longest_first_order
 
 MODELS = ("qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b")
-WIDTHS = (16, 32)
+WIDTHS = (16, 32, 64)
 SAMPLES, MICRO_STEPS, MEAN_TOKENS = 1024, 32, 4096
 EXPERTS = 128
 """Of a composed layer."""
-WORKLOADS = {"math": (1, 11), "code": (1, 12), "mixed": (4, 13), "grouped": (4, 13)}
-"""Domains and seed of each generated workload."""
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "math": {"domains": 1, "seed": 11},
+    "code": {"domains": 1, "seed": 12},
+    "mixed": {"domains": 4, "seed": 13},
+    "grouped": {"domains": 4, "seed": 13},
+    "shifting": {"domains": 4, "seed": 13, "rollouts": 16, "prompt_sigma": 0.7, "length_sigma": 0.0},
+}
+"""Figures of each generated workload, see `loads.generator.Workload`."""
 TOPICS = {
     "math": ("math", "mathematics", "algebra", "statistics"),
     "code": ("computer", "machine_learning"),
@@ -58,20 +71,20 @@ class Case:
     """The update; recompute replays the same micro-steps."""
 
 
-def cases(layers: int, *, widths: tuple[int, ...] = WIDTHS) -> Iterator[Case]:
-    """Every case, with this many of each model's MoE layers."""
-    for name in MODELS:
-        for workload in WORKLOADS:
-            for ranks in widths:
-                yield generated_case(name, workload, ranks, layers)
+def cases(layers: int, *, only: Sequence[str] = ()) -> Iterator[Case]:
+    """Every case whose name has all words of `only`, with this many of each model's MoE layers."""
+    made: dict[str, Callable[[], Case]] = {}
+    for name, workload, ranks in product(MODELS, WORKLOADS, WIDTHS):
+        made[f"generated {name} {workload} {ranks}"] = partial(generated_case, name, workload, ranks, layers)
     if FOLDER.is_dir():
-        for workload in TOPICS:
-            for ranks in widths:
-                yield real_case(workload, ranks)
-                yield real_case(workload, ranks, alike=True)
-        for workload in ("mixed", "grouped"):
-            for ranks in widths:
-                yield sampled_case(workload, ranks)
+        for workload, ranks in product(TOPICS, WIDTHS):
+            made[f"composed {workload} {ranks}"] = partial(real_case, workload, ranks)
+            made[f"composed alike {workload} {ranks}"] = partial(real_case, workload, ranks, alike=True)
+        for workload, ranks in product(("mixed", "grouped"), WIDTHS):
+            made[f"samples {workload} {ranks}"] = partial(sampled_case, workload, ranks)
+    for name, make in made.items():
+        if set(only) <= set(name.split()):
+            yield make()
 
 
 def cluster_of(ranks: int) -> Cluster:
@@ -81,10 +94,9 @@ def cluster_of(ranks: int) -> Cluster:
 
 def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
     """Loads with measured properties, in the shape of a published model."""
-    domains, seed = WORKLOADS[workload]
     model = ModelShape.preset(name)
     model = model.replace(layers=min(layers, model.layers))
-    counts = generate_counts(model, samples=SAMPLES, mean_tokens=MEAN_TOKENS, domains=domains, seed=seed)
+    counts = generate_counts(model, samples=samples_of(ranks), mean_tokens=MEAN_TOKENS, **WORKLOADS[workload])
     domain_B = [name.rpartition("-")[2] for name in counts.names] if workload == "grouped" else None
     order_B = side_by_side(counts.tokens_B, domain_B)
     return Case(
@@ -94,6 +106,11 @@ def generated_case(name: str, workload: str, ranks: int, layers: int) -> Case:
         cluster=cluster_of(ranks),
         loads=one_batch(counts.count_BLE[order_B], ranks),
     )
+
+
+def samples_of(ranks: int) -> int:
+    """Samples of a batch: 1,024, and at EP64 as many as give every source one in each micro-step."""
+    return max(SAMPLES, MICRO_STEPS * ranks)
 
 
 def side_by_side(tokens_B: np.ndarray, kind_B: Sequence[str] | None) -> np.ndarray:
@@ -132,7 +149,8 @@ def sampled_case(workload: str, ranks: int) -> Case:
     recorded = _read_recording()
     wide = stacked(recorded.trace, EXPERTS, overlapping=True)
     tokens_B = np.diff(recorded.offsets)
-    turns = in_turns(tokens_B, int(tokens_B.sum()) * (-(-SAMPLES // len(tokens_B))))[:SAMPLES]
+    samples = samples_of(ranks)
+    turns = in_turns(tokens_B, int(tokens_B.sum()) * (-(-samples // len(tokens_B))))[:samples]
     order_B = turns[side_by_side(tokens_B[turns], recorded.category[turns] if workload == "grouped" else None)]
     return Case(
         source="real, whole samples",
@@ -156,7 +174,7 @@ def count_samples(trace: Trace, offsets: np.ndarray) -> np.ndarray:
 
 def to_full_size(load_MLRE: np.ndarray) -> np.ndarray:
     """The same pattern with as many rows per layer as the generated workloads' tokens have at top-8."""
-    factor = SAMPLES * MEAN_TOKENS * 8 / load_MLRE[:, 0].sum()
+    factor = samples_of(load_MLRE.shape[2]) * MEAN_TOKENS * 8 / load_MLRE[:, 0].sum()
     return np.rint(load_MLRE * factor).astype(np.int64)
 
 

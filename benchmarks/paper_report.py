@@ -10,10 +10,12 @@ from benchmarks.results import Limit, format_table, read_commit, read_machine
 PUBLISHED = (
     ("over Megatron-LM / other systems, training throughput", "step_over_static", "1.21-1.58x", "up to 1.45x"),
     ("over EPLB with oracle loads (ReLibra: EPLB and LPLB)", "step_over_eplb-oracle", "1.06-1.21x", "-"),
+    ("over ReLibra's method, as built here", "step_over_relibra", "-", "-"),
     ("the most anyone could gain there: balanced over the same, expert time", "most_over_eplb-oracle", "-", "-"),
     ("share of forced-balanced throughput", "step_of_balanced", "90-94 %", "-"),
     ("the same, expert time", "of_balanced", "-", "-"),
     ("the same, expert compute alone", "compute_of_balanced", "-", "-"),
+    ("fluctuation of an expert's share over micro-steps", "fluctuation", "no figure found", "no figure found"),
     ("rank skew before, static", "skew", "above 2.0 as EP grows", "-"),
     ("rank skew after", "skew_after", "1.00-1.08 (EP8-64)", "-"),
 )
@@ -40,13 +42,21 @@ COLUMN_WORDS = (
 
 
 def write_report(
-    path: Path, rows: Sequence[Any], taken_apart: Sequence[Any], *, limits: Sequence[Limit], layers: int, note: str
+    path: Path,
+    rows: Sequence[Any],
+    taken_apart: Sequence[Any],
+    *,
+    limits: Sequence[Limit],
+    layers: int,
+    note: str,
+    only: Sequence[str] = (),
 ) -> None:
     """Write `<path>.json` and `<path>.md`."""
+    chosen = f"--only {' '.join(only)} " if only else ""
     said = [{"name": x.name, "value": x.value, "holds": x.holds} for x in limits]
     document = {
         "benchmark": "paper",
-        "command": f"python -m benchmarks.paper --layers {layers} --write {path}",
+        "command": f"python -m benchmarks.paper --layers {layers} {chosen}--write {path}",
         "layers": layers,
         "commit": read_commit(),
         "machine": read_machine(),
@@ -110,6 +120,8 @@ def _beside(rows: Sequence[Any]) -> list[str]:
     head = ["", *(f"{source}, {crossing} cross" for source, crossing in kinds), "ReLibra", "ForeMoE"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for what, column, relibra, foremoe in PUBLISHED:
+        if column not in rows[0]:
+            continue
         ranges = []
         for kind in kinds:
             values = [row[column] for row in rows if (row["source"], row["crossing"]) == kind]
@@ -133,18 +145,23 @@ def _short(row: Any) -> dict[str, Any]:
         "crossing": "crossing",
         "skew": "skew",
         "skew_after": "after",
+        "fluctuation": "fluct",
         "over_static": "/static",
+        "over_lpt": "/lpt",
         "over_eplb-oracle": "/eplb",
+        "over_eplb-oracle-blind": "/blind",
         "over_lplb": "/lplb",
+        "over_relibra": "/relibra",
         "over_reactive": "/react",
         "over_reactive-free": "/react-0",
         "of_balanced": "of bal",
         "compute_of_balanced": "compute",
         "step_over_static": "step/static",
         "step_over_eplb-oracle": "step/eplb",
+        "step_over_relibra": "step/relibra",
         "step_of_balanced": "step of bal",
         "most_over_eplb-oracle": "most/eplb",
         "expert_share": "experts",
         "exposed": "exposed",
     }
-    return {short: row[name] for name, short in names.items()}
+    return {short: row[name] for name, short in names.items() if name in row}

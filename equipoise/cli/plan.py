@@ -48,7 +48,8 @@ class PlanFlags:
         Literal["seconds", "skew"], typer.Option(help="What to minimize: seconds with every cost, or rows alone.")
     ] = "seconds"
     policy: Annotated[
-        str, typer.Option(help="equipoise, or a baseline: static, eplb-oracle, lplb, reactive, balanced ...")
+        str,
+        typer.Option(help="equipoise, or a baseline: static, lpt, eplb-oracle, lplb, relibra, balanced ..."),
     ] = "equipoise"
     cross_node: CrossNodeFlag = False
     sends: SendsOption = "rows"

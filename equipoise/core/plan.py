@@ -24,7 +24,7 @@ import numpy as np
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.model import ModelShape
-from equipoise.core.split import split_rows
+from equipoise.core.split import BLIND, split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, require_int
 from equipoise.core.window import LoadMatrix
 
@@ -431,10 +431,10 @@ class Plan(Value):
     def split_RER(self, micro_step: int, layer: int) -> np.ndarray:
         """Return [R source, E, R holder] rows by source: own rank first, then own node, then the rest.
 
-        Persistent plans split every source's rows in proportion to the quotas, as the balancers they model do.
+        Policies in `split.BLIND` split every source's rows in proportion to the quotas.
         """
         quota, load_RE = self.quota_ER(micro_step, layer), self.loads.load_MLRE[micro_step, layer]
-        return split_rows(load_RE, quota, node_R=self.cluster.node_array_R, in_proportion=self.persistent)
+        return split_rows(load_RE, quota, node_R=self.cluster.node_array_R, in_proportion=self.policy in BLIND)
 
     def pulls(self, visit: int, rank: int) -> tuple[Pull, ...]:
         """Return what `rank` pulls ahead of the visit at position `visit` of the itinerary."""

@@ -1,7 +1,7 @@
 """How an expert's rows split over its holders, by source rank: the one rule that plans, prices and replays share.
 
-Plans are dispatched local first. Balancers that draw a copy for each token without asking where the token is (EPLB,
-LPLB) split in proportion: every source splits its rows over the holders as their quotas are.
+Plans are dispatched local first, whoever made them. The policies in `BLIND` draw a copy for each token without asking
+where the token is: every source splits its rows over the holders in proportion to their quotas.
 
 Steps of splitting local first, for each expert:
 1. A holder takes its own rank's rows, up to its quota.
@@ -20,6 +20,9 @@ Training ranks, which never import numba, run the same source.
 from typing import NamedTuple
 
 import numpy as np
+
+BLIND = ("eplb-oracle-blind", "lplb-blind", "balanced")
+"""Policies that split in proportion."""
 
 
 class Nodes(NamedTuple):

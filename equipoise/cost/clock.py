@@ -34,6 +34,7 @@ import numpy as np
 from equipoise.core import LoadMatrix, Stage
 from equipoise.core.compiled import compiled
 from equipoise.core.plan import Itinerary, ReplicaTable, Seconds
+from equipoise.core.split import BLIND
 from equipoise.core.value import Value
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import CostModel, Tables
@@ -153,7 +154,7 @@ def works_of(
         # Step 3: charges between router and dispatch, of policies that plan there.
         has_replicas_ML = np.diff(replicas.start_ML).reshape(shape_ML) > 0
         charges = {"reactive": (REACTIVE_PLAN_NS, REACTIVE_PUSH_NS), "lplb": (LPLB_PLAN_NS, 0)}
-        plan_ns, push_ns = charges.get(policy, (0, 0))
+        plan_ns, push_ns = charges.get(policy.removesuffix("-blind"), (0, 0))
         # Step 4: transfers, none where copies stay for the whole window.
         moving = ReplicaTable.empty(len(replicas.start_ML) - 1) if persistent else replicas
         works.append(
@@ -204,8 +205,8 @@ def _rank_works(
                 works.append(level_work(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
             else:
                 held = (np.array(array_MLRS[:, layer]) for array_MLRS in slots_2)
-                is_persistent = decision.persistent
-                works.append(rank_work(load_MRE, home_E, node_R, *held, keep_N, is_persistent, top_k, by_tokens))
+                is_blind = decision.policy in BLIND
+                works.append(rank_work(load_MRE, home_E, node_R, *held, keep_N, is_blind, top_k, by_tokens))
     return found
 
 

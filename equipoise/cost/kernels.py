@@ -1,7 +1,7 @@
 """Prices of one (micro-step, layer), compiled: the arithmetic of `model.py` for the planner's inner loops.
 
 Integers only. A holder table names what each rank computes beyond its homes: `rep_expert_RS` (-1: empty slot) and
-`rep_rows_RS`. Rows split over holders exactly as `core.split` does: local first, or in proportion where persistent.
+`rep_rows_RS`. Rows split over holders exactly as `core.split` does: local first, or in proportion.
 
 Invariants (asserted by the tests):
 1. `compute_ns` equals `CostModel.compute_ns`; exchanged rows equal those of `core.split`.
@@ -85,7 +85,7 @@ def price(
     Args:
         load_RE: [R, E] rows by source
         keep_permille_N: [N] thousandths of the rows into a node that cross at most; see `links.kept_permille`
-        persistent: replicas stay for the whole window, so nothing is pulled or returned here
+        persistent: replicas stay for the whole window, so nothing is pulled or returned here; rows split in proportion
     """
     base = link_rows(load_RE, home_E, node_R, home_nodes(home_E, node_R), tables.forwards == 1)
     holders = Holders(home_E, nodes_of(node_R), rep_expert_RS, rep_rows_RS)
@@ -135,7 +135,7 @@ def price_work(
 
 
 @compiled
-def count_links(load_RE: np.ndarray, base: LinkRows, holders: Holders, persistent: bool) -> EntryWork:
+def count_links(load_RE: np.ndarray, base: LinkRows, holders: Holders, in_proportion: bool) -> EntryWork:
     """Count what every rank computes, and the rows on its links, once replicas have taken their rows."""
     home_E, nodes, rep_expert_RS, rep_rows_RS = holders
     ranks, slots = rep_expert_RS.shape
@@ -154,14 +154,14 @@ def count_links(load_RE: np.ndarray, base: LinkRows, holders: Holders, persisten
                 busy_R[r] += 1
                 far_E[e] |= node_R[r] != node_R[home_E[e]]
     most = ranks if len(nodes.start_N) == 2 else (nodes.start_N[1:] - nodes.start_N[:-1]).max()
-    part_E3X = np.empty((len(home_E) if slots > 0 and not persistent else 0, 3, most), dtype=np.int64)
+    part_E3X = np.empty((len(home_E) if slots > 0 and not in_proportion else 0, 3, most), dtype=np.int64)
     for e in range(len(home_E)):
         if quota_E[e] > 0:
             rows_R[home_E[e]] += quota_E[e]
             busy_R[home_E[e]] += 1
         if quota_E[e] < base.total_E[e]:
-            if far_E[e] or persistent:
-                reroute(link_R4, to_RN, load_RE, base, holders, e, quota_E[e], persistent, scratch_3R)
+            if far_E[e] or in_proportion:
+                reroute(link_R4, to_RN, load_RE, base, holders, e, quota_E[e], in_proportion, scratch_3R)
             else:
                 reroute_near(link_R4, load_RE, base, holders, e, quota_E[e], part_E3X[e])
     is_dealt = link_R4[:, RECEIVED_ACROSS].max() > link_R4[:, SENT_ACROSS].max()

@@ -19,7 +19,7 @@ import numpy as np
 
 from equipoise.core import LoadMatrix
 from equipoise.core.compiled import compiled
-from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, compute_ns, count_links, price
+from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, compute_ns, count_links, price_work
 from equipoise.cost.links import Busiest, Holders, busiest, home_nodes, kept_permille, link_rows, nodes_of
 from equipoise.cost.model import CostModel, Tables, interpolate
 
@@ -85,6 +85,8 @@ def price_window(
     home_LE: np.ndarray,
     rep_expert_MLRS: np.ndarray | None = None,
     rep_rows_MLRS: np.ndarray | None = None,
+    *,
+    in_proportion: bool = False,
 ) -> np.ndarray:
     """[M, L, COLUMNS] price lines of homes, and of replicas that stay for the window: no entry pulls or returns.
 
@@ -94,6 +96,7 @@ def price_window(
         home_LE: [L, E] home rank of each expert
         rep_expert_MLRS: [M, L, R, S] expert of each replica slot, -1 where empty; none by default
         rep_rows_MLRS: [M, L, R, S] its rows
+        in_proportion: rows split as quotas are, not local first
     """
     ranks, node_R = cost.cluster.ep, cost.cluster.node_array_R
     none_MLRS = np.zeros((loads.num_micro_steps, loads.num_layers, ranks, 0), dtype=np.int64)
@@ -102,10 +105,10 @@ def price_window(
     most = max(int(np.bincount(home_E, minlength=ranks).max()) for home_E in home_LE) + replicas[0].shape[-1]
     tables = cost.tables(most)
     # Copies, because a read-only array would compile the kernels a second time.
-    lines = [
-        _price_layer(*(np.array(a[:, layer]) for a in (loads.load_MLRE, *replicas)), np.array(home_E), node_R, tables)
-        for layer, home_E in enumerate(home_LE)
-    ]
+    lines = []
+    for layer, home_E in enumerate(home_LE):
+        arrays = (np.array(a[:, layer]) for a in (loads.load_MLRE, *replicas))
+        lines.append(_price_layer(*arrays, np.array(home_E), node_R, tables, in_proportion))
     return np.stack(lines, axis=1)
 
 
@@ -117,13 +120,17 @@ def _price_layer(
     home_E: np.ndarray,
     node_R: np.ndarray,
     tables: Tables,
+    in_proportion: bool,
 ) -> np.ndarray:
     line_MC = np.zeros((len(load_MRE), COLUMNS), dtype=np.int64)
     none_EE = np.zeros((0, 0), dtype=np.int64)
     keep_permille_N = kept_permille(node_R[home_E], node_R.max() + 1, none_EE, tables.top_k)
+    mask_NE, nodes = home_nodes(home_E, node_R), nodes_of(node_R)
     for m in range(len(load_MRE)):
-        replicas = rep_expert_MRS[m], rep_rows_MRS[m]
-        price(load_MRE[m], home_E, node_R, *replicas, keep_permille_N, tables, True, line_MC[m])
+        base = link_rows(load_MRE[m], home_E, node_R, mask_NE, tables.forwards == 1)
+        holders = Holders(home_E, nodes, rep_expert_MRS[m], rep_rows_MRS[m])
+        work = count_links(load_MRE[m], base, holders, in_proportion)
+        price_work(work, base, holders, keep_permille_N, tables, True, line_MC[m])
     return line_MC
 
 
@@ -162,12 +169,13 @@ def rank_work(
     rep_expert_MRS: np.ndarray,
     rep_rows_MRS: np.ndarray,
     keep_permille_N: np.ndarray,
-    persistent: bool,
+    in_proportion: bool,
     top_k: int,
     forwards: bool,
 ) -> RankWork:
     """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front.
 
+    `in_proportion`: rows split as quotas are, not local first.
     `forwards`: a token crosses to each node once and is handed on over the links inside, once to each rank.
     """
     micro_steps, ranks = load_MRE.shape[:2]
@@ -179,7 +187,7 @@ def rank_work(
     for m in range(micro_steps):
         base = link_rows(load_MRE[m], home_E, node_R, mask_NE, forwards)
         holders = Holders(home_E, nodes, rep_expert_MRS[m], rep_rows_MRS[m])
-        work = count_links(load_MRE[m], base, holders, persistent)
+        work = count_links(load_MRE[m], base, holders, in_proportion)
         rows_MR[m] = work.rows_R
         busy_MR[m] = work.busy_R
         found = busiest(work.link_R4, work.to_RN, base.row_R, nodes, keep_permille_N, top_k)

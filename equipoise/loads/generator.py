@@ -5,7 +5,8 @@ How a workload is generated (every figure is a field of `Workload`):
    near the low end; no expert takes more than about 12 % of the assignments. Which expert is hot follows a random field
    over expert ids that is smooth between neighbours, so that hot experts are adjacent more often than by chance.
 2. Domains. Each domain mixes the field that all share with its own, and has its own steepness.
-3. Samples. Each sample has a domain, a log-normal length and log-normal factors on its experts' shares.
+3. Samples. Each sample has a domain, a log-normal length and log-normal factors on its experts' shares. Rollouts of one
+   prompt, if there are several, follow each other and share its domain and its own factors.
 4. Drift. With the step, every field slowly rotates into another one.
 5. Routes. The shares of a sample become inclusion probabilities (they add up to top_k), and each token draws top_k
    distinct experts with exactly those: systematic sampling through a few random orders of the experts.
@@ -34,6 +35,7 @@ LIMITS = {
     "samples": (1, 2**24),
     "domains": (1, 4096),
     "mean_tokens": (2, 2**20),
+    "rollouts": (1, 2**24),
     "seed": (0, 2**63 - 1),
     "step": (0, 2**31 - 1),
 }
@@ -57,13 +59,18 @@ class Workload(Value):
     """Weight of the popularity field that all domains share, 0 to 1."""
     sample_sigma: float = 0.33
     """Standard deviation of the logarithm of a sample's factors on its experts' shares."""
+    rollouts: int = 1
+    """Consecutive samples that answer one prompt."""
+    prompt_sigma: float = 0.0
+    """The same as `sample_sigma` of the factors that all rollouts of a prompt share."""
     drift: float = 0.02
     """Radians per step by which popularity rotates."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in LIMITS.items():
             require_int(name, getattr(self, name), low=least, high=most, error=RoutesError)
-        for name, high in (("length_sigma", 3.0), ("shared", 1.0), ("sample_sigma", 3.0), ("drift", 1.0)):
+        sigmas = dict.fromkeys(("length_sigma", "sample_sigma", "prompt_sigma"), 3.0)
+        for name, high in {**sigmas, "shared": 1.0, "drift": 1.0}.items():
             if not 0 <= getattr(self, name) <= high:
                 raise RoutesError(f"{name} is {getattr(self, name)}; it must be from 0 to {high:g}")
 
@@ -139,14 +146,18 @@ def _draws(workload: Workload) -> Iterator[_Draw]:
     mean, sigma = workload.mean_tokens, workload.length_sigma
     for b in range(workload.samples):
         rng = np.random.default_rng([workload.seed, 2, workload.step, b])
-        domain = int(rng.integers(workload.domains))
+        drawn = int(rng.integers(workload.domains))
+        if b % workload.rollouts == 0:
+            prompt_rng = np.random.default_rng([workload.seed, 3, workload.step, b])
+            asked_LE = np.exp(workload.prompt_sigma * prompt_rng.standard_normal(share_DLE.shape[1:]))
+            domain = drawn
         # The mean of a log-normal is exp(mu + sigma^2 / 2).
         length = mean * np.exp(sigma * rng.standard_normal() - sigma**2 / 2)
         factor_LE = np.exp(workload.sample_sigma * rng.standard_normal(share_DLE.shape[1:]))
         yield _Draw(
             name=f"step{workload.step}-sample{b}-domain{domain}",
             rows=max(2, min(round(length), 8 * mean)) - 1,
-            chance_LE=_chances(share_DLE[domain] * factor_LE, workload.model.top_k),
+            chance_LE=_chances(share_DLE[domain] * asked_LE * factor_LE, workload.model.top_k),
             rng=rng,
         )
 

@@ -5,7 +5,8 @@
     homes.py      the search for homes, compiled
     replicas.py   replicas and their rows for given homes, compiled
     assemble.py   decisions to a checked Plan: itinerary, slots, paths, edges, seconds, bytes
-    baselines.py  the other policies: static, eplb-history, eplb-oracle, lplb, reactive, balanced
+    baselines.py  the other policies: static, lpt, eplb-history, eplb-oracle, lplb, reactive, balanced
+    relibra.py    ReLibra's way to plan a layer, for the policy relibra
     bounds.py     what no plan can beat
 
 Planning decides in integers: same input, same plan, on every machine. The compiled functions are specified by plain

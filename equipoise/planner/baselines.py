@@ -1,9 +1,12 @@
 """Baselines: the balancers a user could pick instead, on the same loads, slots and cost model as the planner.
 
     static          contiguous expert parallelism: homes at owners, no replica
+    lpt             homes by longest processing time first over this window's loads, no replica
     eplb-history    EPLB placed by the previous window's loads
     eplb-oracle     EPLB placed by this window's own loads
     lplb            fixed replica edges, a linear programme per micro-step
+    eplb-oracle-blind, lplb-blind    the same copies and quotas, dispatched without asking where a token is
+    relibra         reordered homes, then replicas inside nodes per micro-step: `relibra.py`, made like our own plans
     reactive        our micro plan on contiguous homes with exact loads, known only after the router. Charged as UltraEP
                     reports: 0.08 ms of planning per (micro-step, layer), 0.255 ms of weight push (the middle of 0.19 to
                     0.32) where replicas are used. Its gate knows these charges.
@@ -11,29 +14,46 @@
     balanced        every rank has the mean load, whatever the routes: the ceiling. It takes as many slots as it likes,
                     sends a uniform all-to-all and moves no weight.
 
-Each policy makes a `Draft`; `assemble.build_plan` checks and charges it like any other plan. None of them is executed.
-EPLB and LPLB are our own implementations of DeepSeek's published descriptions.
+Each policy makes a `Draft`; `assemble.build_plan` checks and charges it like any other plan. EPLB and LPLB are our own
+implementations of DeepSeek's published descriptions. Rows of an expert go to the copy on their own rank, then to copies
+in their own node, then elsewhere, as far as the copies' quotas allow (`core.split`): the descriptions do not say which
+copy a token takes, and nearest first never crosses nodes more often. Only `lpt` and `relibra` can be executed as they
+are.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
 from equipoise.core.plan import Bytes
+from equipoise.core.split import BLIND
 from equipoise.cost.clock import REACTIVE_PUSH_NS
 from equipoise.cost.kernels import COMPUTE, PULL, RETURN
 from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges, price_level, price_window
-from equipoise.planner.assemble import Draft, WindowTask, build_plan
+from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.bounds import split_optimum
 from equipoise.planner.layer import layer_problem, plan_layer
 from equipoise.planner.replicas import LayerPlan
 
-POLICIES = ("static", "eplb-history", "eplb-oracle", "lplb", "reactive", "reactive-free", "balanced")
+POLICIES = (
+    "static",
+    "lpt",
+    "eplb-history",
+    "eplb-oracle",
+    "eplb-oracle-blind",
+    "lplb",
+    "lplb-blind",
+    "relibra",
+    "reactive",
+    "reactive-free",
+    "balanced",
+)
 
 
 def draft_baseline(task: WindowTask, *, history: LoadMatrix | None) -> Draft:
-    """Draft the plan of the task's policy, one of `POLICIES`.
+    """Draft the plan of the task's policy, one of `POLICIES` but "relibra", which plans layer by layer.
 
     Args:
         task: the window
@@ -41,6 +61,7 @@ def draft_baseline(task: WindowTask, *, history: LoadMatrix | None) -> Draft:
     """
     drafts: dict[str, Callable[[], Draft]] = {
         "static": lambda: draft_static(task),
+        "lpt": lambda: draft_lpt(task),
         "eplb-history": lambda: draft_eplb(task, predictor=history),
         "eplb-oracle": lambda: draft_eplb(task, predictor=task.loads),
         "lplb": lambda: draft_lplb(task),
@@ -48,23 +69,37 @@ def draft_baseline(task: WindowTask, *, history: LoadMatrix | None) -> Draft:
         "reactive-free": lambda: draft_reactive(task, push_ns=0),
         "balanced": lambda: draft_balanced(task),
     }
-    return drafts[task.policy]()
+    return drafts[task.policy.removesuffix("-blind")]()
 
 
 def draft_static(task: WindowTask) -> Draft:
     """Contiguous homes, no replica."""
-    home_LE = owner_homes(task)
+    return replace(homes_draft(task, owner_homes(task)), executable=False)
+
+
+def draft_lpt(task: WindowTask) -> Draft:
+    """Homes packed by the window's loads, no replica."""
+    return homes_draft(task, packed_homes(task))
+
+
+def packed_homes(task: WindowTask) -> np.ndarray:
+    """[L, E] homes by longest processing time first; of equally light ranks, one of the lightest node."""
+    load_LE, node_R = task.loads.load_MLRE.sum(axis=(0, 2)), task.cluster.node_array_R
+    return np.stack([pack(load_E, task.cluster.ep, node_R=node_R) for load_E in load_LE])
+
+
+def homes_draft(task: WindowTask, home_LE: np.ndarray) -> Draft:
+    """These homes, no replica."""
     line_MLC = price_window(task.cost, task.loads, home_LE)
     none_MLRS = np.zeros((*line_MLC.shape[:2], task.cluster.ep, 0), dtype=np.int64)
     return Draft(
         home_LE=home_LE,
-        home_slot_LE=count_before(home_LE),
+        home_slot_LE=home_slots_of(home_LE, task.cluster.ep),
         rep_expert_MLRS=none_MLRS,
         rep_rows_MLRS=none_MLRS,
         line_MLC=line_MLC,
         closed_MLC=line_MLC,
         edges=Edges.none(task.model.layers),
-        executable=False,
     )
 
 
@@ -164,12 +199,13 @@ def persistent_draft(
         holds_LER: [L, E, R] bool, which rank has a copy, used or not: what is published and collected
     """
     expert_MLRS, rows_MLRS = fill_slots(home_LE, quotas_L)
+    is_blind = task.policy in BLIND
     return Draft(
         home_LE=home_LE,
         home_slot_LE=count_before(home_LE),
         rep_expert_MLRS=expert_MLRS,
         rep_rows_MLRS=rows_MLRS,
-        line_MLC=price_window(task.cost, task.loads, home_LE, expert_MLRS, rows_MLRS),
+        line_MLC=price_window(task.cost, task.loads, home_LE, expert_MLRS, rows_MLRS, in_proportion=is_blind),
         closed_MLC=price_window(task.cost, task.loads, home_LE),
         edges=copy_edges(task, holds_LER),
         moved=copy_bytes(task, holds_LER),
@@ -305,16 +341,21 @@ def count_copies(load_E: np.ndarray, total: int) -> np.ndarray:
     return copies_E
 
 
-def pack(load_C: np.ndarray, ranks: int) -> np.ndarray:
-    """[C] rank of each copy: largest load first, to the lightest rank with a free slot; equally many on each rank."""
-    free_R = np.full(ranks, len(load_C) // ranks)
-    load_R = np.zeros(ranks)
+def pack(load_C: np.ndarray, ranks: int, *, node_R: np.ndarray | None = None) -> np.ndarray:
+    """[C] rank of each copy: largest load first, to the lightest rank with a free slot; equally many on each rank.
+
+    Of equally light ranks the lowest takes it, or where nodes are given, the lowest of the lightest node.
+    """
+    group_R = np.zeros(ranks, dtype=np.int64) if node_R is None else node_R
+    free_R, load_R = np.full(ranks, len(load_C) // ranks), np.zeros(ranks)
+    load_N = np.zeros(int(group_R.max()) + 1)
     rank_C = np.zeros(len(load_C), dtype=np.int64)
     for copy in np.argsort(-load_C, kind="stable"):
-        rank = int(np.argmin(np.where(free_R > 0, load_R, np.inf)))
+        rank = int(np.lexsort((load_N[group_R], load_R, free_R == 0))[0])
         rank_C[copy] = rank
         free_R[rank] -= 1
         load_R[rank] += load_C[copy]
+        load_N[group_R[rank]] += load_C[copy]
     return rank_C
 
 
@@ -355,12 +396,11 @@ def draft_lplb(task: WindowTask) -> Draft:
     2. Each edge takes the heaviest expert of its other end that has no replica yet (`choose_replicas`).
     3. `bounds.split_optimum` splits rows in every micro-step, rounded to whole rows.
     """
-    load_LE = task.loads.load_MLRE.sum(axis=(0, 2))
-    packed_LE = np.stack([place(load_E, ranks=task.cluster.ep, slots=0).argmax(axis=1) for load_E in load_LE])
     graphs = [link_ranks(task.cluster, task.slots)]
     if task.cluster.num_ep_nodes > 1 and task.slots > 1:
         graphs.append(link_ranks(task.cluster, task.slots, torus=True))
-    drafts = [_draft(task, home_LE, source_RS) for home_LE in (owner_homes(task), packed_LE) for source_RS in graphs]
+    homes = owner_homes(task), packed_homes(task)
+    drafts = [_draft(task, home_LE, source_RS) for home_LE in homes for source_RS in graphs]
     return min(drafts, key=lambda draft: _value(task, draft))
 
 

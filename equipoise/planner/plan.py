@@ -26,6 +26,7 @@ from equipoise.cost.window import Edges
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.baselines import POLICIES, draft_baseline
 from equipoise.planner.layer import crossings, layer_problem, plan_layer
+from equipoise.planner.relibra import plan_as_relibra
 from equipoise.planner.replicas import LayerPlan, LayerProblem
 
 LayerPlanner = Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
@@ -53,7 +54,7 @@ def plan(
         cluster: the EP group and its links
         model: the model's shape; its experts and layers must be those of the loads
         slots: replica slots per rank; 1 unless `options.memory_bytes` sets a budget
-        policy: "equipoise", or a baseline: static, eplb-history, eplb-oracle, lplb, reactive, balanced
+        policy: "equipoise", or one of `baselines.POLICIES`: static, lpt, eplb-oracle, lplb, relibra, balanced ...
         objective: "seconds" (default) charges every cost; "skew" only levels rows
         options: deeper knobs
         history: the previous window's loads, for "eplb-history"
@@ -76,7 +77,10 @@ def plan(
         estimated_share=estimated,
         pair_LEE=pair_LEE,
     )
-    if policy != "equipoise":
+    if policy == "relibra":
+        planner, warm = plan_as_relibra, None
+        task = replace(task, options=replace(options, cross_node=False, max_displaced=None))
+    elif policy != "equipoise":
         return build_plan(task, draft_baseline(task, history=history))
     start_LE = _start(task, warm)
     search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}

@@ -42,7 +42,7 @@ LABELS = {
     "wait": "waiting",
 }
 """Names of parts in charts, where they are not those of the document."""
-DEFINED = ("static", "eplb-history", "eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
+DEFINED = ("static", "eplb-history", "eplb-oracle", "lplb", "lpt", "relibra", "reactive", "equipoise", "balanced")
 """Policies that have a definition; a name with one of these in front is a variant of it."""
 COMMAND = "equipoise simulate ROUTES_OR_LOADS"
 """What makes a result again, with an option more."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from equipoise.core.options import PlanOptions
 from equipoise.core.plan import Plan, Sends
+from equipoise.core.split import BLIND
 from equipoise.core.value import Value
 from equipoise.cost import CostModel
 from equipoise.cost.clock import (
@@ -183,7 +184,7 @@ def bytes_between(
                 row_R1 = load_RE.sum(axis=1, keepdims=True)
                 rows_RR = row_R1 // ranks + (ahead_RR < row_R1 % ranks)
             else:
-                rows_RR = rows_between(load_RE, plan.quota_ER(micro_step, layer), node_R, plan.persistent)
+                rows_RR = rows_between(load_RE, plan.quota_ER(micro_step, layer), node_R, plan.policy in BLIND)
             moved_RR += rows_RR if sends == "rows" else tokens_between(rows_RR, node_R, plan.model.top_k)
     np.fill_diagonal(moved_RR, 0)
     # Dispatched rows are returned combined.

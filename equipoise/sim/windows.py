@@ -174,7 +174,7 @@ def _in_stage(windows: Sequence[Groups], stage: Stage) -> list[Groups]:
     return [[joined([groups[g] for groups in windows], stage) for g in range(counts.pop())]]
 
 
-NO_SLOTS = ("static", "balanced")
+NO_SLOTS = ("static", "lpt", "balanced")
 """Policies that need no replica slot: one because it has no replica, one because it cannot exist."""
 
 

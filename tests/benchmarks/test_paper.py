@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import paper_cases
-from benchmarks.paper import NOTE, compare, limits_of, take_apart
+from benchmarks.paper import NOTE, RIVALS, _planned, _replayed, compare, limits_of, take_apart
 from benchmarks.paper_ablations import ablations, on_path, shared_evenly
 from benchmarks.paper_cases import Case, cluster_of
 from benchmarks.paper_report import page_of, write_report
@@ -14,7 +14,9 @@ from benchmarks.results import ROOT
 from benchmarks.simulator import DealtGroups
 from benchmarks.traces import FOLDER, Trace
 from equipoise.loads.generator import generate_counts
+from equipoise.loads.skew import fluctuation
 from equipoise.planner import plan
+from equipoise.sim.windows import joined
 from tests.sim.steps import MODEL, skewed_loads
 
 
@@ -94,6 +96,8 @@ def test_ratios_are_of_the_same_loads_and_prices(rows):
     for row in rows:
         assert row["over_static"] > 1 > row["of_balanced"]
         assert row["over_reactive"] > row["over_reactive-free"]
+        assert row["over_static"] > row["over_lpt"] and row["over_lpt"] > row["over_relibra"]
+        assert all(row[f"over_{name}"] > 0.9 for name in RIVALS) and row["fluctuation"] > 0
         assert 1 <= row["skew_after"] < row["skew"]
         assert 1 < row["step_over_static"] < row["over_static"]
 
@@ -152,3 +156,32 @@ def test_the_committed_page_shows_the_committed_rows():
     assert [limit.value for limit in limits] == [entry["value"] for entry in document["limits"]]
     assert page == "\n".join(page_of(document, rows, taken_apart, limits, NOTE)) + "\n"
     assert len(document["commit"]) == 40
+
+
+def test_shifting_prompts_fluctuate_as_the_papers_results_say():
+    found = {name: paper_cases.generated_case("qwen3-30b-a3b", name, 16, 2) for name in ("mixed", "shifting")}
+    steady, shifting = (fluctuation(case.loads) for case in found.values())
+    assert steady < 0.15 and 0.5 < shifting < 0.7
+    # The step as a whole is as stable as that of independent samples: its own shares are of 64 prompts.
+    total_XE = [case.loads.total_MLE().sum(axis=0)[0] for case in found.values()]
+    assert np.corrcoef(total_XE)[0, 1] > 0.9
+    case = found["shifting"]
+    windows = [joined([case.loads], "recompute"), case.loads]
+    eplb, balanced = (
+        _replayed([_planned(loads, case, policy, "tokens") for loads in windows], case, "tokens").policies[0].seconds
+        for policy in ("eplb-oracle", "balanced")
+    )
+    # ReLibra: 1.06 to 1.21 over EPLB at 94 to 90 % of balanced.
+    assert 1.06 / 0.94 <= eplb.total / balanced.total <= 1.21 / 0.9
+
+
+def test_a_batch_at_ep64_gives_every_source_a_sample_in_each_micro_step():
+    case = paper_cases.generated_case("qwen3-30b-a3b", "math", 64, 1)
+    assert case.loads.load_MLRE.shape == (32, 1, 64, 128)
+    assert (case.loads.load_MLRE.sum(axis=3) > 0).all()
+
+
+def test_cases_are_chosen_by_the_words_of_their_names():
+    [case] = paper_cases.cases(1, only=["generated", "glm-4.5-air", "code", "32"])
+    assert (case.model.name, case.workload, case.cluster.ep) == ("glm-4.5-air", "code", 32)
+    assert list(paper_cases.cases(1, only=["generated", "poetry"])) == []

@@ -122,8 +122,10 @@ def test_popularity_drifts_slowly_with_the_step():
         ({"mean_tokens": 10**14}, "mean_tokens is 100000000000000; it must be from 2 to 1048576"),
         ({"shared": 1.5}, "shared is 1.5; it must be from 0 to 1"),
         ({"length_sigma": float("nan")}, "length_sigma is nan"),
+        ({"rollouts": 0}, "rollouts is 0; it must be from 1 to 16777216"),
+        ({"prompt_sigma": 3.1}, "prompt_sigma is 3.1; it must be from 0 to 3"),
     ],
-    ids=["samples", "domains", "tokens", "shared", "nan"],
+    ids=["samples", "domains", "tokens", "shared", "nan", "rollouts", "prompts"],
 )
 def test_figures_out_of_range_are_named(figure, message):
     with pytest.raises(RoutesError, match=message):
@@ -171,3 +173,17 @@ def test_generated_skew_is_that_of_the_real_traces(file, arrays, preset, ep):
     generated = generated_skew(model, ep)
     # Margin: 10 % beside the range the real traces span, for every generated domain.
     assert min(real) * 0.9 <= min(generated) and max(generated) <= max(real) * 1.1
+
+
+def test_rollouts_of_a_prompt_share_its_domain_and_its_experts():
+    figures = {"samples": 48, "mean_tokens": 2048, "length_sigma": 0.0, "sample_sigma": 0.0, "seed": 5}
+    model = ModelShape.preset("qwen3-30b-a3b", layers=2)
+    alone = generate_counts(model, **figures)
+    asked = generate_counts(model, rollouts=8, prompt_sigma=0.7, **figures)
+    domains = [name.rpartition("-")[2] for name in asked.names]
+    assert all(len(set(domains[b : b + 8])) == 1 for b in range(0, 48, 8)) and len(set(domains)) > 1
+    assert domains[::8] == [name.rpartition("-")[2] for name in alone.names[::8]]
+    share_BX = asked.count_BLE.reshape(48, -1) / np.linalg.norm(asked.count_BLE.reshape(48, -1), axis=1)[:, None]
+    alike_BB = share_BX @ share_BX.T
+    is_same_BB = np.arange(48)[:, None] // 8 == np.arange(48) // 8
+    assert alike_BB[is_same_BB].min() > 0.97 > 0.9 > alike_BB[~is_same_BB].max()

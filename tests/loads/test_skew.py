@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from equipoise.core import LoadMatrix, LoadsError, ModelShape, Routes, SampleRoutes, Schedule
 from equipoise.loads.matrix import count_loads
-from equipoise.loads.skew import rank_loads, skew, skew_ML
+from equipoise.loads.skew import fluctuation, rank_loads, skew, skew_ML
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -170,3 +170,25 @@ def test_real_traces_give_the_skew_of_an_independent_computation(file, array, pr
         independent = (per_rank.max(axis=0) / per_rank.mean(axis=0)).mean()
         assert skew(loads, ep=ep).mean == pytest.approx(independent, abs=1e-12)
         assert round(skew(loads, ep=ep).mean, 4) == wanted
+
+
+@settings(max_examples=80, deadline=None)
+@given(loads_strategy)
+def test_fluctuation_is_the_weighted_variation_of_shares(load_MLRE):
+    total_MLE, sums, rows = load_MLRE.sum(axis=2), 0.0, 0
+    for layer in range(total_MLE.shape[1]):
+        shares = [row / row.sum() for row in total_MLE[:, layer] if row.sum()]
+        for e in range(6):
+            values = [share[e] for share in shares]
+            if any(values):
+                weight = int(total_MLE[:, layer, e].sum())
+                sums, rows = sums + weight * np.std(values) / np.mean(values), rows + weight
+    assert fluctuation(LoadMatrix(load_MLRE)) == pytest.approx(sums / max(1, rows), abs=1e-12)
+
+
+def test_fluctuation_sees_the_pattern_and_not_the_size():
+    steady = np.array([1, 2, 3, 0]) * np.array([1, 5, 0, 2])[:, None]
+    assert fluctuation(LoadMatrix(steady[:, None, None])) == pytest.approx(0)
+    # Two experts that take turns: each has all rows in half of the micro-steps.
+    turns = np.array([[4, 0], [0, 4]])
+    assert fluctuation(LoadMatrix(turns[:, None, None])) == pytest.approx(1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import InfeasiblePlanError
+from equipoise.core.split import split_rows
 from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.loads import skew
 from equipoise.planner import PlanOptions, plan
@@ -27,7 +28,7 @@ def made_by(policy, loads, *, slots=2, per_node=8, **more):
 def test_quotas_of_every_policy_add_up_to_the_loads(policy, slots):
     loads = skewed_loads(1)
     made = made_by(policy, loads, slots=slots, per_node=4)
-    assert made.policy == policy and made.itinerary is None
+    assert made.policy == policy and (made.itinerary is not None) == (policy in ("lpt", "relibra"))
     for m, layer in np.ndindex(3, 2):
         quota_ER = made.quota_ER(m, layer)
         assert (quota_ER >= 0).all()
@@ -69,6 +70,25 @@ def test_balanced_is_the_ceiling(policy, stage):
         assert made.seconds.total >= ceiling.seconds.total
 
 
+def test_lpt_packs_experts_by_the_windows_loads_and_replicates_none():
+    loads = skewed_loads(3, ranks=8, experts=32, rows=HEAVY)
+    made = made_by("lpt", loads, per_node=4)
+    assert len(made.replica_table) == 0
+    for load_E, home_E in zip(loads.load_MLRE.sum(axis=(0, 2)), made.home_LE, strict=True):
+        # By hand: the heaviest expert left goes to the lightest rank that has room.
+        load_R, homes_R, expected_E = [0] * 8, [0] * 8, {}
+        for e in sorted(range(32), key=lambda e: (-load_E[e], e)):
+            light = min(load for load, homes in zip(load_R, homes_R, strict=True) if homes < 4)
+            choice = [r for r in range(8) if homes_R[r] < 4 and load_R[r] == light]
+            rank = min(choice, key=lambda r: (sum(load_R[r // 4 * 4 : r // 4 * 4 + 4]), r))
+            expected_E[e] = rank
+            load_R[rank] += int(load_E[e])
+            homes_R[rank] += 1
+        assert [expected_E[e] for e in range(32)] == home_E.tolist()
+    static = made_by("static", loads, per_node=4)
+    assert made.seconds.compute < static.seconds.compute and made.seconds.publish > 0
+
+
 def test_balanced_parts_differ_by_at_most_a_row():
     quota_MER = cut_evenly(np.array([[5, 0, 7, 1], [0, 0, 0, 2]]), 3)
     assert quota_MER.sum(axis=1).tolist() == [[4, 4, 5], [0, 1, 1]]
@@ -106,6 +126,34 @@ def test_no_baseline_changes_where_our_replicas_may_cross_nodes(policy):
 
 
 @pytest.mark.parametrize("policy", ["eplb-oracle", "lplb"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sends", ["rows", "tokens"])
+def test_nearest_first_never_crosses_more_than_blind(policy, seed, sends):
+    loads = skewed_loads(seed, ranks=16, rows=HEAVY)
+    near, blind = (
+        made_by(name, loads, per_node=4, options=PlanOptions(sends=sends)) for name in (policy, f"{policy}-blind")
+    )
+    node_R, fewer = near.cluster.node_array_R, 0
+    is_far_RR = node_R[:, None] != node_R
+    for m, layer in np.ndindex(3, 2):
+        quota_ER, load_RE = blind.quota_ER(m, layer), loads.load_MLRE[m, layer]
+        local_RER, drawn_RER = (split_rows(load_RE, quota_ER, node_R=node_R, in_proportion=p) for p in (False, True))
+        assert np.array_equal(blind.split_RER(m, layer), drawn_RER)
+        if policy == "eplb-oracle":
+            # LPLB may choose other edges where crossing costs less.
+            assert np.array_equal(near.quota_ER(m, layer), quota_ER)
+            assert np.array_equal(near.split_RER(m, layer), local_RER)
+        local_E, drawn_E = ((rows * is_far_RR[:, None]).sum(axis=(0, 2)) for rows in (local_RER, drawn_RER))
+        assert (local_E <= drawn_E).all()
+        fewer += int((drawn_E - local_E).sum())
+    if policy == "eplb-oracle":
+        # LPLB's edges may all stay in nodes, where either way crosses alike.
+        assert fewer > 0
+        assert near.bytes.all_to_all_across < blind.bytes.all_to_all_across
+        assert near.seconds.total < blind.seconds.total
+
+
+@pytest.mark.parametrize("policy", ["eplb-oracle", "lplb", "eplb-oracle-blind", "lplb-blind"])
 def test_copies_that_stay_are_published_and_collected_once(policy):
     loads = skewed_loads(6, rows=HEAVY)
     made = made_by(policy, loads)

@@ -4,7 +4,7 @@ import numpy as np
 
 from equipoise.core.options import PlanOptions
 from equipoise.core.plan import Bytes
-from equipoise.cost.kernels import COLUMNS, price
+from equipoise.cost.kernels import ACROSS, COLUMNS, COMPUTE, EXCHANGE, INSIDE, price
 from equipoise.cost.window import edge_links, price_window
 from equipoise.planner.assemble import WindowTask
 from equipoise.planner.baselines import copy_bytes, copy_edges, count_before, fill_slots
@@ -88,7 +88,14 @@ def test_lines_are_those_of_the_kernel():
     rep_expert[1, 1, 0, 0] = hot = int(np.flatnonzero((home_LE[1] != 0) & (loads.total_MLE()[1, 1] > 0))[0])
     rep_rows[1, 1, 0, 0] = 1
     tables, node_R = task.cost.tables(5), task.cluster.node_array_R
-    lines = price_window(task.cost, loads, home_LE, rep_expert, rep_rows)
+    drawn, local = (
+        price_window(task.cost, loads, home_LE, rep_expert, rep_rows, in_proportion=p)[1, 1] for p in (True, False)
+    )
     keep_N, line = np.full(2, 1000), np.zeros(COLUMNS, dtype=np.int64)
-    price(loads.load_MLRE[1, 1], home_LE[1], node_R, rep_expert[1, 1], rep_rows[1, 1], keep_N, tables, True, line)
-    assert hot >= 0 and lines[1, 1].tolist() == line.tolist()
+    entry = loads.load_MLRE[1, 1], home_LE[1], node_R, rep_expert[1, 1], rep_rows[1, 1], keep_N, tables
+    price(*entry, True, line)
+    assert hot >= 0 and drawn.tolist() == line.tolist()
+    # Local first, the kernel also prices pulls, which copies that stay do not need.
+    price(*entry, False, line)
+    kept = [COMPUTE, EXCHANGE, INSIDE, ACROSS]
+    assert local[kept].tolist() == line[kept].tolist() and local.sum() == local[kept].sum()
