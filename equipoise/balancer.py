@@ -17,6 +17,7 @@ What happens in one window, in this order, the same on every rank of an EP group
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.engine import NoTransfers, TransferEngine
 from equipoise.transfer.host_store import HostStore
 from equipoise.transfer.node import GradientOf
+from equipoise.transfer.waits import moves_by_nccl
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
 
@@ -95,10 +97,11 @@ class Balancer(AbstractContextManager["Balancer"]):
                     gradient_of=self._gradient_of,
                 )
                 opened.callback(engine.close)
+                is_nccl = moves_by_nccl(self.group, homes[0].gate_up_SFD.device)
                 self._planner = BackgroundPlanner(
                     cluster=self.cluster,
                     model=self.model,
-                    options=self.options,
+                    options=replace(self.options, transport="nccl" if is_nccl else "gloo"),
                     group=self.group,
                     layers=list(found.values()),
                     worker=worker,

@@ -312,7 +312,8 @@ def seconds_notes(analysis: "Analysis") -> Table:
     made = "measured" if profile.kind == "measured" else "derived from an H200's measured figures"
     notes = {"compute": f"{profile.device}, {made}; busiest rank, against mean rank"}
     if seconds.has_all_to_all:
-        notes["all-to-all"] = "busiest link at an assumed share of its published rate, against even spread"
+        share = "a measured" if profile.is_shared else "an assumed"
+        notes["all-to-all"] = f"busiest link at {share} share of its published rate, against even spread"
     else:
         notes["all-to-all"] = "not priced: source ranks are not the ranks of the EP group"
     if trial is not None:
@@ -321,6 +322,8 @@ def seconds_notes(analysis: "Analysis") -> Table:
             notes["estimated"] = f"{trial.estimated_share:.1%} of the rows, whose routes are unknown"
     if seconds.planned is not None and seconds.planned.all_to_all < seconds.balanced.all_to_all:
         notes["planned"] = "sends less than an even spread: replicas take rows of their own rank first"
+    if assumed := profile.say_assumed(analysis.cluster.num_ep_nodes):
+        notes["assumed"] = assumed.removeprefix("Assumed, not measured: ")
     notes["left out"] = "attention, optimizer, rollout; compute and all-to-all do not overlap"
     return build_list(notes, style="dim")
 

@@ -143,6 +143,8 @@ def plan(
         show_plan(made, figures, console, source=loads.name)
     else:
         console.print(str(explanation), soft_wrap=True)
+    if figures["assumed"]:
+        console.print(figures["assumed"], soft_wrap=True)
     if out is not None:
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
@@ -162,6 +164,7 @@ def build_document(
 ) -> dict[str, Any]:
     """Return every figure that is shown, for JSON."""
     from equipoise.core.options import balance_bytes, replica_bytes, row_page_bytes
+    from equipoise.cost import Profile
     from equipoise.loads import rank_loads, skew_ML
 
     # Buffers are shared by all layers, unless replicas stay where they are; where nothing moves there are none.
@@ -186,6 +189,7 @@ def build_document(
         "displaced": int(plan.displaced_LE.sum()),
         "replicas": len(plan.replica_table),
         "estimated_share": plan.estimated_share,
+        "assumed": Profile.read(plan.cluster.profile).say_assumed(plan.cluster.num_ep_nodes),
         "pairs": None if pairs is None else str(pairs),
         "digest": plan.digest(),
         "out": None if out is None else str(out),

@@ -12,7 +12,7 @@ import numpy as np
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.core.model import ModelShape
-from equipoise.core.plan import Objective, Plan, Sends
+from equipoise.core.plan import Objective, Plan, Sends, Transport
 from equipoise.core.value import require_choice, require_int
 from equipoise.core.window import Stage
 
@@ -33,6 +33,8 @@ class PlanOptions:
     """In recompute windows, take replicas from any node where that pays: needs a host store that holds every expert."""
     sends: Sends = "rows"
     """What crosses nodes in an all-to-all: every row, or a token once per node."""
+    transport: Transport = "nccl"
+    """What moves experts between nodes, for their price where a profile has none; a balancer sets what it uses."""
     memory_bytes: int | None = None
     """Bytes per rank for replicas, instead of `slots`: weights and, in updates, gradients on their way home."""
     effort: int = 1
@@ -61,6 +63,7 @@ class PlanOptions:
             )
         require_choice("PlanOptions.order", self.order, Order, error=InfeasiblePlanError)
         require_choice("PlanOptions.sends", self.sends, Sends, error=InfeasiblePlanError)
+        require_choice("PlanOptions.transport", self.transport, Transport, error=InfeasiblePlanError)
 
     def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage) -> int:
         """Return the replica slots per rank: `slots`, or as many as `memory_bytes` holds in depth + 1 buffers."""

@@ -105,6 +105,8 @@ class Itinerary(Value):
 
 
 Objective = Literal["seconds", "skew"]
+Transport = Literal["nccl", "gloo"]
+"""What moves experts between nodes: NCCL between devices, or gloo through the CPU."""
 Sends = Literal["rows", "tokens"]
 """What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which then
 forwards it internally (DeepEP)."""

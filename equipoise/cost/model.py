@@ -15,8 +15,10 @@ What is priced, per (micro-step, layer):
   expert compute for each visit of depth; and what it slows the experts of the ranks that pull.
 - return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
   behind, plus adding each of them to the home's own, one after another.
-Per layer and window: publish and collect of displaced experts, by the layer's busiest link. They run beside the layers,
-from the window's start on and after a layer's last turn; what nothing hides, and what they slow, is in `edges.py`.
+Per layer and window: publish and collect of displaced experts, by the layer's busiest link, at the rate that was
+measured or that the transport is assumed to reach, and with the ranks' agreement where it was measured. They run beside
+the layers, from the window's start on and after a layer's last turn; what nothing hides, and what they slow, is in
+`clock.py`. Per window: the exchange of counted rows and prepared dispatches, where measured, as a part of planning.
 
 Invariants (asserted by the tests):
 1. Time never falls with more rows, nor, up to FAR_ROWS, with more non-empty slots.
@@ -30,8 +32,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from equipoise.core import Cluster, ModelShape, Stage
-from equipoise.core.plan import Sends
+from equipoise.core import Cluster, LoadMatrix, ModelShape, Stage
+from equipoise.core.plan import Sends, Transport
 from equipoise.core.value import Value
 from equipoise.cost.profile import ComputeTable, Profile, monotone
 
@@ -41,6 +43,10 @@ CONTEXT_TOKENS = 4096
 """Assumed sequence length for the cost of attention scores, where loads do not say."""
 FAR_ROWS = 2**26
 """Rows of a rank, hundreds of times a table's last, up to which more slots never take less time."""
+GLOO_BYTES_PER_S = 1_400_000_000
+"""Assumed rate of experts between nodes by gloo: what one core receives (a single run, one machine)."""
+COUNT_BYTES = 8
+"""Bytes of one counted number of rows."""
 PICO = 10**12
 Rows = TypeVar("Rows", int, np.ndarray)
 """One number of rows, or an array of them."""
@@ -93,6 +99,7 @@ class CostModel(Value):
     stage: Stage
     depth: int = 1
     sends: Sends = "rows"
+    transport: Transport = "nccl"
     forward_alone: "CostModel" = field(init=False, repr=False, compare=False)
     """The same without backward."""
     _nearest: tuple[ComputeTable, ...] = field(init=False, repr=False)
@@ -118,10 +125,13 @@ class CostModel(Value):
         profile: Profile | None = None,
         depth: int = 1,
         sends: Sends = "rows",
+        transport: Transport = "nccl",
     ) -> "CostModel":
         """Build the cost model of a cluster with its own profile, or with a given one."""
         used = Profile.read(cluster.profile) if profile is None else profile
-        return cls(cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends)
+        return cls(
+            cluster=cluster, model=model, profile=used, stage=stage, depth=depth, sends=sends, transport=transport
+        )
 
     def _distance(self, table: ComputeTable) -> int:
         """How far a measured expert shape is from the model's: thousandths by which both lengths differ."""
@@ -191,7 +201,7 @@ class CostModel(Value):
 
     def edge_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
         """Publish or collect, given the experts over the busiest link inside and across nodes."""
-        fixed = self.profile.peer_fixed_ns if inside_experts or across_experts else 0
+        fixed = self.edge_fixed_ns if inside_experts or across_experts else 0
         return max(self._link_ns(inside_experts, across_experts, edge)) + fixed
 
     def edge_slow_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
@@ -209,8 +219,39 @@ class CostModel(Value):
         staged = self.profile.weight_bytes_per_s if is_weights else self.profile.gradient_bytes_per_s
         # The link and the staging buffer are passed in pieces, one after the other: the slower one counts.
         inside = inside_experts * size * 10**9 // min(self.profile.peer_bytes_per_s, staged)
-        network = self.cluster.network_bytes_per_s * self.profile.across_permille
-        return inside, across_experts * size * 10**9 * 1000 // network
+        return inside, across_experts * size * 10**9 // self.relocation_bytes_per_s
+
+    @property
+    def relocation_bytes_per_s(self) -> int:
+        """Rate of experts between nodes: as measured, or else what the transport is assumed to reach."""
+        if self.profile.relocation_bytes_per_s:
+            return self.profile.relocation_bytes_per_s
+        network = self.cluster.network_bytes_per_s * self.profile.across_permille // 1000
+        return network if self.transport == "nccl" else min(network, GLOO_BYTES_PER_S)
+
+    @property
+    def edge_fixed_ns(self) -> int:
+        """Publish or collect of a layer without its experts' bytes; without a measurement, the start of one copy."""
+        return self.profile.edge_fixed_ns or self.profile.peer_fixed_ns
+
+    def refresh_ns(self, experts: int) -> int:
+        """Nanoseconds of writing experts to the host store; free where the profile does not know."""
+        rate = self.profile.refresh_bytes_per_s
+        return experts * self.model.expert_bytes * 10**9 // rate if rate else 0
+
+    def foresight_ns(self, loads: LoadMatrix) -> int:
+        """Nanoseconds of the exchange of a window's counted rows and of making its dispatches, beside the planning.
+
+        Free where the profile does not know.
+        """
+        profile, ns = self.profile, 0
+        if profile.counts_bytes_per_s:
+            num_bytes = COUNT_BYTES * loads.load_MLRE.size
+            ns += profile.counts_fixed_ns + num_bytes * 10**9 // profile.counts_bytes_per_s
+        if profile.prepared_rows_per_s:
+            most = int(loads.load_MLRE.sum(axis=(0, 1, 3)).max())
+            ns += most * 10**9 // profile.prepared_rows_per_s
+        return ns
 
     def edge_bytes(self, edge: str) -> int:
         """Bytes one displaced expert moves at an edge: weights out; gradients home, or weights where none were made."""

@@ -20,8 +20,15 @@ every section:
     pull         host_bytes_per_s, host_fixed_ns: pinned host memory to device; peer_*: another device of the node
     beside       host_slowdown_permille, peer_slowdown_permille: how much slower experts compute while a copy runs
     add          bytes_per_s: adding a returned gradient, two reads and one write counted
-    exchange     weight_bytes_per_s, gradient_bytes_per_s: one expert out of its slot and another into it, at an edge
+    exchange     weight_bytes_per_s, gradient_bytes_per_s: one expert out of its slot and another into it, at an edge;
+                 across_bytes_per_s: to another node, with across_source; missing where not measured
     all_to_all   inside_share, across_share of the published link rates; fixed_ns per exchange
+Only where several ranks measured at the same time (`equipoise calibrate --ranks`):
+    ranks        count, nodes, and how far ranks differ: spread and median_spread over cells of the expert tables
+    overheads    edge_fixed_ns: publish or collect of a layer without its experts' bytes, agreement included;
+                 refresh_bytes_per_s: experts to the host store; counts_fixed_ns and counts_bytes_per_s: the counted
+                 rows of all ranks to all ranks; prepared_rows_per_s: rows of dispatches that are made ahead.
+                 Without it they are free
 
 Invariants (asserted by the tests):
 1. Every section names its source; a file without one is refused.
@@ -46,6 +53,9 @@ from equipoise.core.value import Value
 FORMAT = "equipoise-profile-2"
 KINDS = ("measured", "derived", "trial")
 SECTIONS = ("rows", "attention", "pull", "beside", "add", "exchange", "all_to_all")
+SHARED_SECTIONS = ("ranks", "overheads")
+"""Of profiles that several ranks measured at the same time."""
+OVERHEADS = ("edge_fixed_ns", "refresh_bytes_per_s", "counts_fixed_ns", "counts_bytes_per_s", "prepared_rows_per_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +107,38 @@ class Profile(Value):
     across_permille: int
     exchange_fixed_ns: int
     """Fixed cost of one all-to-all."""
+    is_shared: bool = False
+    """Measured on several ranks at the same time, with what passes between them."""
+    relocation_bytes_per_s: int = 0
+    """Experts to another node; 0: not measured."""
+    edge_fixed_ns: int = 0
+    """Publish or collect of a layer without its experts' bytes; 0: not measured, as everything below."""
+    refresh_bytes_per_s: int = 0
+    """Experts to the host store."""
+    counts_fixed_ns: int = 0
+    counts_bytes_per_s: int = 0
+    """Counted rows of all ranks to all ranks."""
+    prepared_rows_per_s: int = 0
+    """Rows of dispatches that are made ahead."""
+
+    def say_assumed(self, nodes: int) -> str:
+        """Say which figures between ranks are assumed, in one line; nothing where none is.
+
+        Args:
+            nodes: of the EP group
+        """
+        if not self.is_shared:
+            return (
+                "Assumed, not measured: all-to-all, the link to peers, and relocation of experts between nodes; host "
+                "store, agreement, counts and prepared dispatches are free (`equipoise calibrate --ranks` measures "
+                "them)."
+            )
+        if nodes > 1 and not self.relocation_bytes_per_s:
+            return (
+                "Assumed, not measured: all-to-all and relocation of experts between nodes (`equipoise calibrate "
+                "--ranks --nodes` measures them)."
+            )
+        return ""
 
     @classmethod
     def read(cls, name_or_path: str | Path, *, allow_trial: bool = False) -> "Profile":
@@ -133,7 +175,8 @@ class Profile(Value):
 
     @classmethod
     def _from_mapping(cls, data: Mapping[str, Any], name: str) -> "Profile":
-        for section in (*data["compute"], *(data[key] for key in SECTIONS)):
+        shared = [data[key] for key in SHARED_SECTIONS if key in data]
+        for section in (*data["compute"], *(data[key] for key in SECTIONS), *shared):
             if not section.get("source"):
                 raise TopologyError(f"profile {name}: a section has no source; every figure needs one")
         if data["kind"] not in KINDS:
@@ -159,9 +202,12 @@ class Profile(Value):
             peer_slowdown_permille=int(beside["peer_slowdown_permille"]),
             weight_bytes_per_s=int(edge["weight_bytes_per_s"]),
             gradient_bytes_per_s=int(edge["gradient_bytes_per_s"]),
-            inside_permille=round(1000 * exchange["inside_share"]),
-            across_permille=round(1000 * exchange["across_share"]),
+            inside_permille=max(round(1000 * exchange["inside_share"]), 1),
+            across_permille=max(round(1000 * exchange["across_share"]), 1),
             exchange_fixed_ns=int(exchange["fixed_ns"]),
+            is_shared="ranks" in data,
+            relocation_bytes_per_s=int(edge.get("across_bytes_per_s", 0)),
+            **{name: int(data["overheads"][name]) for name in OVERHEADS if "overheads" in data},
         )
 
 

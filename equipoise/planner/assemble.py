@@ -121,7 +121,14 @@ class WindowTask:
 
     def __post_init__(self) -> None:
         options = self.options
-        cost = CostModel.of(self.cluster, self.model, stage=self.loads.stage, depth=options.depth, sends=options.sends)
+        cost = CostModel.of(
+            self.cluster,
+            self.model,
+            stage=self.loads.stage,
+            depth=options.depth,
+            sends=options.sends,
+            transport=options.transport,
+        )
         object.__setattr__(self, "cost", cost)
 
 

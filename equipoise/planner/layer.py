@@ -113,7 +113,7 @@ def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> La
     domains = [node_R]
     if task.options.cross_node and task.loads.stage == "recompute":
         domains.append(np.zeros_like(node_R))
-    fixed_ns, one = cost.profile.peer_fixed_ns, [{"inside_experts": 1 - far, "across_experts": far} for far in (0, 1)]
+    fixed_ns, one = cost.edge_fixed_ns, [{"inside_experts": 1 - far, "across_experts": far} for far in (0, 1)]
     edge_ns_22, edge_slow_22 = (
         np.array([[price(**each, edge=edge) for each in one] for edge in ("publish", "collect")])
         for price in (cost.edge_ns, cost.edge_slow_ns)
@@ -150,7 +150,7 @@ def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> La
         layers=layers,
         edge_ns_22=edge_ns_22,
         edge_fixed_ns=fixed_ns,
-        crossing_ns=int(edge_ns_22[0, 1]),
+        crossing_ns=int(edge_ns_22[0, 1]) + cost.refresh_ns(1),
         hides_2=hides_2,
         edge_slow_22=edge_slow_22,
     )

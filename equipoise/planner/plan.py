@@ -295,7 +295,8 @@ def _crossing_charges(task: WindowTask, crossing_L2R: np.ndarray) -> dict[str, A
     """What it costs to bring experts to the host stores of other nodes: they follow each layer's displaced ones."""
     cost, edges = task.cost, Edges.none(task.model.layers)
     for layer, most in enumerate(crossing_L2R.max(axis=(1, 2)).tolist()):
-        edges.ns_2L[0, layer] = cost.edge_ns(inside_experts=0, across_experts=most, edge="publish")
+        moved_ns = cost.edge_ns(inside_experts=0, across_experts=most, edge="publish")
+        edges.ns_2L[0, layer] = moved_ns + cost.refresh_ns(most)
         edges.slow_2L[0, layer] = cost.edge_slow_ns(inside_experts=0, across_experts=most, edge="publish")
     moved = int(crossing_L2R[:, 0].sum()) * cost.edge_bytes("publish")
     return {"edges": edges, "moved": Bytes(edge_across=moved)}

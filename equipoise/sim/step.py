@@ -17,7 +17,7 @@ from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError,
 from equipoise.core.options import balance_bytes, replica_bytes, row_page_bytes
 from equipoise.core.plan import Plan
 from equipoise.core.value import require_int
-from equipoise.cost import Profile
+from equipoise.cost import CostModel, Profile
 from equipoise.loads import count_step, generate_counts, step_schedules
 from equipoise.loads.count import Progress
 from equipoise.loads.forecast import received_bytes_MLR
@@ -176,7 +176,9 @@ def _run(windows: Sequence[Groups], source: PlanSource, case: StepCase, report: 
         # Step 1: what of planning is not hidden by what runs before the window.
         waited_s = 0.0
         if source.policy in FORESEES:
-            waited_s = max(0.0, setting.planning_s - (running_s if setting.planning == "hidden" else 0.0))
+            cost = CostModel.of(case.cluster, case.model)
+            planning_s = setting.planning_s + max(cost.foresight_ns(loads) for loads in groups) / 1e9
+            waited_s = max(0.0, planning_s - (running_s if setting.planning == "hidden" else 0.0))
         # Step 2: every group; work and plans are kept of the shown one alone, to save memory.
         outcomes: list[GroupOutcome] = []
         for g, loads in enumerate(groups):

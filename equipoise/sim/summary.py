@@ -40,6 +40,8 @@ def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: Ste
         f"{cluster.nvlink_bytes_per_s / 1e9:,.4g} GB/s inside, per rank, and {profile.exchange_fixed_ns / 1000:g} us "
         "for each; all ranks meet in it, and expert transfers pause meanwhile.",
     ]
+    if assumed := profile.say_assumed(cluster.num_ep_nodes):
+        notes.append(assumed)
     if setting.sends == "tokens" or not has_pairs:
         notes.append(CROSSING[setting.sends])
     if has_pairs:
@@ -57,7 +59,8 @@ def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: Ste
         how = "hides behind what runs before the window" if setting.planning == "hidden" else "is not hidden"
         notes.append(f"Planning takes {setting.planning_s:g} s per window and {how}.")
     elif "equipoise" in names:
-        notes.append("Planning is assumed to take no time on the critical path.")
+        besides = ", besides the exchange of counts and the making of dispatches" if profile.is_shared else ""
+        notes.append(f"Planning is assumed to take no time on the critical path{besides}.")
     if "eplb-history" in names:
         half = "the first half of each window's own micro-steps"
         known = half if case.history is None else "an earlier step's loads"

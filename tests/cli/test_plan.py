@@ -10,6 +10,7 @@ import equipoise as eq
 from equipoise.cli.step_loads import read_pairs
 from equipoise.core.options import replica_bytes
 from equipoise.core.plan import explain
+from equipoise.cost import Profile
 from equipoise.loads import (
     count_loads,
     count_routes,
@@ -104,7 +105,8 @@ def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file):
     model = eq.ModelShape.preset("olmoe")
     wanted = eq.plan(eq.LoadMatrix.load(loads_file), cluster=cluster, model=model, objective="skew")
     assert outcome.code == 0
-    assert outcome.out.rstrip("\n") == str(explain(wanted, 1, 15))
+    assumed = Profile.read("h200").say_assumed(2)
+    assert outcome.out.rstrip("\n") == f"{explain(wanted, 1, 15)}\n{assumed}"
     assert f"What binds: {wanted.explain(1, 15).binds}" in outcome.out
     listed = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15", "--json").document
     assert listed["explanation"]["binds"] == wanted.explain(1, 15).binds

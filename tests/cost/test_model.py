@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core import Cluster, ModelShape
+from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.options import replica_bytes
 from equipoise.cost import CostModel, profile_names
-from equipoise.cost.model import FAR_ROWS, interpolate
+from equipoise.cost.model import FAR_ROWS, GLOO_BYTES_PER_S, interpolate
 
 MODEL = ModelShape.preset("qwen3-30b-a3b")
 CLUSTER = Cluster.preset("h200", nodes=4, ranks_per_node=8)
@@ -158,6 +158,37 @@ def test_an_edge_slows_compute_as_a_peer_does_inside_a_node_and_as_the_host_does
             far * profile.host_slowdown_permille // 1000,
         ]
         assert abs(slow[2] - sum(slow[:2])) <= 1, "both links have their own experts"
+
+
+def test_experts_cross_nodes_at_the_measured_rate_or_at_what_the_transport_is_assumed_to_reach():
+    assert UPDATE.relocation_bytes_per_s == CLUSTER.network_bytes_per_s * UPDATE.profile.across_permille // 1000
+    gloo = CostModel.of(CLUSTER, MODEL, transport="gloo")
+    assert gloo.relocation_bytes_per_s == GLOO_BYTES_PER_S < UPDATE.relocation_bytes_per_s
+    slow = CostModel.of(Cluster.preset("h200", network_bytes_per_s=10**9), MODEL, transport="gloo")
+    assert slow.relocation_bytes_per_s < 10**9, "no transport is faster than the wire"
+    measured = replace(UPDATE.profile, relocation_bytes_per_s=3 * 10**9)
+    for transport in ("nccl", "gloo"):
+        cost = CostModel.of(CLUSTER, MODEL, profile=measured, transport=transport)
+        price = cost.edge_ns(inside_experts=0, across_experts=6, edge="publish")
+        assert price == 2 * MODEL.expert_bytes + cost.edge_fixed_ns
+    # Rows are not experts: their price stays.
+    assert gloo.tables(1).across_ps == UPDATE.tables(1).across_ps
+
+
+def test_measured_overheads_are_charged_and_others_are_free():
+    loads = LoadMatrix(np.arange(2 * 3 * 4 * 8).reshape(2, 3, 4, 8))
+    most = int(loads.load_MLRE[:, :, 3].sum())
+    assert (UPDATE.foresight_ns(loads), UPDATE.refresh_ns(5)) == (0, 0)
+    assert UPDATE.edge_fixed_ns == UPDATE.profile.peer_fixed_ns
+    known = {"edge_fixed_ns": 7_000, "refresh_bytes_per_s": MODEL.expert_bytes * 1000}
+    known |= {"counts_fixed_ns": 11, "counts_bytes_per_s": 8 * 10**9, "prepared_rows_per_s": 10**6}
+    cost = CostModel.of(CLUSTER, MODEL, profile=replace(UPDATE.profile, **known))
+    assert cost.edge_ns(inside_experts=1, across_experts=0, edge="publish") == (
+        UPDATE.edge_ns(inside_experts=1, across_experts=0, edge="publish") - UPDATE.profile.peer_fixed_ns + 7_000
+    )
+    assert cost.edge_ns(inside_experts=0, across_experts=0, edge="publish") == 0, "layers that stay need no agreement"
+    assert cost.refresh_ns(5) == 5_000_000
+    assert cost.foresight_ns(loads) == 11 + 2 * 3 * 4 * 8 + 1000 * most
 
 
 def test_gradients_come_home_in_fp32_and_weights_where_there_are_none():

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from equipoise.core import TopologyError
 from equipoise.core import cluster as clusters
 from equipoise.cost import Profile, profile_names
-from equipoise.cost.profile import SECTIONS, monotone, write_profile
+from equipoise.cost.profile import OVERHEADS, SECTIONS, monotone, write_profile
 
 FOLDER = resources.files("equipoise.cost") / "profiles"
 
@@ -121,3 +121,37 @@ def test_a_written_profile_reads_back_with_one_line_per_table_line(tmp_path):
     lines = path.read_text().splitlines()
     assert sum(line.strip().startswith("[null, null") for line in lines) >= 1
     assert len(lines) < 80 + 45 * len(data["compute"])
+
+
+SHARED = {
+    "ranks": {"count": 8, "nodes": 1, "spread": 0.1, "median_spread": 0.01, "source": "measured by eight ranks"},
+    "overheads": {name: 1000 + at for at, name in enumerate(OVERHEADS)} | {"source": "measured by eight ranks"},
+}
+
+
+def test_a_profile_of_several_ranks_has_their_figures_and_others_have_none():
+    alone = content("h200")
+    profile = Profile.from_json(json.dumps(alone | SHARED), name="shared")
+    assert profile.is_shared and [getattr(profile, name) for name in OVERHEADS] == [1000, 1001, 1002, 1003, 1004]
+    assert profile.relocation_bytes_per_s == 0
+    far = alone | SHARED | {"exchange": alone["exchange"] | {"across_bytes_per_s": 5 * 10**9}}
+    assert Profile.from_json(json.dumps(far), name="far").relocation_bytes_per_s == 5 * 10**9
+    before = Profile.read("h200")
+    assert not before.is_shared and not any(getattr(before, name) for name in OVERHEADS)
+
+
+@pytest.mark.parametrize("section", SHARED)
+def test_sections_of_several_ranks_need_a_source_too(section):
+    damaged = content("h200") | SHARED | {section: SHARED[section] | {"source": ""}}
+    with pytest.raises(TopologyError, match="a section has no source"):
+        Profile.from_json(json.dumps(damaged), name="damaged")
+
+
+def test_a_profile_says_what_is_assumed_until_everything_is_measured():
+    assert "host store, agreement, counts and prepared dispatches are free" in Profile.read("h200").say_assumed(1)
+    alone = content("h200")
+    shared = Profile.from_json(json.dumps(alone | SHARED), name="shared")
+    assert shared.say_assumed(1) == ""
+    assert "all-to-all and relocation of experts between nodes" in shared.say_assumed(2)
+    far = alone | SHARED | {"exchange": alone["exchange"] | {"across_bytes_per_s": 5 * 10**9}}
+    assert Profile.from_json(json.dumps(far), name="far").say_assumed(2) == ""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import equipoise as eq
 from equipoise.core import Cluster, EquipoiseError, InfeasiblePlanError, LoadMatrix, LoadsError
 from equipoise.cost.links import tokens_between
+from equipoise.cost.profile import OVERHEADS
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
 from equipoise.sim import StepSetting, simulate
@@ -199,6 +201,22 @@ def test_planning_hides_behind_rollout_or_not(loads, planning, rollout_s, expose
     assert result.policy("equipoise").seconds.planning == pytest.approx(exposed)
     assert result.policy("static").seconds.planning == 0
     assert any("Planning takes 2 s" in note for note in result.notes)
+
+
+def test_counts_and_dispatches_are_a_part_of_planning_where_a_profile_knows_them(loads, tmp_path):
+    data = json.loads((resources.files("equipoise.cost") / "profiles" / "h200.json").read_text())
+    data["ranks"] = {"count": 8, "nodes": 1, "source": "made up for a test"}
+    data["overheads"] = dict.fromkeys(OVERHEADS, 10**15) | {
+        "counts_fixed_ns": 3 * 10**9,
+        "source": "made up for a test",
+    }
+    path = tmp_path / "shared.json"
+    path.write_text(json.dumps(data))
+    setting = StepSetting(planning="exposed", planning_s=2.0)
+    given = {"cluster": replace(cluster_of(), profile=str(path)), "model": MODEL, "setting": setting}
+    result = simulate(loads, ["equipoise", "static"], **given)
+    assert result.policy("equipoise").seconds.planning == pytest.approx(2.0 + 3.0, abs=1e-3)
+    assert result.policy("static").seconds.planning == 0
 
 
 @pytest.mark.parametrize("planning_s", [0.001, 1.0])
