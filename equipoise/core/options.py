@@ -200,11 +200,6 @@ class RowLimits:
         computed = int(plan.rank_load_MLR.max(initial=0)) + slots * (pad - 1)
         return cls(tokens=-(-sent // plan.model.top_k), sent=sent, computed=computed)
 
-    def largest(self, other: "RowLimits") -> "RowLimits":
-        """Return the larger of each size."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return RowLimits(**{name: max(pair) for name, pair in pairs.items()})
-
     def grown(self) -> "RowLimits":
         """Return a little more, so that windows of growing size do not allocate every time."""
         return RowLimits(**{f.name: getattr(self, f.name) * 9 // 8 for f in fields(self)})

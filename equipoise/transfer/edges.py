@@ -134,14 +134,14 @@ class Relocator:
     """
 
     def __init__(self, node: NodeMemory) -> None:
-        self._node = node
+        self._node, self._boxes = node, node.layout.boxes
         self.number = int(node.cells[node.rank][WRITTEN])
         """Rounds begun so far."""
 
     def relocate(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Move experts between slots in place: stage, agree, write. Every rank of the group must call this."""
         node, whole = self._node, Transfer(kind, layer=layer, path=self._node.direct_path)
-        rounds = plan_rounds(moves, boxes=node.layout.boxes, place_of=self._place_of)
+        rounds = plan_rounds(moves, boxes=self._boxes, place_of=self._place_of)
         with torch.profiler.record_function(f"equipoise.{kind}"):
             for at, now in enumerate(rounds):
                 self.number += 1
@@ -175,7 +175,7 @@ class Relocator:
     def _stage(self, whole: Transfer, staged: Sequence[Boxed], tensors: ExpertWeights) -> None:
         """Copy to the outbox what stays in the node, and send to and receive from other nodes."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
-        outbox, landing = node.outbox(node.rank, dtype), node.landing(dtype)
+        outbox, landing = node.outbox(node.rank, dtype), node.landings[dtype]
         messages: list[Message] = []
         transfers: list[Transfer] = []
         # Both sides go through the moves in the same order.
@@ -207,7 +207,7 @@ class Relocator:
                 continue
             is_across = self.crosses(move)
             copied = copy_expert(
-                tensors, move.target_slot, node.landing(dtype) if is_across else node.outbox(move.source, dtype), box
+                tensors, move.target_slot, node.landings[dtype] if is_across else node.outbox(move.source, dtype), box
             )
             node.counters.arrive("p2p" if is_across else node.direct_path, copied if move.source != node.rank else 0)
 

@@ -403,7 +403,7 @@ def send_crossings(node: NodeMemory, store: HostStore, needed: Sequence[Crossing
     Args:
         version: of their weights
     """
-    landing = node.landing(node.layout.dtype)
+    landing = node.landings[node.layout.dtype]
     for crossing in needed:
         if crossing.target == node.rank:
             store.withdraw(crossing.layer, crossing.expert)

@@ -88,10 +88,12 @@ class MappedRows:
     def reserve(self, limits: RowLimits) -> None:
         """Make room for the rows of a window. Every rank of the group must call this, with the same limits."""
         node = self._node
-        most = limits.largest(self.limits)
-        if self.views and most == self.limits:
+        sizes = {
+            name: max(getattr(limits, name), getattr(self.limits, name)) for name in ("tokens", "sent", "computed")
+        }
+        if self.views and RowLimits(**sizes) == self.limits:
             return
-        limits = most.grown()
+        limits = RowLimits(**sizes).grown()
         self.close()
         is_host = node.device.type == "cpu"
         pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)

@@ -386,6 +386,10 @@ class NodeMemory:
         self._link = self._connect_devices() if is_nccl else None
         where = self.device if is_nccl else "cpu"
         self._landing_N = torch.empty(self.layout.landing_bytes, dtype=torch.uint8, device=where)
+        boxes, view = self.layout.boxes if self.layout.nodes > 1 else 0, Span(self._landing_N).view
+        dtypes = {self.layout.dtype, self.layout.grad_dtype}
+        self.landings = {dtype: view_experts(self.layout, view, 0, boxes, dtype) for dtype in dtypes}
+        """By dtype: [boxes, ...] experts that other nodes have sent; no boxes where there is one node."""
 
     @property
     def num_experts(self) -> int:
@@ -397,12 +401,6 @@ class NodeMemory:
         if (rank, dtype) not in self._outboxes:
             raise TransferError(f"gradients are {dtype}; give grad_dtype={dtype} when the node's memory is opened")
         return self._outboxes[rank, dtype]
-
-    def landing(self, dtype: torch.dtype) -> ExpertWeights:
-        """[boxes, ...] experts that other nodes have sent, read as `dtype`; no boxes where there is one node."""
-        layout = self.layout
-        boxes = layout.boxes if layout.nodes > 1 else 0
-        return view_experts(layout, Span(self._landing_N).view, 0, boxes, dtype)
 
     def adopt(self, *, version: int) -> None:
         """Move the parameters and their values into shared memory; those already there stay as they are."""
@@ -539,7 +537,7 @@ class NodeMemory:
         self._own_group.close()
         if self._link is not None:
             self._link.close()
-        self._landing_N = self._landing_N[:0].clone()
+        self._landing_N, self.landings = self._landing_N[:0].clone(), {}
         self.watchdog.close()
         self._control.close()
 
