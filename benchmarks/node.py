@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +140,12 @@ def summarise(found: dict[str, Any], works: list[NodeWork]) -> tuple[list[dict[s
                     "over_static": round(medians.get("static", medians.get("plain", 0.0)) / medians[policy], 3),
                     "exposed_pct": round(100 * statistics.median(r["exposed_s"] for r in runs) / medians[policy], 2),
                     "predicted_s": round(same_s + plan.seconds.total, 4) if plan is not None else 0.0,
+                    # All that a window of experts alone takes beside its products: sorting, counts, exchanges.
+                    "beside_products_s": round(medians[policy] - medians.get("products alone", medians[policy]), 4),
                 }
             )
         if work.is_bare:
             rest = {policy: medians[policy] - medians["products alone"] for policy in ("plain", "prepared", "mapped")}
-            rows.append({**dict.fromkeys(rows[-1], ""), "case": name, "policy": f"all but products: {rest}"})
             limits.append(
                 Limit(name=f"{name}: mapped over prepared", value=rest["mapped"] / rest["prepared"], at_most=0.5)
             )
@@ -222,7 +223,7 @@ def write_document(path: Path, found: dict[str, Any], works: list[NodeWork], arg
         "neighbours": found["neighbours"],
         "rows": rows,
         "runs": found["cases"],
-        "limits": [{"name": one.name, "value": one.value, "holds": one.holds} for one in limits],
+        "limits": [{**asdict(one), "holds": one.holds} for one in limits],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -26,7 +26,7 @@ def test_every_table_stands_in_a_page():
 
 def test_a_changed_figure_is_noticed():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = re.search(r"<!-- replay summary -->.*?\| (\d+) \|", text, re.DOTALL)
+    first = re.search(r"<!-- node summary -->.*?\| (\d\.\d+) \|", text, re.DOTALL)
     assert filled(text[: first.start(1)] + "1" + text[first.end(1) :]) == text
 
 
@@ -78,8 +78,8 @@ def test_figures_in_the_sentences_of_the_readme_are_those_of_the_reports():
     )
     wide = [r["pct with all-to-all"] for r in replay["rows"] if r["policy"] == "equipoise" and "EP16" in r["case"]]
     assert {f"{share:.0f}" for share in wide} == {"98"} and "EP16 over two nodes reaches 98." in text
-    tokens = [case["tokens"] for case in replay["cases"]]
-    assert f"{min(tokens):,} to {max(tokens):,} tokens per rank" in text
+    ours = [r["pct measured"] for r in replay["rows"] if r["policy"] == "equipoise" and r["stage"] == "update"]
+    assert f"an update reaches {math.floor(min(ours))} to {round(max(ours))} % of `balanced`" in text
     added = [limit["value"] for limit in transfer["pulls"]["limits"]]
     assert f"pulls from the host add {max(0, round(min(added)))} to {round(max(added))} %" in text
 
