@@ -36,6 +36,7 @@ from equipoise.core.plan import Plan
 from equipoise.cost import CostModel
 from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.cost.kernels import COLUMNS, EXCHANGE
+from equipoise.cost.window import price_level
 from equipoise.planner import plan
 from tests.cost.reference import exchange
 
@@ -135,8 +136,8 @@ def build_case(case: Case) -> CaseWork:
     cost = CostModel.of(cluster, model)
     plans = {name: plan(loads, cluster=cluster, model=model, slots=SLOTS, policy=name) for name in POLICIES}
     policies = {name: policy_work(made, cost) for name, made in plans.items() if name != "balanced"}
-    policies["balanced"] = resting_work(plans["balanced"], cut_rows_MLRS(plans["balanced"]))
-    policies[EVEN] = resting_work(plans["balanced"], even_rows_MLRS(plans["balanced"]))
+    policies["balanced"] = resting_work(plans["balanced"], cost, cut_rows_MLRS(plans["balanced"]))
+    policies[EVEN] = resting_work(plans["balanced"], cost, even_rows_MLRS(plans["balanced"]))
     return CaseWork(case=case, tokens=case.tokens, top_k=model.top_k, policies=policies)
 
 
@@ -221,10 +222,11 @@ def cut_rows_MLRS(made: Plan) -> np.ndarray:
     return np.where(ordered > 0, ordered, -1)
 
 
-def resting_work(made: Plan, rows_MLRS: np.ndarray) -> PolicyWork:
+def resting_work(made: Plan, cost: CostModel, rows_MLRS: np.ndarray) -> PolicyWork:
     """The work of a ceiling: these rows, a uniform all-to-all, and no weight ever moves."""
     none_MLR = np.zeros(rows_MLRS.shape[:3], dtype=np.int64)
-    mean_ns = made.seconds.all_to_all * 1e9 / made.loads.num_micro_steps / made.loads.num_layers
+    # Of the entries that are run: micro-steps have unequal sizes, so the window's mean is another figure.
+    line_MLC = price_level(cost, made.loads)
     return PolicyWork(
         rows_MLRS=rows_MLRS,
         homes_MLR=(rows_MLRS >= 0).sum(axis=3),
@@ -232,7 +234,7 @@ def resting_work(made: Plan, rows_MLRS: np.ndarray) -> PolicyWork:
         peer_MLR2=np.stack([none_MLR, none_MLR], axis=-1),
         sent_MLR=none_MLR,
         added_MLR=none_MLR,
-        exchange_ns_ML=np.full(rows_MLRS.shape[:2], round(mean_ns)),
+        exchange_ns_ML=_by_entry([line_MLC[entry][EXCHANGE] for entry in run_entries(made)]),
         charge_ns=np.zeros(3, dtype=np.int64),
     )
 

@@ -75,13 +75,24 @@ def test_both_ceilings_give_every_rank_the_mean():
     made = planned("balanced")
     total_ML1 = made.loads.total_MLE()[list(RUN)].sum(axis=2)[..., None]
     for rows_MLRS in (cut_rows_MLRS(made), even_rows_MLRS(made)):
-        work = resting_work(made, rows_MLRS)
+        work = resting_work(made, CostModel.of(CLUSTER, MODEL), rows_MLRS)
         assert (work.row_MLR.sum(axis=2, keepdims=True) == total_ML1).all()
         assert np.abs(work.row_MLR - total_ML1 / 4).max() < 4
     even_MLRS = even_rows_MLRS(made)
     assert even_MLRS.shape[3] == 4 and np.ptp(even_MLRS, axis=(2, 3)).max() <= 1
     # The other is as uneven as the experts are: in each group one expert, none of them twice as a whole.
     assert np.ptp(cut_rows_MLRS(made), axis=(2, 3)).min() > 1000
+
+
+def test_a_ceiling_exchanges_the_rows_of_the_micro_steps_that_are_run():
+    size_M111 = np.arange(1, 9).reshape(8, 1, 1, 1)
+    uneven = LoadMatrix(np.full((8, 2, 4, 16), 1000) * size_M111)
+    made, cost = plan(uneven, cluster=CLUSTER, model=MODEL, policy="balanced"), CostModel.of(CLUSTER, MODEL)
+    found_ML = resting_work(made, cost, even_rows_MLRS(made)).exchange_ns_ML
+    assert len(np.unique(found_ML)) == len(RUN), "micro-steps of unequal size are not their mean"
+    # Every source sends each of the other three ranks a quarter of its rows.
+    wanted = [cost.exchange_ns(inside_rows=3 * 16_000 * (m + 1) // 4, across_rows=0) for m in RUN]
+    assert found_ML.tolist() == [[ns, ns] for ns in wanted]
 
 
 def test_only_reactive_is_charged_for_planning_and_pushing():
