@@ -9,8 +9,9 @@
     relibra.py    ReLibra's way to plan a layer, for the policy relibra
     bounds.py     what no plan can beat
 
-Planning decides in integers: same input, same plan, on every machine. The compiled functions are specified by plain
-ones in `tests/planner`, and run as plain Python themselves with `NUMBA_DISABLE_JIT=1`.
+Planning decides in integers: same input, same plan, on every machine; only the annealing of `relibra` has fractions.
+The compiled functions are specified by plain ones in `tests/planner`, and run as plain Python themselves with
+`NUMBA_DISABLE_JIT=1`.
 
 To add a policy: write a function from `WindowTask` to `Draft` and name it in `POLICIES`.
 """

@@ -147,8 +147,9 @@ def test_dealt_groups_differ_and_are_the_same_each_time():
     assert groups[0].load_MLRE.shape == (2, MODEL.layers, 4, MODEL.experts)
 
 
-def test_the_committed_page_shows_the_committed_rows():
-    path = ROOT / "benchmarks" / "reports" / "paper_simulated_202611"
+@pytest.mark.parametrize("name", ["paper_simulated", "paper_shifting"])
+def test_the_committed_page_shows_the_committed_rows(name):
+    path = ROOT / "benchmarks" / "reports" / f"{name}_202611"
     document, page = json.loads(path.with_suffix(".json").read_text()), path.with_suffix(".md").read_text()
     rows = [row for row in document["rows"] if row["table"] == "comparison"]
     taken_apart = [row for row in document["rows"] if row["table"] == "ablation"]

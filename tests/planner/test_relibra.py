@@ -1,4 +1,4 @@
-"""ReLibra: its annealing against a plain one, its objective by definition, its replicas against the paper's greedy."""
+"""ReLibra: its annealing against a plain one, its objective by definition, its replicas against a plain greedy."""
 
 import math
 
@@ -115,7 +115,7 @@ def test_annealing_levels_what_lpt_over_the_window_cannot():
 
 
 def greedy_top(load_E, home_E, node_R, slots):
-    """The busiest rank after the paper's incremental greedy, rank by rank inside each node."""
+    """The busiest rank after an incremental greedy, as the paper's is described: one replica and its rows at a time."""
     ranks = len(node_R)
     quota_ER = np.where(home_E[:, None] == np.arange(ranks), load_E[:, None], 0)
     free_R = np.full(ranks, slots)
@@ -140,7 +140,7 @@ def greedy_top(load_E, home_E, node_R, slots):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_its_replicas_level_at_least_as_far_as_the_papers_greedy(seed):
+def test_its_replicas_level_at_least_as_far_as_an_incremental_greedy(seed):
     loads = skewed_loads(seed, ranks=16, experts=64, rows=HEAVY)
     cluster = cluster_of(16)
     made = plan(loads, cluster=cluster, model=model_of(loads), slots=2, policy="relibra", objective="skew")
