@@ -32,8 +32,11 @@ from equipoise.transfer.node import NodeMemory, allocate_experts
 from equipoise.transfer.pulls import MappedPath, Need
 from equipoise.transfer.waits import Mark, OwnGroup, moves_by_nccl
 
-MOVED = 4
-"""Experts of each rank that change ranks, or are written to the host store, at once."""
+MOVED = 16
+"""Experts of each rank that change ranks, or are written to the host store, at once: enough bytes to take longer than
+the ranks' agreement, which takes milliseconds and scatters."""
+HOST_RUNS = 3
+"""Times as many runs by the host's clock, which scatters more than a device's."""
 TINY = (16, 16)
 """Hidden width and width of an expert of almost no bytes."""
 COUNTED = (8, 48)
@@ -165,7 +168,7 @@ def time_pull(node: NodeMemory, count: int, bench: Bench) -> float:
 def time_on_host(work: Callable[[], object], *, group: Any, bench: Bench) -> float:
     """Return the median nanoseconds of work in which ranks wait for each other, by the host's clock."""
     times_ns = []
-    for _ in range(bench.runs + 1):
+    for _ in range(HOST_RUNS * bench.runs + 1):
         dist.barrier(group)
         begin = time.perf_counter_ns()
         work()
