@@ -35,7 +35,6 @@ from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.engine import NoTransfers, TransferEngine
 from equipoise.transfer.host_store import HostStore
 from equipoise.transfer.node import GradientOf
-from equipoise.transfer.waits import moves_by_nccl
 
 __all__ = ["Balancer", "BalancerOptions", "find_layers"]
 
@@ -97,11 +96,11 @@ class Balancer(AbstractContextManager["Balancer"]):
                     gradient_of=self._gradient_of,
                 )
                 opened.callback(engine.close)
-                is_nccl = moves_by_nccl(self.group, homes[0].gate_up_SFD.device)
                 self._planner = BackgroundPlanner(
                     cluster=self.cluster,
                     model=self.model,
-                    options=replace(self.options, transport="nccl" if is_nccl else "gloo"),
+                    # Experts cross nodes through the CPU, and are priced so.
+                    options=replace(self.options, transport="gloo"),
                     group=self.group,
                     layers=list(found.values()),
                     worker=worker,

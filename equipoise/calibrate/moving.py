@@ -30,7 +30,7 @@ from equipoise.transfer.edges import Move, Relocator
 from equipoise.transfer.host_store import HostStore, Refresher
 from equipoise.transfer.node import NodeMemory, allocate_experts
 from equipoise.transfer.pulls import MappedPath, Need
-from equipoise.transfer.waits import Mark, OwnGroup, moves_by_nccl
+from equipoise.transfer.waits import Mark, OwnGroup
 
 MOVED = 16
 """Experts of each rank that change ranks, or are written to the host store, at once: enough bytes to take longer than
@@ -83,9 +83,8 @@ def measure_moving(
     pulled, moved = size / beyond.pull * 1e9, f"{MOVED} experts of {size} bytes of every rank"
     across: dict[str, Any] = {}
     if len(set(node_R)) > 1:
-        by = "NCCL" if moves_by_nccl(group, bench.device) else "gloo"
         across["across_bytes_per_s"] = round(MOVED * size / beyond.across * 1e9)
-        across["across_source"] = f"measured: {moved} to a rank of another node, by {by}"
+        across["across_source"] = f"measured: {moved} to a rank of another node, by gloo"
     return {
         "pull": {
             "peer_bytes_per_s": min(round(pulled), nvlink_bytes_per_s),

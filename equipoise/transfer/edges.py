@@ -129,8 +129,8 @@ def _cycles(moves: Sequence[Move]) -> list[list[Move]]:
 class Relocator:
     """Carries out moves on the tensors of one EP group.
 
-    Inside a node experts pass through the outboxes, which its ranks have mapped; across nodes they are sent between
-    devices by NCCL, or through the CPU by gloo.
+    Inside a node experts pass through the outboxes, which its ranks have mapped; across nodes they are sent through the
+    CPU by gloo.
     """
 
     def __init__(self, node: NodeMemory) -> None:

@@ -33,7 +33,6 @@ from equipoise.transfer.waits import (
     MESSAGE_BYTES,
     TAGS,
     Counters,
-    DeviceLink,
     Mark,
     Message,
     OwnGroup,
@@ -41,8 +40,6 @@ from equipoise.transfer.waits import (
     Watchdog,
     all_or_none,
     gather_objects,
-    load_nccl,
-    moves_by_nccl,
 )
 
 T = TypeVar("T")
@@ -382,10 +379,7 @@ class NodeMemory:
         self.adopt(version=0)
         self.agree([0], Transfer("fence", path="p2p"))
         self.watchdog.watch_peers()
-        is_nccl = self.layout.nodes > 1 and moves_by_nccl(group, self.device)
-        self._link = self._connect_devices() if is_nccl else None
-        where = self.device if is_nccl else "cpu"
-        self._landing_N = torch.empty(self.layout.landing_bytes, dtype=torch.uint8, device=where)
+        self._landing_N = torch.empty(self.layout.landing_bytes, dtype=torch.uint8)
         boxes, view = self.layout.boxes if self.layout.nodes > 1 else 0, Span(self._landing_N).view
         dtypes = {self.layout.dtype, self.layout.grad_dtype}
         self.landings = {dtype: view_experts(self.layout, view, 0, boxes, dtype) for dtype in dtypes}
@@ -472,7 +466,7 @@ class NodeMemory:
     def messages(self, experts: ExpertWeights, slot: int, *, peer: int, is_leaving: bool) -> list[Message]:
         """The messages of one expert to or from another node's rank, as `exchange` takes them."""
         rows = [tensor.detach()[slot] for tensor in experts.tensors()]
-        if is_leaving and self._link is None:
+        if is_leaving:
             # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
             rows = [row.to("cpu", copy=True) for row in rows]
         return [Message(row, peer, is_leaving) for row in rows]
@@ -481,9 +475,6 @@ class NodeMemory:
         """Send and receive messages, bounded; `transfers` name them in errors."""
         end, transfer = time.monotonic() + self.options.timeout_s, transfers[0]
         self.watchdog.check(transfer)
-        if messages[0].tensor.device.type == "cuda":
-            self._exchange_by_nccl(messages, transfer)
-            return
         works: list[Any] = []
         try:
             works = self._own_group.start(messages)
@@ -492,37 +483,6 @@ class NodeMemory:
         except RuntimeError as error:
             self._own_group.abandon(works)
             raise self.watchdog.lost(transfer, error) from error
-
-    def _exchange_by_nccl(self, messages: Sequence[Message], transfer: Transfer) -> None:
-        assert self._link is not None, "tensors on a device are sent by NCCL"
-        try:
-            self._link.exchange(messages, partial(self.watchdog.wait, transfer=transfer))
-        except RuntimeError as error:
-            self._link.abort()
-            raise error if isinstance(error, TransferError) else self.watchdog.lost(transfer, error) from error
-
-    def _connect_devices(self) -> DeviceLink:
-        """Connect the group's devices by NCCL, bounded. Every rank of the group must call this."""
-        transfer, loaded = Transfer("fence", path="p2p"), list[Any]()
-
-        def name() -> bytes:
-            loaded.append(load_nccl())
-            return DeviceLink.name(loaded[0]) if self.rank == 0 else b""
-
-        found, size = self.all_or_none(name, transfer)[0], len(self.node_R)
-        link: DeviceLink | None = None
-        try:
-            with torch.cuda.device(self.device):
-                link = DeviceLink(rank=self.rank, size=size, device=self.device, name=found, library=loaded[0])
-            self.watchdog.wait(link.is_settled, transfer)
-        except RuntimeError as error:
-            if link is not None:
-                link.abort()
-            raise self.watchdog.abort(
-                f"{size} ranks could not be connected by NCCL: {error}; where ranks share a GPU, give each an "
-                "NCCL_HOSTID of its own, and NCCL_SOCKET_IFNAME=lo"
-            ) from error
-        return link
 
     def close(self) -> None:
         """Move the parameters out into memory of their own and let go of the node's. Closing twice is allowed."""
@@ -535,8 +495,6 @@ class NodeMemory:
         self.home, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()
-        if self._link is not None:
-            self._link.close()
         self._landing_N, self.landings = self._landing_N[:0].clone(), {}
         self.watchdog.close()
         self._control.close()

@@ -3,7 +3,6 @@
     Watchdog      bounds every wait for another rank; one that fails ends the step on all ranks of the node
     Mark, Lane    points and streams in a device's work, with `Announcer` and `JobQueue` on top of them
     OwnGroup      the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
-    DeviceLink    the same ranks connected by NCCL, to send between CUDA devices
     Counters      what the transfers of one rank moved
 
 Each rank has a row of 64-bit cells in the node's memory that only it writes, and room for one message:
@@ -19,8 +18,6 @@ A cell is stored after the data that it announces. That is safe because x86-64 k
 machines are refused, because a rank could see a cell before its data.
 """
 
-import ctypes
-import logging
 import pickle
 import platform
 import queue
@@ -44,7 +41,6 @@ import torch.distributed as dist
 from equipoise.core.errors import EquipoiseError, TransferError
 
 T = TypeVar("T")
-_LOG = logging.getLogger(__name__)
 
 PID, START, VERSION, RETIRED, STAGED, WRITTEN, ABORTED, LAUNCHED, TAGS = range(9)
 MESSAGE_BYTES = 1024
@@ -55,14 +51,6 @@ _EXIT_S = 0.3
 _LIFE_EVERY_S = 0.05
 """Checking whether a process lives reads a file, so it is done less often."""
 _POLL_S = 0.002
-_NCCL_SUCCESS, _NCCL_IN_PROGRESS, _NCCL_UINT8 = 0, 7, 1
-_NCCL_ERRORS = {
-    1: "a CUDA error",
-    2: "a system error",
-    3: "an internal error",
-    5: "invalid usage",
-    6: "a lost rank",
-}
 _JOIN_S = 1.0
 """How long closing waits for a running job before it aborts the job, and for the job's end after that."""
 _ORDERED = ("x86_64", "amd64")
@@ -365,7 +353,7 @@ class Message(NamedTuple):
     """A tensor sent between this rank and another; both sides list theirs in the same order."""
 
     tensor: torch.Tensor
-    """Contiguous; on the CPU for `OwnGroup`, on the device for `DeviceLink`."""
+    """Contiguous, on the CPU."""
     peer: int
     is_leaving: bool
 
@@ -475,117 +463,6 @@ def _hold_until_done(gloo: Any, works: Sequence[Any]) -> None:
         del gloo
 
     threading.Thread(target=hold, args=(gloo, list(works)), name="equipoise-left", daemon=True).start()
-
-
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * 128),)
-
-
-class _NcclConfig(ctypes.Structure):
-    """`ncclConfig_t` as of NCCL 2.14; later versions take it and use defaults for what they have added."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("is_blocking", ctypes.c_int),
-    )
-
-
-class DeviceLink:
-    """A NCCL communicator of a group's ranks for tensors on CUDA devices, used by one thread at a time.
-
-    NCCL is called directly, because torch's process group ends the process where a rank is gone, and connects without a
-    bound. Here no call blocks: each is polled, and a communicator that fails is aborted, which ends its kernels.
-    """
-
-    def __init__(self, *, rank: int, size: int, device: torch.device, name: bytes, library: Any) -> None:
-        """Begin to connect the current device, see `is_settled`. Every rank of the group must call this.
-
-        Args:
-            name: what `name` returned on one rank
-            library: from `load_nccl`
-        """
-        self._device, self._library, self._comm = device, library, ctypes.c_void_p()
-        config = _NcclConfig(ctypes.sizeof(_NcclConfig), 0xCAFEBEEF, 21400, 0)
-        unique = _UniqueId.from_buffer_copy(name)
-        self._call("ncclCommInitRankConfig", ctypes.byref(self._comm), size, unique, rank, ctypes.byref(config))
-
-    @staticmethod
-    def name(library: Any) -> bytes:
-        """Make up the name under which ranks find each other."""
-        unique = _UniqueId()
-        if result := library.ncclGetUniqueId(ctypes.byref(unique)):
-            raise TransferError(f"NCCL cannot be used: ncclGetUniqueId failed with {result}; set NCCL_DEBUG=WARN")
-        return bytes(unique.bytes)
-
-    def is_settled(self) -> bool:
-        """Whether NCCL has finished what it was asked for on the host; raises RuntimeError if that failed."""
-        state = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", self._comm, ctypes.byref(state))
-        self._check("communication", state.value)
-        return state.value == _NCCL_SUCCESS
-
-    def exchange(self, messages: Sequence[Message], wait: Callable[[Callable[[], bool]], object]) -> None:
-        """Send and receive in one batch on the current stream, and wait until the device has.
-
-        Args:
-            wait: returns once its argument is true, or raises
-        """
-        is_cuda = self._device.type == "cuda"
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream if is_cuda else None)
-        self._call("ncclGroupStart")
-        for tensor, peer, is_leaving in messages:
-            data, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
-            self._call("ncclSend" if is_leaving else "ncclRecv", data, count, _NCCL_UINT8, peer, self._comm, stream)
-        self._call("ncclGroupEnd")
-        wait(self.is_settled)
-        done = Mark.now(self._device)
-        # A peer that is gone is an error of the communicator: the stream would wait for it.
-        wait(lambda: self.is_settled() and done.is_reached())
-
-    def abort(self) -> None:
-        """End what runs, whatever other ranks do. Aborting twice is allowed."""
-        comm, self._comm = self._comm, ctypes.c_void_p()
-        if comm:
-            self._library.ncclCommAbort(comm)
-
-    def close(self) -> None:
-        """End once peers have what was sent to them, or after a moment. Closing twice is allowed."""
-        end = time.monotonic() + _JOIN_S
-        try:
-            if self._comm:
-                self._call("ncclCommFinalize", self._comm)
-                while not self.is_settled() and time.monotonic() < end:
-                    time.sleep(_POLL_S)
-                if self.is_settled():
-                    self._library.ncclCommDestroy(self._comm)
-                    self._comm = ctypes.c_void_p()
-        except RuntimeError:
-            _LOG.warning("NCCL could not be ended in order, and is aborted")
-        self.abort()
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if name != "ncclCommInitRankConfig" and not self._comm:
-            raise RuntimeError("the NCCL communicator was aborted")
-        self._check(name, getattr(self._library, name)(*arguments))
-
-    def _check(self, name: str, result: int) -> None:
-        if result not in (_NCCL_SUCCESS, _NCCL_IN_PROGRESS):
-            raise RuntimeError(f"NCCL: {name} failed with {_NCCL_ERRORS.get(result, result)}; set NCCL_DEBUG=WARN")
-
-
-def load_nccl() -> Any:
-    """Return the NCCL library that torch has loaded."""
-    try:
-        return ctypes.CDLL("libnccl.so.2")
-    except OSError as error:
-        raise TransferError(f"NCCL is not there ({error}); use a group with gloo, or install torch for CUDA") from error
-
-
-def moves_by_nccl(group: Any, device: torch.device) -> bool:
-    """Whether a group's own tensors on this device travel by NCCL."""
-    return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))
 
 
 def gather_objects(value: T, group: Any) -> list[T]:
