@@ -141,7 +141,8 @@ class Balancer(AbstractContextManager["Balancer"]):
         dispatches, mapped = planned.dispatches, None
         if dispatches is not None and dispatches.is_mapped and isinstance(self._engine, TransferEngine):
             pad = max(experts.pad for experts in self.layers.values())
-            mapped = self._engine.map_rows(planned.plan, pad=pad)
+            is_relayed = any(experts.options.dispatch == "two_level" for experts in self.layers.values())
+            mapped = self._engine.map_rows(planned.plan, pad=pad, is_relayed=is_relayed)
         window = Window(
             planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=dispatches, mapped=mapped
         )

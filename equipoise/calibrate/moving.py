@@ -25,6 +25,7 @@ from equipoise.calibrate.bench import Bench, Grid, Steps, measure
 from equipoise.calibrate.between import median_over, open_node
 from equipoise.layer.dispatch import SourceSplit, assign_slots, build_dispatch, sort_rows
 from equipoise.layer.mapped import make_tables
+from equipoise.layer.relay import NodeRanks
 from equipoise.planning.rows import RankRows
 from equipoise.transfer.edges import Move, Relocator
 from equipoise.transfer.host_store import HostStore, Refresher
@@ -193,13 +194,14 @@ def time_prepare(grid: Grid, *, group: Any, bench: Bench) -> float:
     ids_TK = torch.randint(HOMES * ranks, (tokens, grid.top_k))
     expert_E = torch.arange(HOMES * ranks)
     end_E = torch.bincount(ids_TK.reshape(-1), minlength=HOMES * ranks)
+    nodes = NodeRanks((0,) * ranks, group.rank())
     split = SourceSplit(home_slot_E=expert_E, expert_H=expert_E, end_H=end_E, slot_H=expert_E)
 
     def prepare() -> None:
         send = sort_rows(assign_slots(ids_TK, split), num_ranks=ranks, width=HOMES)
         count_RRS = send.count_RS.expand(ranks, ranks, HOMES)
         dispatch = build_dispatch(send, count_RRS[:, group.rank()], home_slots=HOMES)
-        tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, rank=group.rank(), pad=1)
+        tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, nodes=nodes, pad=1)
         replace(dispatch, mapped=tables, ids_TK=ids_TK).packed(is_pinned=bench.is_gpu)
 
     return time_on_host(prepare, group=group, bench=bench)

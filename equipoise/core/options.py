@@ -115,7 +115,8 @@ class TransferOptions:
 
     rows: RowPath = "auto"
     """How rows with a prepared dispatch reach the ranks that compute them. `mapped`: these ranks read them where they
-    are, in memory that a node's ranks map; `collective`: by all-to-all; `auto`: mapped where the group is one node."""
+    are, in memory that a node's ranks map, and exchange only what crosses nodes; `collective`: by all-to-all; `auto`:
+    mapped where a node has several ranks of the group."""
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, low=0, error=TransferError)
@@ -175,8 +176,8 @@ def balance_bytes(model: ModelShape, *, cluster: Cluster, slots: int, stage: Sta
 
 
 def row_page_bytes(plan: Plan) -> int:
-    """Return the bytes of the page in which a rank shows its rows to its node; 0 where the group is several nodes."""
-    if plan.cluster.num_ep_nodes > 1:
+    """Return the bytes of the page in which a rank shows its rows to its node; 0 where no node has several ranks."""
+    if int(plan.cluster.ranks_N.max()) == 1:
         return 0
     model, limits = plan.model, RowLimits.of(plan).grown()
     return RowOffsets.of(limits, ranks=plan.cluster.ep, row_bytes=model.row_bytes, top_k=model.top_k).end
@@ -187,18 +188,29 @@ class RowLimits:
     """How many tokens and rows a rank may have in one visit of a layer, the largest over all ranks."""
 
     tokens: int
+    """Of the rank, and of other nodes."""
     sent: int
-    """Rows that a rank sends: tokens times top-k."""
+    """Rows of these tokens: those of the rank are tokens times top-k."""
     computed: int
-    """Rows that a rank computes, padding included."""
+    """Rows that a rank computes, padding included, and those that return to it from other nodes."""
 
     @classmethod
-    def of(cls, plan: Plan, *, pad: int = 1) -> "RowLimits":
-        """The sizes that a plan knows; the same on every rank."""
+    def of(cls, plan: Plan, *, pad: int = 1, is_relayed: bool = False) -> "RowLimits":
+        """The sizes that a plan knows; the same on every rank. What crosses nodes is bounded, not counted.
+
+        Args:
+            is_relayed: tokens cross nodes in two levels
+        """
         sent = int(plan.loads.load_MLRE.sum(axis=3).max(initial=0))
-        slots = plan.home_slots + plan.slots
-        computed = int(plan.rank_load_MLR.max(initial=0)) + slots * (pad - 1)
-        return cls(tokens=-(-sent // plan.model.top_k), sent=sent, computed=computed)
+        tokens, received = -(-sent // plan.model.top_k), int(plan.rank_load_MLR.max(initial=0))
+        computed = received + (plan.home_slots + plan.slots) * (pad - 1)
+        sizes = plan.cluster.ranks_N.tolist()
+        if len(sizes) == 1:
+            return cls(tokens=tokens, sent=sent, computed=computed)
+        # A relay may get all tokens of the sources that it serves; else a rank gets a token for each row it computes.
+        served = max(sum(-(-other // own) for other in sizes) - 1 for own in sizes)
+        arriving = (served * tokens, served * sent) if is_relayed else (received, received)
+        return cls(tokens=tokens + arriving[0], sent=sent + arriving[1], computed=computed + sent)
 
     def grown(self) -> "RowLimits":
         """Return a little more, so that windows of growing size do not allocate every time."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
 from equipoise.core.plan import Plan
-from equipoise.layer.mapped import MappedTables, make_tables
+from equipoise.layer.mapped import FarRows, MappedTables, make_tables
 from equipoise.layer.ops import all_to_all
 from equipoise.layer.relay import NodeRanks, Relay, Swap, make_relay
 
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from equipoise.layer.experts import BalancedExperts
 
 _DIGITS = 1 << 16
-BYTES_PER_ROW = {False: (12, 8), True: (20, 12)}
+BYTES_PER_ROW = {"exchanged": (12, 8), "mapped": (20, 12), "mapped beyond a node": (24, 20)}
 """A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source); where
-rows are mapped also its order and where it is computed, and where it is fetched from."""
+rows are mapped also its order and where it is computed, and where it is fetched from; in a group of several nodes at
+most one more entry for each row sent, and two for each received."""
 
 
 def stable_order(keys_N: Tensor, *, below: int) -> Tensor:
@@ -188,7 +189,7 @@ class Dispatch:
     relay: Relay | None = None
     """The two levels in which tokens are sent; None: rows are sent directly."""
     mapped: MappedTables | None = None
-    """Where rows are read from, in a node whose ranks map each other's memory; None: they are sent."""
+    """Where rows are read from, if the ranks of a node map each other's memory; None: all rows are sent."""
     ids_TK: Tensor | None = None
     """[T, K] the ids it was made for, where it was made ahead of the layer."""
 
@@ -198,7 +199,9 @@ class Dispatch:
             return False
         if not torch.equal(self.index_TK, other.index_TK) or not torch.equal(self.place_N, other.place_N):
             return False
-        pairs = zip(self.relay or (), other.relay or (), strict=True)
+        if self.relay is None or other.relay is None:
+            return True
+        pairs = zip(self.relay, other.relay, strict=True)
         return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
 
     def packed(self, *, is_pinned: bool = False) -> "PackedDispatch":
@@ -247,7 +250,7 @@ def _map_tables(tables: Any, change: Callable[[Any], Any], kind: type) -> Any:
     """The same tables with every value of a kind changed, also inside, in a fixed order."""
     if isinstance(tables, kind):
         return change(tables)
-    if isinstance(tables, Relay | MappedTables):
+    if isinstance(tables, Relay | MappedTables | FarRows):
         return type(tables)(*(_map_tables(part, change, kind) for part in tables))
     if isinstance(tables, Groups | Dispatch):
         parts = {field.name: _map_tables(getattr(tables, field.name), change, kind) for field in fields(tables)}
@@ -357,7 +360,7 @@ def prepare_dispatch(
         ids_TK: [T, K] the ids this rank will replay; the plan must know those of all ranks
         swap: exchanges integers with the other ranks, for a dispatch in two levels; None: a direct one, made without
             communication
-        is_mapped: for ranks that map each other's memory; also made without communication
+        is_mapped: for ranks that map the memory of their nodes
     """
     coverage_MLR = plan.loads.coverage_MLR
     if coverage_MLR is not None and not (coverage_MLR == 1).all():
@@ -388,18 +391,20 @@ def prepare_dispatch(
     # Step 3: put the tables together.
     dispatch = build_dispatch(send, count_RRS[:, rank], home_slots=plan.home_slots, pad=pad)
     dispatch = replace(dispatch, ids_TK=ids_TK)
+    nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
     if is_mapped:
-        tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, rank=rank, pad=pad)
+        tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, nodes=nodes, pad=pad, swap=swap)
         return replace(dispatch, mapped=tables)
     if swap is None:
         return dispatch
-    return with_relay(dispatch, nodes=NodeRanks(tuple(plan.cluster.node_R), rank), swap=swap)
+    return with_relay(dispatch, nodes=nodes, swap=swap)
 
 
 def prepared_bytes(plan: Plan, *, is_mapped: bool = False) -> int:
     """Bytes of all packed dispatches of a window, on the rank that needs most."""
     sent_R, received_R = plan.loads.load_MLRE.sum(axis=(0, 1, 3)), plan.rank_load_MLR.sum(axis=(0, 1))
-    sent_bytes, received_bytes = BYTES_PER_ROW[is_mapped]
+    way = "exchanged" if not is_mapped else "mapped" if plan.cluster.num_ep_nodes == 1 else "mapped beyond a node"
+    sent_bytes, received_bytes = BYTES_PER_ROW[way]
     return int((sent_bytes * sent_R + received_bytes * received_R).max())
 
 

@@ -100,7 +100,10 @@ class Window:
         sent = [("direct", dispatch.send_R)]
         if dispatch.relay is not None:
             sent += [("two_level", dispatch.relay.copies_R), ("two_level", dispatch.relay.inner_send_R)]
-        node_R = self.nodes.node_R
+        node_R, far = self.nodes.node_R, dispatch.mapped.far if dispatch.mapped is not None else None
+        if far is not None and far.passed_R:
+            near_R = [rows - away for rows, away in zip(dispatch.send_R, far.returning_R, strict=True)]
+            sent += [("two_level", rows_R) for rows_R in (far.copies_R, near_R, far.passed_R)]
         for name, rows_R in sent:
             others = [(rows_R[r], node) for r, node in enumerate(node_R) if r != self.rank]
             inside = sum(rows for rows, node in others if node == node_R[self.rank])
@@ -252,7 +255,7 @@ class BalancedExperts(nn.Module):
             plan: to follow, if not the window's
             swap: exchanges integers with the other ranks, for a dispatch in two levels; without it the dispatch is
                 direct, and nothing is communicated
-            is_mapped: for ranks that map each other's memory
+            is_mapped: for ranks that map the memory of their nodes
         """
         plan = plan or self._window_of(Visit(micro_step, "forward", self.layer)).plan
         ids_TK, _ = order_columns(ids_TK, ids_TK, order=self.options.combine_order)

@@ -155,9 +155,11 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(grad_ND, *ctx.back), None, None, None
 
 
-def all_to_all(rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchange the rows of a tensor outside autograd; all ranks of `group` must call."""
-    received_ND = rows_ND.new_empty((sum(receive_R), *rows_ND.shape[1:]))
+def all_to_all(
+    rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup, out: Tensor | None = None
+) -> Tensor:
+    """Exchange the rows of a tensor outside autograd, into `out` where given; all ranks of `group` must call."""
+    received_ND = rows_ND.new_empty((sum(receive_R), *rows_ND.shape[1:])) if out is None else out
     try:
         dist.all_to_all_single(received_ND, rows_ND.contiguous(), receive_R, send_R, group=group)
     except RuntimeError as error:

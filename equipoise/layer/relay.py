@@ -66,17 +66,19 @@ class NodeRanks(NamedTuple):
         return [other for other, node in enumerate(self.node_R) if node == self.node_R[rank]]
 
 
-def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], nodes: NodeRanks, swap: Swap) -> Relay:
+def make_relay(
+    row_N: Tensor, *, send_R: list[int], receive_R: list[int], nodes: NodeRanks, swap: Swap, columns: int = 1
+) -> Relay:
     """Make the two-level tables of rows whose direct dispatch is known. Every rank must call this.
 
     Args:
-        token_N: [N] token of each row, in sending order
+        row_N: [N] token * columns + column of each row, in sending order; `Relay.copy_N` has the same form
         send_R: rows for each rank
         receive_R: rows from each rank
         swap: exchanges integers with all ranks; used twice
     """
-    ranks, ones_R, device = range(len(send_R)), [1] * len(send_R), token_N.device
-    token_C, copies_R, copy_N = _copies(token_N, send_R, nodes)
+    ranks, ones_R, device = range(len(send_R)), [1] * len(send_R), row_N.device
+    token_C, copies_R, copy_N = _copies(row_N, send_R, nodes, columns)
     header_RX = torch.tensor([[copies_R[r], *_rows_by(r, send_R, nodes)] for r in ranks], device=device)
     # Relays must know how many copies each source sends, how many rows to make for each rank, and of which copy.
     headers_RX = swap(header_RX, ones_R, ones_R).cpu()
@@ -87,25 +89,25 @@ def make_relay(token_N: Tensor, *, send_R: list[int], receive_R: list[int], node
         token_C=token_C,
         copies_R=copies_R,
         arriving_R=arriving_R.tolist(),
-        copy_N=_by_target(made_N, rows_RR.to(device), arriving_R.to(device)),
+        copy_N=_by_target(made_N, rows_RR.to(device), columns * arriving_R.to(device)),
         inner_send_R=rows_RR.sum(dim=0).tolist(),
         inner_receive_R=_sums_by(receive_R, nodes.server_R),
         order_N=_direct_order(torch.tensor(receive_R, device=device), torch.tensor(nodes.server_R, device=device)),
     )
 
 
-def _copies(token_N: Tensor, send_R: list[int], nodes: NodeRanks) -> tuple[Tensor, list[int], Tensor]:
+def _copies(row_N: Tensor, send_R: list[int], nodes: NodeRanks, columns: int) -> tuple[Tensor, list[int], Tensor]:
     """One copy per token and relay: their tokens and number for each rank, and the copy of each row, by relay.
 
     A row names its copy by its number among the copies for the same relay.
     """
-    device = token_N.device
+    device, token_N = row_N.device, row_N // columns
     count_R = torch.tensor(send_R, device=device)
     relay_N = torch.repeat_interleave(torch.tensor(nodes.relay_R, device=device), count_R, output_size=len(token_N))
     stride = int(token_N.max()) + 1 if len(token_N) else 1
     key_C, copy_N = torch.unique(relay_N * stride + token_N, return_inverse=True)
     copies_R = torch.bincount(key_C // stride, minlength=len(send_R))
-    copy_N = copy_N - (copies_R.cumsum(0) - copies_R)[relay_N]
+    copy_N = (copy_N - (copies_R.cumsum(0) - copies_R)[relay_N]) * columns + row_N % columns
     # Rows of one relay keep their order: by target, and for each target as it receives them.
     return key_C % stride, copies_R.tolist(), copy_N[torch.argsort(relay_N, stable=True)]
 
@@ -121,7 +123,11 @@ def _sums_by(rows_R: list[int], key_R: list[int]) -> list[int]:
 
 
 def _by_target(made_N: Tensor, rows_RR: Tensor, arriving_R: Tensor) -> Tensor:
-    """The copy of each row, target by target and for each source by source, from lists ordered by source."""
+    """The copy of each row, target by target and for each source by source, from lists ordered by source.
+
+    Args:
+        arriving_R: how far the names of each source's copies reach
+    """
     sources, targets = rows_RR.shape
     source_N = torch.repeat_interleave(torch.arange(sources, device=made_N.device), rows_RR.sum(dim=1))
     at_N = made_N + (arriving_R.cumsum(0) - arriving_R)[source_N]

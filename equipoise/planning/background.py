@@ -63,13 +63,13 @@ class BackgroundPlanner:
             worker: a process to plan in, left running on close; an own one by default
         """
         self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
-        nodes = len(set(cluster.node_R))
-        if options.rows == "mapped" and nodes > 1:
+        most = int(cluster.ranks_N.max())
+        if options.rows == "mapped" and most == 1 < cluster.ep:
             raise TransferError(
-                f"rows='mapped' needs ranks that all map each other's memory, this EP group is on {nodes} nodes; "
-                "use rows='auto'"
+                f"rows='mapped' needs ranks that map each other's memory, but the {cluster.ep} ranks of this EP group "
+                "are on as many nodes; use rows='auto'"
             )
-        self._is_mapped = options.rows != "collective" and nodes == 1 and cluster.ep > 1
+        self._is_mapped = options.rows != "collective" and most > 1
         self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         # Start the process after the ranks are connected: a failure to connect then leaves no process behind.
         self._owns_worker = worker is None

@@ -190,14 +190,15 @@ class TransferEngine:
         layers = range(self._node.layout.layers)
         self._published_L = [self._jobs.submit(partial(self.publish_layer, layer)) for layer in layers]
 
-    def map_rows(self, plan: Plan, *, pad: int) -> MappedRows:
-        """Make room for a window's rows in memory that all ranks map. Every rank of the group must call this.
+    def map_rows(self, plan: Plan, *, pad: int, is_relayed: bool) -> MappedRows:
+        """Make room for a window's rows in memory that a node's ranks map. Every rank of the group must call this.
 
         Args:
             pad: groups of rows are filled to a multiple of this
+            is_relayed: tokens cross nodes in two levels
         """
         self._mapped = self._mapped or MappedRows(self._node, top_k=plan.model.top_k)
-        self._mapped.reserve(RowLimits.of(plan, pad=pad))
+        self._mapped.reserve(RowLimits.of(plan, pad=pad, is_relayed=is_relayed))
         return self._mapped
 
     def publish_layer(self, layer: int) -> None:

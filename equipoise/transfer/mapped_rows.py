@@ -62,7 +62,7 @@ def typed(bytes_X: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 class MappedRows:
-    """The rows of one node's ranks, seen from one of them. Needs an EP group that is one node."""
+    """The rows of one node's ranks, seen from one of them."""
 
     def __init__(self, node: NodeMemory, *, top_k: int) -> None:
         """Nothing is allocated before `reserve`.
@@ -71,6 +71,8 @@ class MappedRows:
             top_k: experts of a token
         """
         self._node, self.top_k = node, top_k
+        self.group = node.group
+        """The EP group, of which the node is a part or all."""
         self._width, self._dtype = node.layout.matrices[1][0], node.layout.dtype
         self.limits = RowLimits(tokens=0, sent=0, computed=0)
         self.num_bytes = 0
@@ -79,7 +81,7 @@ class MappedRows:
         """By rank of the node."""
         self.offsets = RowOffsets(*[0] * 7)
         self.bases_R = torch.zeros(0, dtype=torch.int64, device=node.device)
-        """[R] address at which this process has mapped each rank's page, on the device."""
+        """[R] address at which this process has mapped each rank's page, on the device; 0 of other nodes."""
         self.own: RowViews
         """This rank's page."""
         self._number, self._last_part = 0, ""
@@ -111,8 +113,10 @@ class MappedRows:
         self.views = {rank: self._views(spans[0].view) for rank, spans in shared.spans.items()}
         self.own = self.views[node.rank]
         self.own.words_R.zero_()
-        bases = [self.views[rank].words_R.data_ptr() for rank in sorted(self.views)]
-        self.bases_R = torch.tensor(bases, dtype=torch.int64).to(node.device)
+        bases_R = torch.zeros(len(node.node_R), dtype=torch.int64)
+        for rank, views in self.views.items():
+            bases_R[rank] = views.words_R.data_ptr()
+        self.bases_R = bases_R.to(node.device)
         self._last_part = ""
         Mark.now(node.device).block()
         node.agree([0], Transfer("rows", path=node.direct_path))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from equipoise.core.errors import TransferError
-from tests.balancer.work import balancer_of
+from tests.balancer.work import balancer_of, words_of
 from tests.parity.run import routes_of
 from tests.parity.stack import SmallStack, loss_of, window_inputs
 
@@ -51,6 +51,11 @@ def _without_tokens(inputs):
 
 def both_ways(group, case, **how):
     return train_with(group, case, "mapped", **how), train_with(group, case, "collective", **how)
+
+
+def refused(group, case):
+    """What is said where rows cannot be mapped."""
+    return words_of(lambda: balancer_of(SmallStack(case, group), case, group, rows="mapped"))[1]
 
 
 def die_in_a_window(group, case, timeout_s):

@@ -17,6 +17,11 @@ CASES = {
     "recomputed": (ParityCase(ranks=2, slots=1, layers=2, tokens=32, device="cuda"), {"is_checkpointed": True}),
     "a rank without tokens": (ParityCase(ranks=4, slots=1, layers=2, tokens=32, device="cuda"), {"silent": (2,)}),
     "8 ranks": (ParityCase(ranks=8, slots=1, layers=2, tokens=16, home_slots=2, device="cuda"), {}),
+    "2 nodes of 2": (ParityCase(ranks=4, nodes=2, slots=2, layers=2, tokens=40, top_k=4, device="cuda"), {}),
+    "2 nodes of 4, in two levels": (
+        ParityCase(ranks=8, nodes=2, slots=1, layers=2, tokens=16, home_slots=2, dispatch="two_level", device="cuda"),
+        {"silent": (2,)},
+    ),
 }
 
 

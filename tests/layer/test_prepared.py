@@ -65,10 +65,10 @@ def test_packing_changes_no_value(is_two_level):
     assert torch.equal(again.ids_TK, ids_TK)
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_the_bytes_of_a_window_are_foreseen(is_mapped):
+@pytest.mark.parametrize(("is_mapped", "nodes"), [(False, 1), (True, 1), (True, 2)])
+def test_the_bytes_of_a_window_are_foreseen(is_mapped, nodes):
     routing = random_routing(4, ranks=2)
-    plan = random_plan(routing, 4, slots=1)
+    plan = random_plan(routing, 4, slots=1, nodes=nodes)
     found = []
     for rank in range(2):
         total = 0
@@ -79,4 +79,6 @@ def test_the_bytes_of_a_window_are_foreseen(is_mapped):
                 # The ends of 5 slots are beyond what grows with rows.
                 total += packed.flat_X.nbytes - 4 * 5
         found.append(total)
-    assert prepared_bytes(plan, is_mapped=is_mapped) == max(found)
+    foreseen = prepared_bytes(plan, is_mapped=is_mapped)
+    # How many rows cross nodes is bounded by all of them.
+    assert foreseen == max(found) if nodes == 1 else 0.7 * foreseen < max(found) < foreseen
