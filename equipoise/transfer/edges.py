@@ -13,7 +13,7 @@ and says that the layer is in pieces: its weights are then to be had from a chec
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -67,7 +67,7 @@ class Round(NamedTuple):
     written: list[Boxed]
 
 
-def plan_rounds(moves: Sequence[Move], *, boxes: int, place_of: Callable[[Move], Hashable]) -> list[Round]:
+def plan_rounds(places: Mapping[Move, Hashable], *, boxes: int) -> list[Round]:
     """Divide a layer's moves into rounds, so that no place needs more than `boxes` boxes; the same on all ranks.
 
     Moves form cycles: what moves to a slot makes the slot's own expert move. A cycle's first expert is staged, and
@@ -79,51 +79,47 @@ def plan_rounds(moves: Sequence[Move], *, boxes: int, place_of: Callable[[Move],
     place one other box, so the cycle that has begun first stages at least one expert in every round.
 
     Args:
+        places: where the box of each move is
         boxes: at least 2, or as many as a rank has slots
-        place_of: where the box of a move is
     """
+    # Step 1: cycles, each move behind the one that takes its slot; the last one of a list begins.
+    into, cycles = {move[3:5]: move for move in places}, list[list[Move]]()
+    while into:
+        cycle = [into.pop(next(iter(into)))]
+        while cycle[-1][1:3] in into:
+            cycle.append(into.pop(cycle[-1][1:3]))
+        cycles.append(cycle[::-1])
+    # Step 2: rounds.
     free: defaultdict[Hashable, list[int]] = defaultdict(lambda: list(range(boxes)))
     kept: Counter[Hashable] = Counter()
-    cycles = [list(reversed(cycle)) for cycle in _cycles(moves)]
     waiting = [(cycle, list[Boxed]()) for cycle in cycles]
     rounds: list[Round] = []
     while waiting:
         now = Round([], [])
         # Those that have begun come first: they keep boxes.
         for cycle, first in sorted(waiting, key=lambda one: not one[1]):
-            needed = Counter(place_of(move) for move in cycle)
+            needed = Counter(places[move] for move in cycle)
             is_whole = all(len(free[place]) >= count for place, count in needed.items())
-            if not first and not is_whole and kept[place_of(cycle[-1])] + 1 >= boxes:
+            if not first and not is_whole and kept[places[cycle[-1]]] + 1 >= boxes:
                 continue
-            while cycle and free[place_of(cycle[-1])]:
-                boxed = Boxed(cycle[-1], free[place_of(cycle.pop())].pop(0))
+            while cycle and free[places[cycle[-1]]]:
+                boxed = Boxed(cycle[-1], free[places[cycle[-1]]].pop(0))
+                cycle.pop()
                 now.staged.append(boxed)
                 if first:
                     now.written.append(boxed)
                 else:
                     first.append(boxed)
-                    kept[place_of(boxed.move)] += 1
+                    kept[places[boxed.move]] += 1
             if not cycle and first:
                 now.written.append(first[0])
-                kept[place_of(first[0].move)] -= 1
+                kept[places[first[0].move]] -= 1
         assert now.staged, f"{boxes} boxes are too few"
         for move, box in now.written:
-            free[place_of(move)].append(box)
+            free[places[move]].append(box)
         waiting = [one for one in waiting if one[0]]
         rounds.append(now)
     return rounds
-
-
-def _cycles(moves: Sequence[Move]) -> list[list[Move]]:
-    """Moves in cycles, each followed by the move into its own source."""
-    into = {move[3:5]: move for move in moves}
-    cycles: list[list[Move]] = []
-    while into:
-        cycle = [into.pop(next(iter(into)))]
-        while cycle[-1][1:3] in into:
-            cycle.append(into.pop(cycle[-1][1:3]))
-        cycles.append(cycle)
-    return cycles
 
 
 class Relocator:
@@ -141,7 +137,10 @@ class Relocator:
     def relocate(self, kind: EdgeKind, layer: int, moves: Sequence[Move], tensors: ExpertWeights) -> None:
         """Move experts between slots in place: stage, agree, write. Every rank of the group must call this."""
         node, whole = self._node, Transfer(kind, layer=layer, path=self._node.direct_path)
-        rounds = plan_rounds(moves, boxes=self._boxes, place_of=self._place_of)
+        places: dict[Move, Hashable] = {
+            move: ("landing", move.target) if self.crosses(move) else ("outbox", move.source) for move in moves
+        }
+        rounds = plan_rounds(places, boxes=self._boxes)
         with torch.profiler.record_function(f"equipoise.{kind}"):
             for at, now in enumerate(rounds):
                 self.number += 1
@@ -168,9 +167,6 @@ class Relocator:
     def crosses(self, move: Move) -> bool:
         """Whether an expert changes nodes."""
         return self._node.node_R[move.source] != self._node.node_R[move.target]
-
-    def _place_of(self, move: Move) -> tuple[str, int]:
-        return ("landing", move.target) if self.crosses(move) else ("outbox", move.source)
 
     def _stage(self, whole: Transfer, staged: Sequence[Boxed], tensors: ExpertWeights) -> None:
         """Copy to the outbox what stays in the node, and send to and receive from other nodes."""

@@ -16,12 +16,11 @@ wider dtype than they are computed in, they are added to the accumulated gradien
 narrower one; what the replica itself rounded is lost before.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from operator import contains, setitem
 
 import numpy as np
-from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan, Visit
@@ -85,13 +84,18 @@ class Mailboxes:
         node, homes = self._node, plan.home_LE[layer]
         mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == node.rank)
         self._check_same_node([replica.rank for replica in mine], micro_step, layer)
+        # Returned gradients are added to the new ones, or to those that accumulate where these are wider.
+        totals = list(gradients.tensors())
+        for at, parameter in enumerate(node.homes[layer].tensors()):
+            kept = None if self._gradient_of is None else self._gradient_of(parameter)
+            if kept is not None and kept.dtype.itemsize > totals[at].dtype.itemsize:
+                totals[at] = kept
         for expert, rank in mine:
             tags, name = self._tags[rank], self._name(micro_step, layer, expert)
             transfer = Transfer("return", layer, expert, node.direct_path, rank)
             with node.counters.timed(node.direct_path, node.device):
                 node.watchdog.wait(partial(contains, tags, name), transfer)
             box, slot, added = int(np.flatnonzero(tags == name)[0]), int(plan.home_slot_LE[layer, expert]), 0
-            totals = self._totals(layer, gradients)
             for total, returned in zip(totals, node.mailboxes[rank].tensors(), strict=True):
                 total[slot].add_(returned[box])
                 added += int(returned[box].nbytes)
@@ -99,12 +103,6 @@ class Mailboxes:
             self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
             node.counters.arrive(node.direct_path, added)
             node.counters.returns += 1
-
-    def _totals(self, layer: int, gradients: ExpertWeights) -> Iterator[Tensor]:
-        """What returned gradients are added to: new gradients, or those that accumulate where these are wider."""
-        for parameter, new in zip(self._node.homes[layer].tensors(), gradients.tensors(), strict=True):
-            kept = None if self._gradient_of is None else self._gradient_of(parameter)
-            yield new if kept is None or kept.dtype.itemsize <= new.dtype.itemsize else kept
 
     def finish(self) -> None:
         """Wait until all tags announced so far have been set."""

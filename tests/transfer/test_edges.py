@@ -47,7 +47,7 @@ def test_rounds_move_every_expert_once_through_few_boxes(ranks, slots, boxes, no
         return ("landing", move.target) if crosses else ("outbox", move.source)
 
     holds = {divmod(e, slots): e for e in range(count)}
-    full, rounds = {}, plan_rounds(moves, boxes=boxes, place_of=place_of)
+    full, rounds = {}, plan_rounds({move: place_of(move) for move in moves}, boxes=boxes)
     for staged, written in rounds:
         for move, box in staged:
             assert 0 <= box < boxes and (place_of(move), box) not in full, "a box is filled twice"
