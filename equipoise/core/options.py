@@ -204,7 +204,7 @@ class RowLimits:
         sent = int(plan.loads.load_MLRE.sum(axis=3).max(initial=0))
         tokens, received = -(-sent // plan.model.top_k), int(plan.rank_load_MLR.max(initial=0))
         computed = received + (plan.home_slots + plan.slots) * (pad - 1)
-        sizes = plan.cluster.ranks_N.tolist()
+        sizes = np.bincount(plan.cluster.node_R).tolist()
         if len(sizes) == 1:
             return cls(tokens=tokens, sent=sent, computed=computed)
         # A relay may get all tokens of the sources that it serves; else a rank gets a token for each row it computes.

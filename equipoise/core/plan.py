@@ -436,7 +436,7 @@ class Plan(Value):
         Policies in `split.BLIND` split every source's rows in proportion to the quotas.
         """
         quota, load_RE = self.quota_ER(micro_step, layer), self.loads.load_MLRE[micro_step, layer]
-        return split_rows(load_RE, quota, node_R=self.cluster.node_array_R, in_proportion=self.policy in BLIND)
+        return split_rows(load_RE, quota, node_R=np.array(self.cluster.node_R), in_proportion=self.policy in BLIND)
 
     def pulls(self, visit: int, rank: int) -> tuple[Pull, ...]:
         """Return what `rank` pulls ahead of the visit at position `visit` of the itinerary."""

@@ -403,7 +403,7 @@ def prepare_dispatch(
 def prepared_bytes(plan: Plan, *, is_mapped: bool = False) -> int:
     """Bytes of all packed dispatches of a window, on the rank that needs most."""
     sent_R, received_R = plan.loads.load_MLRE.sum(axis=(0, 1, 3)), plan.rank_load_MLR.sum(axis=(0, 1))
-    way = "exchanged" if not is_mapped else "mapped" if plan.cluster.num_ep_nodes == 1 else "mapped beyond a node"
+    way = "exchanged" if not is_mapped else "mapped" if len(set(plan.cluster.node_R)) == 1 else "mapped beyond a node"
     sent_bytes, received_bytes = BYTES_PER_ROW[way]
     return int((sent_bytes * sent_R + received_bytes * received_R).max())
 

@@ -143,7 +143,10 @@ class _ExpertBlock(torch.autograd.Function):
         out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
         # Asked for only now: the home part gives a late pull more time.
         replica = transfers.weights(now)
-        out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, _held_ends(groups, replica), options)
+        # Rows past the last group's end would be left uninitialised by grouped_mm.
+        assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
+        held_S = groups.replica_end_S[: replica.num_slots]
+        out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, held_S, options)
         ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
         return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
 
@@ -163,7 +166,9 @@ class _ExpertBlock(torch.autograd.Function):
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
         home_part = _Part(home_ND, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
-        replica_part = _Part(replica_ND, pre_replica_NF, replica, _held_ends(groups, replica))
+        assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
+        held_S = groups.replica_end_S[: replica.num_slots]
+        replica_part = _Part(replica_ND, pre_replica_NF, replica, held_S)
         # Replicas first: their gradients travel while the home part computes.
         rows_replica_ND, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
         if returned is not None:
@@ -187,13 +192,6 @@ def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
     held = joined.num_slots - groups.home_end_S.numel()
     assert held >= groups.num_replicas, "rows for replicas that were not pulled"
     return torch.cat([groups.home_end_S, groups.replica_end_S[:held] + groups.num_home_rows])
-
-
-def _held_ends(groups: Groups, replica: ExpertWeights) -> Tensor:
-    """Group ends of the replica slots in use; the rest of the slots are empty."""
-    # Rows past the last group's end would be left uninitialised by grouped_mm.
-    assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
-    return groups.replica_end_S[: replica.num_slots]
 
 
 def apply_experts(

@@ -22,7 +22,7 @@ from torch import Tensor
 from equipoise.core.errors import TransferError
 from equipoise.layer.ops import all_to_all, fused_for
 from equipoise.layer.relay import NodeRanks, Swap, make_relay
-from equipoise.transfer.mapped_rows import MappedRows, typed
+from equipoise.transfer.mapped_rows import MappedRows, Part, typed
 
 
 class FarRows(NamedTuple):
@@ -80,10 +80,10 @@ def make_tables(
     # sending order, which is by target and slot; from other nodes they are in this rank's page or in a relay's.
     via_R = torch.full_like(ranks_R, rank) if swap is None else torch.tensor(nodes.server_R)
     page_R = torch.where(is_far_R, via_R, ranks_R)
-    begin_R = (sent_RR.cumsum(1) - sent_RR)[:, rank]
-    number_R = torch.where(
-        is_far_R, _first_far(sent_RR, via_R, is_far_R, rank=rank, is_relayed=swap is not None), begin_R
-    )
+    number_R = (sent_RR.cumsum(1) - sent_RR)[:, rank]
+    if bool(is_far_R.any()):
+        far_R = _first_far(sent_RR, via_R, is_far_R, rank=rank, is_relayed=swap is not None)
+        number_R = torch.where(is_far_R, far_R, number_R)
     receive_R = sent_RR[:, rank]
     sent_stride = max(int((number_R + receive_R).max()), 1)
     # Step 2: the key of each received row, and with it that of each place.
@@ -162,7 +162,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None, None]:
         mapped, tables = ctx.mapped, ctx.tables
-        _show_rows(mapped, tables, grad_PD, ctx.layer)
+        _show_rows(mapped, tables, grad_PD, ctx.layer, part="rows")
         return _add_columns(mapped, tables, None), None, None, None
 
 
@@ -184,7 +184,7 @@ class _CombineMapped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(out_PD, gates_TK)
         ctx.tables, ctx.mapped, ctx.layer = tables, mapped, layer
-        _show_rows(mapped, tables, out_PD, layer)
+        _show_rows(mapped, tables, out_PD, layer, part="rows")
         return _add_columns(mapped, tables, gates_TK)
 
     @staticmethod
@@ -198,9 +198,7 @@ class _CombineMapped(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_PD, None, None, None, None
         # Step 2: gradients of gates go back to the tokens' ranks.
-        page = mapped.begin("dots", layer=layer)
-        _fill(typed(page.dots_X, len(page.rows_PD), dots_P.dtype), dots_P, tables.far, mapped)
-        mapped.end(layer=layer)
+        _show_rows(mapped, tables, dots_P, layer, part="dots")
         return grad_PD, _fetch_dots(mapped, tables, dots_P), None, None, None
 
 
@@ -226,18 +224,18 @@ def _show_tokens(
     mapped.end(layer=layer)
 
 
-def _show_rows(mapped: MappedRows, tables: MappedTables, rows_PD: Tensor, layer: int) -> None:
-    """Put this rank's computed rows, and those that return from other nodes, into its page; so do all ranks."""
-    _fill(mapped.begin("rows", layer=layer).rows_PD, rows_PD, tables.far, mapped)
-    mapped.end(layer=layer)
+def _show_rows(mapped: MappedRows, tables: MappedTables, rows_P: Tensor, layer: int, *, part: Part) -> None:
+    """Put this rank's computed rows, or one number of each, into a part of its page; so do all ranks.
 
-
-def _fill(page_P: Tensor, rows_P: Tensor, far: FarRows | None, mapped: MappedRows) -> None:
-    """Write a rank's computed rows, or one number of each, to its page, and behind them what other nodes computed."""
+    What ranks of other nodes computed for this one's tokens comes behind them.
+    """
+    page, far = mapped.begin(part, layer=layer), tables.far
+    page_P = page.rows_PD if part == "rows" else typed(page.dots_X, len(page.rows_PD), rows_P.dtype)
     page_P[: len(rows_P)] = rows_P
     if far is not None:
         returned_P = page_P[len(rows_P) : len(rows_P) + sum(far.returning_R)]
         all_to_all(rows_P.index_select(0, far.place_F), far.outputs_R, far.returning_R, mapped.group, returned_P)
+    mapped.end(layer=layer)
 
 
 # Plain versions below are the definition, and run on the CPU.

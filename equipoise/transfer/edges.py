@@ -285,7 +285,9 @@ class WindowEdges:
             if self._layers_with_gradients(Transfer("publish", layer), [layer])[0]:
                 self._relocator.relocate("publish", layer, moves, self._gradients(layer))
         if layer not in self._published:
-            self._relocator.relocate("publish", layer, moves, self._weights(layer))
+            # Not through the parameters: a layer may let them into the graph before their weights arrive, and autograd
+            # would count that as a change in place, though nothing reads them until then.
+            self._relocator.relocate("publish", layer, moves, self._node.home[self._node.rank][layer])
             self._published.add(layer)
         # Others may read the layer once all ranks of the node have written everything relocated so far.
         whole = Transfer("publish", layer, path=self._node.direct_path)
@@ -312,7 +314,7 @@ class WindowEdges:
         if any(self._layers_with_gradients(Transfer("collect", layer), complete)):
             self._relocator.relocate("collect", layer, back, self._gradients(layer))
         if self._with_weights and layer in self._published:
-            self._relocator.relocate("collect", layer, back, self._weights(layer))
+            self._relocator.relocate("collect", layer, back, self._node.home[self._node.rank][layer])
             self._published.discard(layer)
 
     def end(self) -> None:
@@ -328,7 +330,7 @@ class WindowEdges:
             if has_gradients.get(layer, False):
                 self._relocator.relocate("collect", layer, back, self._gradients(layer))
             if self._with_weights and layer in self._published:
-                self._relocator.relocate("collect", layer, back, self._weights(layer))
+                self._relocator.relocate("collect", layer, back, self._node.home[self._node.rank][layer])
         arriving = [m for back in self._back for m in back if m.target == self._node.rank and m.source != m.target]
         self._node.counters.collects += len(arriving)
         self._moves = None
@@ -339,7 +341,7 @@ class WindowEdges:
         moves = self._moves or []
         layers = [layer for layer in range(len(moves)) if layer in self._published]
         for layer in layers:
-            self._relocator.relocate("collect", layer, self._back[layer], self._weights(layer))
+            self._relocator.relocate("collect", layer, self._back[layer], self._node.home[self._node.rank][layer])
         try:
             yield
         finally:
@@ -366,11 +368,6 @@ class WindowEdges:
         if self._moves is None:
             raise TransferError("no window is published; publish one before collecting")
         return self._moves
-
-    def _weights(self, layer: int) -> ExpertWeights:
-        # Not through the parameters: a layer may let them into the graph before their weights arrive, and autograd
-        # would count that as a change in place, though nothing reads them until then.
-        return self._node.home[self._node.rank][layer]
 
     def _gradients(self, layer: int) -> ExpertWeights:
         """The gradients of a layer, zeros where a rank has none and another has."""

@@ -436,7 +436,8 @@ class NodeMemory:
 
     def synchronize(self, transfer: Transfer) -> None:
         """Wait, bounded, until the device has finished the current stream's work; returns at once on a CPU."""
-        self.watchdog.wait(Mark.now(self.device).is_reached, transfer)
+        if self.device.type != "cpu":
+            self.watchdog.wait(Mark.now(self.device).is_reached, transfer)
 
     def agree(self, values: Sequence[int], transfer: Transfer) -> list[int]:
         """Return the largest of each value over all ranks. Every rank of the group must call this.

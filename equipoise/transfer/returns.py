@@ -65,7 +65,8 @@ class Mailboxes:
                 f"micro-step {micro_step}, layer index {layer}: gradients handed in twice in one window"
             )
         self._handed_in.add((micro_step, layer))
-        self._check_same_node([need.source for need in needs], micro_step, layer)
+        if plan.cross_node:
+            self._check_same_node([need.source for need in needs], micro_step, layer)
         waited = 0.0
         boxes, tags = self._node.mailboxes[self._node.rank], self._tags[self._node.rank]
         for slot, need in enumerate(needs):
@@ -83,7 +84,8 @@ class Mailboxes:
         """Wait for what replicas of this rank's home experts returned, and add it in place."""
         node, homes = self._node, plan.home_LE[layer]
         mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == node.rank)
-        self._check_same_node([replica.rank for replica in mine], micro_step, layer)
+        if plan.cross_node:
+            self._check_same_node([replica.rank for replica in mine], micro_step, layer)
         # Returned gradients are added to the new ones, or to those that accumulate where these are wider.
         totals = list(gradients.tensors())
         for at, parameter in enumerate(node.homes[layer].tensors()):
