@@ -116,7 +116,7 @@ class TransferOptions:
     rows: RowPath = "auto"
     """How rows with a prepared dispatch reach the ranks that compute them. `mapped`: these ranks read them where they
     are, in memory that a node's ranks map, and exchange only what crosses nodes; `collective`: by all-to-all; `auto`:
-    mapped where a node has several ranks of the group."""
+    mapped where a node has several ranks of the group, on GPUs only where the group is one node."""
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, low=0, error=TransferError)

@@ -69,7 +69,9 @@ class BackgroundPlanner:
                 f"rows='mapped' needs ranks that map each other's memory, but the {cluster.ep} ranks of this EP group "
                 "are on as many nodes; use rows='auto'"
             )
-        self._is_mapped = options.rows != "collective" and most > 1
+        # On GPUs of several nodes the mixed exchange has never run, so there it is for those who ask for it.
+        is_tried = cluster.num_ep_nodes == 1 or not any(experts.gate_up.is_cuda for experts in layers)
+        self._is_mapped = most > 1 and (options.rows == "mapped" or (options.rows == "auto" and is_tried))
         self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         # Start the process after the ranks are connected: a failure to connect then leaves no process behind.
         self._owns_worker = worker is None

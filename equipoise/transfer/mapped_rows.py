@@ -82,7 +82,7 @@ class MappedRows:
         self.offsets = RowOffsets(*[0] * 7)
         self.bases_R = torch.zeros(0, dtype=torch.int64, device=node.device)
         """[R] address at which this process has mapped each rank's page, on the device; 0 of other nodes."""
-        self.own: RowViews
+        self.own = RowViews(*[torch.empty(0)] * len(RowViews._fields))
         """This rank's page."""
         self._number, self._last_part = 0, ""
         self._stream_words: StreamWords | None = None
@@ -153,7 +153,8 @@ class MappedRows:
         if self._stream_words is not None:
             self._stream_words.close()
         Mark.now(self._node.device).block()
-        self._stream_words, self.views = None, {}
+        # Views keep the pages mapped, and whoever failed may keep this object.
+        self._stream_words, self.views, self.own = None, {}, RowViews(*[torch.empty(0)] * len(RowViews._fields))
 
     def _views(self, view: Callable[..., Tensor]) -> RowViews:
         limits, offsets, width = self.limits, self.offsets, self._width

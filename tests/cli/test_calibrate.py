@@ -150,8 +150,8 @@ def test_a_wrong_name_is_told_before_a_missing_gpu(equipoise, monkeypatch, tmp_p
 )
 def test_the_links_rate_is_that_of_the_devices_preset(monkeypatch, device, given, rate):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    assert verb._link_rate(given) == rate * 10**9
-    assert verb._link_rate("h100") == 450 * 10**9
+    assert verb._link_rates(given)[0] == rate * 10**9
+    assert verb._link_rates("h100")[0] == 450 * 10**9
 
 
 def test_a_device_without_a_preset_needs_a_cluster(monkeypatch):
@@ -159,7 +159,7 @@ def test_a_device_without_a_preset_needs_a_cluster(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 9000")
     with pytest.raises(TopologyError, match="no cluster preset is named like 'Card 9000'; give --cluster"):
-        verb._link_rate(None)
+        verb._link_rates(None)
 
 
 def test_without_torch_the_extra_is_named(equipoise, monkeypatch, tmp_path):
