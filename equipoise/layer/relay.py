@@ -6,7 +6,8 @@
 The relay of a source in a node is the rank with the source's place in that node; in its own node it is the source.
 Only tokens are sent in two levels. Outputs, and the gradients of both directions, are sent row by row: a relay that
 added them up would add in another order than the direct dispatch does, and change their bits.
-All ranks communicate in the same order, whatever their tokens: twice in forward, once in backward.
+All ranks communicate in the same order, whatever their tokens: twice in forward, once in backward. Where a node's ranks
+map each other's memory, `mapped` does level 2, and its backward sends a token's gradient and gates in two levels, too.
 """
 
 from collections.abc import Callable

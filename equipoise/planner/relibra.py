@@ -9,8 +9,8 @@ What the paper leaves open, and what could not be read of it, is decided in the 
 - Annealing starts from the better of the owners and LPT, and the best state it passed counts.
 - Ranks inside nodes are levelled by our own search, or left at owners where that is cheaper; a layer, or a window,
   whose reordering does not pay keeps its homes at the owners.
-- Replicas are chosen by our own `evaluate`, trades and gate included. It levels ranks at least as far as the paper's
-  incremental greedy (`tests/planner/test_relibra.py`). They are pulled ahead like ours.
+- Replicas are chosen by our own `evaluate`, trades and gate included. It levels ranks at least as far as an
+  incremental greedy, as we read the paper's (`tests/planner/test_relibra.py`). They are pulled ahead like ours.
 - Planning is free. Samples stay at their sources, in this policy as in all.
 Seeded: the same input gives the same plan. Effort is bounded by `SWAPS` per expert.
 """

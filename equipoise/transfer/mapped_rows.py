@@ -56,6 +56,9 @@ class RowViews(NamedTuple):
     """Bytes, likewise."""
 
 
+_NO_PAGE = RowViews(*[torch.empty(0)] * len(RowViews._fields))
+
+
 def typed(bytes_X: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """[count] the beginning of a part that is kept as bytes."""
     return bytes_X[: count * dtype.itemsize].view(dtype)
@@ -65,7 +68,7 @@ class MappedRows:
     """The rows of one node's ranks, seen from one of them."""
 
     def __init__(self, node: NodeMemory, *, top_k: int) -> None:
-        """Nothing is allocated before `reserve`.
+        """Allocate nothing yet; `reserve` does.
 
         Args:
             top_k: experts of a token
@@ -82,7 +85,7 @@ class MappedRows:
         self.offsets = RowOffsets(*[0] * 7)
         self.bases_R = torch.zeros(0, dtype=torch.int64, device=node.device)
         """[R] address at which this process has mapped each rank's page, on the device; 0 of other nodes."""
-        self.own = RowViews(*[torch.empty(0)] * len(RowViews._fields))
+        self.own = _NO_PAGE
         """This rank's page."""
         self._number, self._last_part = 0, ""
         self._stream_words: StreamWords | None = None
@@ -96,14 +99,14 @@ class MappedRows:
         if self.views and RowLimits(**sizes) == self.limits:
             return
         limits = RowLimits(**sizes).grown()
+        # All ranks have launched every earlier step before any of them lets go of its page.
+        node.agree([0], Transfer("rows", path=node.direct_path))
         self.close()
         is_host = node.device.type == "cpu"
         pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)
         row_bytes = self._width * self._dtype.itemsize
         offsets = RowOffsets.of(limits, ranks=len(node.node_R), row_bytes=row_bytes, top_k=self.top_k)
         size = whole(offsets.end, pager.granule)
-        # All ranks have passed every earlier step before any of them lets go of its page.
-        node.agree([0], Transfer("rows", path=node.direct_path))
         shared = share_pages(
             [size], pager=pager, group=node.group, node_R=node.node_R, timeout_s=node.options.timeout_s
         )
@@ -154,7 +157,7 @@ class MappedRows:
             self._stream_words.close()
         Mark.now(self._node.device).block()
         # Views keep the pages mapped, and whoever failed may keep this object.
-        self._stream_words, self.views, self.own = None, {}, RowViews(*[torch.empty(0)] * len(RowViews._fields))
+        self._stream_words, self.views, self.own = None, {}, _NO_PAGE
 
     def _views(self, view: Callable[..., Tensor]) -> RowViews:
         limits, offsets, width = self.limits, self.offsets, self._width

@@ -49,8 +49,17 @@ def _without_tokens(inputs):
     return inputs._replace(hidden_TD=inputs.hidden_TD[:0], gates=gates, target_TD=inputs.target_TD[:0], ids=ids)
 
 
-def both_ways(group, case, **how):
+def both_ways(group, case, how):
     return train_with(group, case, "mapped", **how), train_with(group, case, "collective", **how)
+
+
+def check_bits(pool, case, how):
+    """Train with mapped and with exchanged rows on all ranks, and compare outputs and every gradient."""
+    for (mapped, is_used), (exchanged, is_used_there) in pool.run(both_ways, case.ranks, case, how):
+        assert is_used and not is_used_there
+        assert len(mapped) == len(exchanged)
+        assert all(map(torch.equal, mapped, exchanged))
+        assert any(bool(tensor.any()) for tensor in mapped)
 
 
 def refused(group, case):
@@ -58,14 +67,18 @@ def refused(group, case):
     return words_of(lambda: balancer_of(SmallStack(case, group), case, group, rows="mapped"))[1]
 
 
+def _begin(group, case, timeout_s):
+    """A stack, its balancer with an open window, and what the window's micro-steps forward."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
+    balancer.submit(routes_of(window))
+    balancer.begin()
+    return net, balancer, [inputs.to(case.device) for inputs in window]
+
+
 def die_in_a_window(group, case, timeout_s):
     """Rank 1 is killed between two layers; what the others are told, and whether their device goes on."""
-    net = SmallStack(case, group)
-    balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
-    window = window_inputs(case, 0, group.rank())
-    balancer.submit(routes_of(window))
-    window = [inputs.to(case.device) for inputs in window]
-    balancer.begin()
+    net, balancer, window = _begin(group, case, timeout_s)
     try:
         for micro_step, inputs in enumerate(window):
             if micro_step == 1 and group.rank() == 1:
@@ -83,12 +96,7 @@ def die_in_a_window(group, case, timeout_s):
 
 def stand_still(group, case, timeout_s):
     """Rank 1 does not run its first layer until rank 0 has given up; what is said, and after how long."""
-    net = SmallStack(case, group)
-    balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
-    window = window_inputs(case, 0, group.rank())
-    balancer.submit(routes_of(window))
-    window = [inputs.to(case.device) for inputs in window]
-    balancer.begin()
+    net, balancer, window = _begin(group, case, timeout_s)
     begin = time.monotonic()
     if group.rank() == 1:
         time.sleep(4 * timeout_s)

@@ -28,15 +28,7 @@ CASES = {
 @pytest.mark.dist(8)
 @pytest.mark.parametrize("name", CASES)
 def test_mapped_rows_give_the_bits_of_exchanged_rows(pool, name):
-    case, how = CASES[name]
-    for (mapped, is_used), (exchanged, is_used_there) in pool.run(_both, case.ranks, case, how):
-        assert is_used and not is_used_there
-        assert all(map(torch.equal, mapped, exchanged))
-        assert any(bool(tensor.any()) for tensor in mapped)
-
-
-def _both(group, case, how):
-    return mapped_work.both_ways(group, case, **how)
+    mapped_work.check_bits(pool, *CASES[name])
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_their_streams():

@@ -4,7 +4,6 @@ They are forked from a server that has torch loaded, so that starting a few cost
 """
 
 import multiprocessing
-import os
 import pickle
 import signal
 import tempfile
@@ -16,19 +15,15 @@ from pathlib import Path
 KILLED = "killed"
 
 
-def run_ranks(function, world_size, *args, timeout_s=300.0, is_nccl=False):
-    """Call `function(group, *args)` on fresh ranks; return each one's result, or KILLED where it was killed.
-
-    Args:
-        is_nccl: move CUDA tensors by NCCL, each rank as another host, so that all may share one GPU
-    """
+def run_ranks(function, world_size, *args, timeout_s=300.0):
+    """Call `function(group, *args)` on fresh ranks; return each one's result, or KILLED where it was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tests.transfer.windows"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         started = []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            where = (rank, world_size, str(Path(folder) / "store"), is_nccl)
+            where = (rank, world_size, str(Path(folder) / "store"))
             process = context.Process(target=_serve, args=(theirs, where, pickle.dumps((function, args))), daemon=True)
             process.start()
             theirs.close()
@@ -60,13 +55,9 @@ def _serve(pipe, where, call):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    rank, world_size, store, is_nccl = where
+    rank, world_size, store = where
     limit = timedelta(seconds=300)
-    if is_nccl:
-        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
-        torch.cuda.set_device(0)
-    backend = "cpu:gloo,cuda:nccl" if is_nccl else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
     try:
         function, args = pickle.loads(call)
         answer = pickle.dumps((True, function(dist.group.WORLD, *args)))
