@@ -99,8 +99,8 @@ class Balancer(AbstractContextManager["Balancer"]):
                 self._planner = BackgroundPlanner(
                     cluster=self.cluster,
                     model=self.model,
-                    # Experts cross nodes through the CPU, and are priced so.
-                    options=replace(self.options, transport="gloo"),
+                    # Experts are priced as they travel.
+                    options=replace(self.options, transport=engine.transport),
                     group=self.group,
                     layers=list(found.values()),
                     worker=worker,

@@ -33,8 +33,8 @@ class PlanOptions:
     """In recompute windows, take replicas from any node where that pays: needs a host store that holds every expert."""
     sends: Sends = "rows"
     """What crosses nodes in an all-to-all: every row, or a token once per node."""
-    transport: Transport = "nccl"
-    """What moves experts between nodes, for their price where a profile has none; a balancer sets what it uses."""
+    transport: Transport = "auto"
+    """What moves experts between nodes, for their price where a profile has none; a balancer plans with its own."""
     memory_bytes: int | None = None
     """Bytes per rank for replicas, instead of `slots`: weights and, in updates, gradients on their way home."""
     effort: int = 1
@@ -112,7 +112,8 @@ class TransferOptions:
     copies: CopyMethod = "auto"
     """How a visit's replicas are copied inside a node; `auto`: on a CUDA device by one kernel, or by copy engines side
     by side where the node's experts are on several devices."""
-
+    transport: Transport = "auto"
+    """What moves experts between nodes."""
     rows: RowPath = "auto"
     """How rows with a prepared dispatch reach the ranks that compute them. `mapped`: these ranks read them where they
     are, in memory that a node's ranks map, and exchange only what crosses nodes; `collective`: by all-to-all; `auto`:
@@ -126,6 +127,7 @@ class TransferOptions:
         require_choice("path", self.path, ForcedPath, error=TransferError)
         require_choice("buffers", self.buffers, Buffers, error=TransferError)
         require_choice("copies", self.copies, CopyMethod, error=TransferError)
+        require_choice("transport", self.transport, Transport, error=TransferError)
         require_choice("rows", self.rows, RowPath, error=TransferError)
         if self.grad_dtype is not None:
             require_choice("grad_dtype", self.grad_dtype, GradDtype, error=TransferError)

@@ -105,8 +105,9 @@ class Itinerary(Value):
 
 
 Objective = Literal["seconds", "skew"]
-Transport = Literal["nccl", "gloo"]
-"""What moves experts between nodes: NCCL between devices, or gloo through the CPU."""
+Transport = Literal["auto", "nccl", "gloo"]
+"""What moves experts between nodes: NCCL from device to device, or gloo through the CPU. `auto`: NCCL where the group
+has several nodes and moves its CUDA tensors by NCCL itself; a plan that is made without a group assumes that."""
 Sends = Literal["rows", "tokens"]
 """What crosses nodes in an all-to-all: every row (Megatron's alltoall dispatcher), or a token once per node, which then
 forwards it internally (DeepEP)."""

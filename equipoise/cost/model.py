@@ -99,7 +99,7 @@ class CostModel(Value):
     stage: Stage
     depth: int = 1
     sends: Sends = "rows"
-    transport: Transport = "nccl"
+    transport: Transport = "auto"
     forward_alone: "CostModel" = field(init=False, repr=False, compare=False)
     """The same without backward."""
     _nearest: tuple[ComputeTable, ...] = field(init=False, repr=False)
@@ -125,7 +125,7 @@ class CostModel(Value):
         profile: Profile | None = None,
         depth: int = 1,
         sends: Sends = "rows",
-        transport: Transport = "nccl",
+        transport: Transport = "auto",
     ) -> "CostModel":
         """Build the cost model of a cluster with its own profile, or with a given one."""
         used = Profile.read(cluster.profile) if profile is None else profile
@@ -227,7 +227,7 @@ class CostModel(Value):
         if self.profile.relocation_bytes_per_s:
             return self.profile.relocation_bytes_per_s
         network = self.cluster.network_bytes_per_s * self.profile.across_permille // 1000
-        return network if self.transport == "nccl" else min(network, GLOO_BYTES_PER_S)
+        return min(network, GLOO_BYTES_PER_S) if self.transport == "gloo" else network
 
     @property
     def edge_fixed_ns(self) -> int:

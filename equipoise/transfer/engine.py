@@ -143,6 +143,8 @@ class TransferEngine:
         """
         self._node = NodeMemory(homes, group=group, node_R=node_R, options=options)
         self.counters: Counters = self._node.counters
+        self.transport = self._node.transport
+        """What moves experts between nodes: `nccl` or `gloo`."""
         self._paths: dict[str, PullPath] = {"peer": MappedPath(self._node), **(paths or {})}
         if options.path == "peer":
             self._paths = dict.fromkeys(PATHS, self._paths["peer"])

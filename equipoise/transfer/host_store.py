@@ -14,7 +14,7 @@ A version is set after the weights it belongs to, and is 0 while they are writte
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, groupby
 from typing import Any, NamedTuple
@@ -273,9 +273,10 @@ class Refresher:
         self.finish()
         transfer = Transfer("refresh", path="host")
         node.agree([0], transfer)
-        if len(set(node.node_R)) > 1:
+        if node.layout.nodes > 1:
             for layer in layers:
-                self._cross(layer, version)
+                owners = owner_crossings(layer, node.node_R, home_slots=owned)
+                send_crossings(node, self._store, owners, version=version)
             node.agree([0], transfer)
 
     def close(self) -> None:
@@ -286,28 +287,6 @@ class Refresher:
             self._changed.notify_all()
         self._thread.join(1.0)
         self._announcer.close()
-
-    def _cross(self, layer: int, version: int) -> None:
-        """Send what this rank owns to the first rank of every other node; if this is one, write what arrives."""
-        node, count = self._node, self._node.layout.home_slots
-        owned = [range(rank * count, (rank + 1) * count) for rank in range(len(node.node_R))]
-        first = {name: node.node_R.index(name) for name in dict.fromkeys(node.node_R)}
-        is_first = first[node.node_R[node.rank]] == node.rank
-        away = [rank for rank in range(len(node.node_R)) if rank not in node.peers]
-        pairs = [(True, node.rank, first[name]) for name in first if first[name] not in node.peers]
-        pairs += [(False, rank, rank) for rank in away] if is_first else []
-        messages = [
-            Message(tensor[owned[owner].start : owned[owner].stop], peer, is_leaving)
-            for is_leaving, owner, peer in pairs
-            for tensor in self._store.experts(layer).tensors()
-        ]
-        arriving = [expert for rank in away for expert in owned[rank]] if is_first else []
-        for expert in arriving:
-            self._store.withdraw(layer, expert)
-        if messages:
-            node.exchange(messages, [Transfer("refresh", layer, path="p2p")] * len(messages))
-        for expert in arriving:
-            self._store.announce(layer, expert, version)
 
     def _is_idle(self) -> bool:
         return self._writing is None and self._announcer.is_done()
@@ -378,18 +357,33 @@ def crossings(plan: Plan) -> list[Crossing]:
     node_R = np.array(plan.cluster.node_R)
     node_P = node_R[plan.replica_table.rank_P]
     needed = np.unique(np.stack([layer_P, expert_P, node_P], axis=1)[is_across_P], axis=0).tolist()
-    ranks_N = [np.flatnonzero(node_R == node).tolist() for node in range(node_R.max() + 1)]
-    turns = {(layer, node): cycle(ranks_N[node]) for layer, _, node in needed}
+    turns = {layer: _turns(plan.cluster.node_R) for layer, _, _ in needed}
     return [
         Crossing(
             layer,
             expert,
             int(plan.home_LE[layer, expert]),
             int(plan.home_slot_LE[layer, expert]),
-            next(turns[layer, node]),
+            next(turns[layer][node]),
         )
         for layer, expert, node in needed
     ]
+
+
+def owner_crossings(layer: int, node_R: Sequence[int], *, home_slots: int) -> list[Crossing]:
+    """Every expert of a layer, from its owner to every other node; the same on all ranks."""
+    turns = _turns(node_R)
+    return [
+        Crossing(layer, expert, *divmod(expert, home_slots), next(turns[node]))
+        for expert in range(len(node_R) * home_slots)
+        for node in turns
+        if node != node_R[expert // home_slots]
+    ]
+
+
+def _turns(node_R: Sequence[int]) -> dict[int, Iterator[int]]:
+    """By node: its ranks, again and again."""
+    return {node: cycle([rank for rank, of in enumerate(node_R) if of == node]) for node in dict.fromkeys(node_R)}
 
 
 def crossings_by_layer(plan: Plan) -> dict[int, list[Crossing]]:

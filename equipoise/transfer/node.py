@@ -6,7 +6,8 @@ Two kinds of memory, each rank having its own part:
         homes      per layer and matrix one piece, [home_slots, ...] at its end, so that replica slots can follow
         the rest   biases; outbox [boxes, ...], experts that change slots at a window's edge, a few at a time;
                    mailboxes [mailboxes, ...], replica gradients on their way to their homes
-Where there are several nodes, each rank also has a landing [boxes, ...] of its own for what other nodes send.
+Where there are several nodes, each rank also has a landing [boxes, ...] of its own for what other nodes send: on its
+device by NCCL, in memory of the CPU by gloo.
 
 `ExpertLayout` gives the sizes, `SeparateBuffers` and `Arena` hold the replica slots, `NodeMemory` owns it all. When
 anything may be read or written is decided by `edges`, `returns` and `engine`.
@@ -28,6 +29,7 @@ from torch import Tensor
 from equipoise.core.errors import TransferError
 from equipoise.core.options import TransferOptions, aligned, edge_boxes
 from equipoise.transfer.cuda_pages import CudaPager
+from equipoise.transfer.nccl import NcclGroup, choose_transport
 from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, whole
 from equipoise.transfer.waits import (
     MESSAGE_BYTES,
@@ -350,6 +352,9 @@ class NodeMemory:
         check_budget(self.layout, options)
         if len(self.node_R) != dist.get_world_size(group):
             raise TransferError(f"node_R names {len(self.node_R)} ranks, the group has {dist.get_world_size(group)}")
+        nodes = self.layout.nodes
+        self.transport = choose_transport(options.transport, group=group, device=self.device, nodes=nodes)
+        """What moves experts between nodes: `nccl` or `gloo`."""
         self.peers = tuple(r for r, node in enumerate(self.node_R) if node == self.node_R[self.rank])
         self.home: dict[int, tuple[ExpertWeights, ...]] = {}
         """By rank of this node and layer: [home_slots, ...] its home weights in shared memory."""
@@ -379,8 +384,14 @@ class NodeMemory:
         self.adopt(version=0)
         self.agree([0], Transfer("fence", path="p2p"))
         self.watchdog.watch_peers()
-        self._landing_N = torch.empty(self.layout.landing_bytes, dtype=torch.uint8)
-        boxes, view = self.layout.boxes if self.layout.nodes > 1 else 0, Span(self._landing_N).view
+        self._nccl: NcclGroup | None = None
+        if self.transport == "nccl" and nodes > 1:
+            wait = partial(self.watchdog.wait, transfer=Transfer("fence", path="p2p"))
+            given: dict[str, Any] = {"device": self.device, "node_R": self.node_R, "wait": wait}
+            self._nccl = NcclGroup(group, timeout_s=2 * options.timeout_s, **given)
+        where = "cpu" if self._nccl is None else self.device
+        self._landing_N = torch.empty(self.layout.landing_bytes, dtype=torch.uint8, device=where)
+        boxes, view = self.layout.boxes if nodes > 1 else 0, Span(self._landing_N).view
         dtypes = {self.layout.dtype, self.layout.grad_dtype}
         self.landings = {dtype: view_experts(self.layout, view, 0, boxes, dtype) for dtype in dtypes}
         """By dtype: [boxes, ...] experts that other nodes have sent; no boxes where there is one node."""
@@ -467,7 +478,9 @@ class NodeMemory:
     def messages(self, experts: ExpertWeights, slot: int, *, peer: int, is_leaving: bool) -> list[Message]:
         """The messages of one expert to or from another node's rank, as `exchange` takes them."""
         rows = [tensor.detach()[slot] for tensor in experts.tensors()]
-        if is_leaving:
+        if self._nccl is not None:
+            rows = [row.contiguous() for row in rows]
+        elif is_leaving:
             # A copy: a send that the other rank never joins would keep shared memory mapped after `close`.
             rows = [row.to("cpu", copy=True) for row in rows]
         return [Message(row, peer, is_leaving) for row in rows]
@@ -478,9 +491,16 @@ class NodeMemory:
         self.watchdog.check(transfer)
         works: list[Any] = []
         try:
+            if self._nccl is not None:
+                # One batch has one end, so an error names an expert only where there is one.
+                transfer = transfer if len(set(transfers)) == 1 else transfer._replace(expert=None, peer=None)
+                self._nccl.exchange(messages, partial(self.watchdog.wait, transfer=transfer))
+                return
             works = self._own_group.start(messages)
             for work, transfer in zip(works, transfers, strict=True):  # noqa: B007  # named by the error below
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+        except TransferError:
+            raise
         except RuntimeError as error:
             self._own_group.abandon(works)
             raise self.watchdog.lost(transfer, error) from error
@@ -496,6 +516,8 @@ class NodeMemory:
         self.home, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()
+        if self._nccl is not None:
+            self._nccl.close()
         self._landing_N, self.landings = self._landing_N[:0].clone(), {}
         self.watchdog.close()
         self._control.close()

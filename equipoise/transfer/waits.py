@@ -353,7 +353,7 @@ class Message(NamedTuple):
     """A tensor sent between this rank and another; both sides list theirs in the same order."""
 
     tensor: torch.Tensor
-    """Contiguous, on the CPU."""
+    """Contiguous; on the CPU where it goes by gloo."""
     peer: int
     is_leaving: bool
 
@@ -379,10 +379,8 @@ class OwnGroup:
         """
         self.rank, self.size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
         self._is_closing = threading.Event()
-        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         try:
-            dist.broadcast(name, group=group, group_src=0)
-            store = dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
+            store = fresh_store(group)
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
             # A rank that closed before the others have connected would break off their connecting.
             self._gloo.barrier().wait()
@@ -451,6 +449,13 @@ class OwnGroup:
                 f"rank {self.rank}: could not exchange with the other {self.size - 1} ranks within {self.timeout_s:g} "
                 f"s; look for a rank that ended or did not announce this window: {error}"
             ) from error
+
+
+def fresh_store(group: Any) -> Any:
+    """Return a part of the group's store that nobody has used. Every rank of `group` must call this."""
+    name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+    dist.broadcast(name, group=group, group_src=0)
+    return dist.PrefixStore(f"equipoise/{bytes(name.tolist()).hex()}", group.get_group_store())
 
 
 def _hold_until_done(gloo: Any, works: Sequence[Any]) -> None:
