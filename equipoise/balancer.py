@@ -114,6 +114,11 @@ class Balancer(AbstractContextManager["Balancer"]):
         """Whether a window is open, that is between `begin` and `end`."""
         return self._meter is not None
 
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether gradients accumulate elsewhere than in `grad`."""
+        return self._gradient_of is not None
+
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
         """Take the routes of the next window, count them, and plan the window in the background; returns at once."""
         rows = count_rows(routes, experts=self.model.experts, stage=stage)

@@ -4,6 +4,7 @@
     transformers.py  Hugging Face transformers: install, uninstall, checkpoints
         transformers_model.py     inspect: what is there and what is unsupported; add a model family here
         transformers_routers.py   hooks that record and replay routes
+    wrappers.py      DDP and FSDP2 around a model: what they must leave alone, what they average
 
 An adapter imports the one framework it is named after, and never another adapter.
 """

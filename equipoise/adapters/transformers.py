@@ -17,6 +17,7 @@ What `install` changes, and `uninstall` restores byte by byte:
    only this model's experts modules see: another model made from the same configuration is not touched.
 3. Hooks, see `transformers_routers`. Forward functions, routers, shared experts and dense layers stay as they are.
 4. `model.save_pretrained` writes the canonical checkpoint; every rank must call it.
+5. A DDP that is built around the model leaves the experts alone; see `wrappers`.
 
 Tested with transformers 5.17. A router whose gates differ from the known ones, as in another version, is refused.
 A refused install changes nothing and is refused on every rank.
@@ -47,6 +48,7 @@ from equipoise.adapters.protocol import (
 )
 from equipoise.adapters.transformers_model import FAMILIES, Family, Found, check_router, inspect
 from equipoise.adapters.transformers_routers import Routers, record, replay, wrap_routers
+from equipoise.adapters.wrappers import check_untouched, copy_whole, gradient_divisor, ignored_by_ddp, whole
 from equipoise.balancer import Balancer
 from equipoise.core.errors import AdapterError
 from equipoise.layer.experts import BalancedExperts, LayerOptions
@@ -94,6 +96,11 @@ class _LentExperts:
         """Of the parameters, in the order of `ExpertWeights`."""
         return tuple(self._full)
 
+    @property
+    def full_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters of all experts, without memory while balanced ones replace them."""
+        return tuple(self._full.values())
+
     def cut(self, group: Any) -> ExpertWeights:
         """Return this rank's experts in the layout of `BalancedExperts`."""
         return ExpertWeights(*(self.exchanged(cut(full, group)) for full in self._full.values()))
@@ -134,7 +141,15 @@ class Installed:
         """Made by `install`."""
         self.model, self.balancer, self.found = model, balancer, found
         self._lent = lent
-        self.routers = Routers(model, found=found)
+        self.routers = Routers(model, found=found, before_forward=self._check_wrapped)
+        self._installed: dict[str, nn.Parameter] = {}
+        self._divisor = 1.0
+        self._divided: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Note the parameters that `install` has put in place, and make DDP leave them alone."""
+        self._installed = self.expert_parameters
+        self._undo_ddp = ignored_by_ddp(self.model, self._installed)
 
     @property
     def counters(self) -> ReplayCounters:
@@ -143,7 +158,10 @@ class Installed:
 
     @property
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the experts this rank owns, by name; their gradients are sums over the whole EP group."""
+        """The parameters of the experts this rank owns, by name; their gradients are sums over the whole EP group.
+
+        Under DDP or FSDP2 the sums are divided by what those divide all other gradients by.
+        """
         return {
             f"{path}.{name}": parameter
             for path, lent in self._lent.items()
@@ -179,9 +197,8 @@ class Installed:
         """
         with self.balancer.canonical():
             experts = {name: self.full(name, p, to=to) for name, p in self.expert_parameters.items()}
-            if to not in (None, dist.get_rank(self.balancer.group)):
-                return {}
-            return {name: experts.get(name, tensor) for name, tensor in self.model.state_dict().items()}
+            state = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+            return {name: experts.get(name, state[name]) for name in state if to in (None, self.balancer.group.rank())}
 
     def stored_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the whole model, with experts in the node's host store. Every rank must call this.
@@ -198,7 +215,7 @@ class Installed:
             for layer, (path, lent) in enumerate(self._lent.items())
             for name, tensor in zip(lent.names, store.experts(layer).tensors(), strict=True)
         }
-        return {name: experts.get(name, tensor) for name, tensor in self.model.state_dict().items()}
+        return {name: experts.get(name, whole(tensor)) for name, tensor in self.model.state_dict().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -216,7 +233,7 @@ class Installed:
                     "give the state dict of the whole model"
                 )
         for name, tensor in own.items():
-            tensor.copy_(mine[name])
+            copy_whole(tensor, mine[name])
 
     def save_pretrained(self, path: str | Path, **options: Any) -> None:
         """Write what the whole model's `save_pretrained` would write. Every rank must call this; the first one writes.
@@ -241,6 +258,23 @@ class Installed:
         if self.balancer.is_open:
             raise AdapterError(f"cannot {what}: a window of the balancer is open; end it first")
 
+    def _check_wrapped(self) -> None:
+        """In every forward: refuse wrappers that took experts, and divide experts' gradients as they divide others."""
+        check_untouched(
+            self.model, self._installed, lent=(p for lent in self._lent.values() for p in lent.full_parameters)
+        )
+        self._divisor = gradient_divisor(self.model)
+        if self._divisor == 1.0:
+            return
+        if self.balancer.has_own_gradients:
+            raise AdapterError(
+                "the balancer was given gradient_of, and the model is wrapped in DDP or FSDP2, which average `grad`; "
+                "use one of the two"
+            )
+        for name, parameter in self._installed.items():
+            if name not in self._divided and parameter.requires_grad:
+                self._divided[name] = parameter.register_hook(lambda gradient: gradient / self._divisor)
+
     def _share(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the whole model, in the layout it has while installed."""
         lent = self._lent.get(name.rpartition(".")[0])
@@ -250,6 +284,9 @@ class Installed:
         """Restore the model. Every rank must call this, with no window open."""
         self._refuse_inside("uninstall")
         self.routers.unwrap()
+        for remover in self._divided.values():
+            remover.remove()
+        self._undo_ddp()
         for lent in self._lent.values():
             lent.restore(self.balancer.group)
         del self.model.save_pretrained
@@ -286,6 +323,7 @@ def install(
     for layer, (path, one) in zip(handle.routers.layers, lent.items(), strict=True):
         layer.balanced = balanced[path]
         one.swap(balanced[path], config=config, layer=layer)
+    handle.start()
     setattr(model, KEPT, handle)
     model.save_pretrained = handle.save_pretrained  # type: ignore[assignment]  # restored by uninstall
     return handle

@@ -146,7 +146,7 @@ def inspect(model: nn.Module) -> Found:
     shape = ModelShape.from_config(config.to_dict(), name=config.model_type).replace(
         layer_numbers=tuple(layer.number for layer in layers),
         hidden_layers=max(len(base.layers), layers[-1].number + 1),
-        weight_bytes=getattr(experts[0], family.tensors[0]).element_size(),
+        weight_bytes=next(experts[0].parameters()).element_size(),
     )
     return Found(
         family=config.model_type,
@@ -175,8 +175,6 @@ def _model_reasons(model: Any) -> Iterator[str]:
         yield "the model is compiled; install on the model itself, without torch.compile"
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         yield "the model is quantized; load it without quantization_config"
-    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in name for name, _ in model.named_modules()):
-        yield "the model has LoRA adapters; merge them into the weights first"
     if getattr(model, "_tp_size", None) not in (None, 1) or getattr(model, "_device_mesh", None) is not None:
         yield "the model is tensor parallel or sharded already; load it without tp_plan and device_mesh"
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
@@ -192,7 +190,11 @@ def _layer_reasons(model: Any, layers: tuple[FoundLayer, ...], family: Family) -
         experts = model.get_submodule(layer.experts_path)
         yield from _experts_reasons(experts, layer.experts_path, family)
         kinds |= {(t.dtype, tuple(t.shape)) for t in experts.parameters() if t.ndim == 3}
-        for path in (layer.experts_path, layer.router_path, layer.experts_path.rpartition(".")[0]):
+        block = layer.experts_path.rpartition(".")[0]
+        for path in (layer.experts_path, layer.router_path):
+            if any("lora_" in name for name, _ in model.get_submodule(path).named_modules()):
+                yield f"`{path}` has LoRA adapters; merge them, or adapt attention and other dense weights alone"
+        for path in (layer.experts_path, layer.router_path, block):
             if "forward" in vars(model.get_submodule(path)):
                 yield f"the forward of `{path}` was replaced, by kernels or by a patch; load without use_kernels"
     if len(kinds) > 2:
@@ -216,7 +218,7 @@ def _experts_reasons(experts: Any, path: str, family: Family) -> Iterator[str]:
 
 def _tensor_reasons(tensor: Any, path: str) -> Iterator[str]:
     if type(tensor) is not nn.Parameter or type(tensor.data).__name__ != "Tensor":
-        yield f"`{path}` is a {type(tensor.data).__name__}, sharded or wrapped already; install before FSDP or DTensor"
+        yield f"`{path}` is a {type(tensor.data).__name__}, sharded or wrapped already; install before wrapping"
     elif not tensor.is_floating_point() or tensor.element_size() < 2:
         yield f"`{path}` is {tensor.dtype}; experts must be in 16 or 32 bit floating point"
     elif tensor.grad is not None:

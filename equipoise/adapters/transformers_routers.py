@@ -7,7 +7,7 @@ How a forward pass reaches a layer, also when the layer is computed again in bac
 3. A hook of the router replaces ids, and gates by those of the new ids; a pre-hook of the experts counts their use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,11 +79,17 @@ class LayerHooks:
 class Routers:
     """The wrapped routers of one model."""
 
-    def __init__(self, model: nn.Module, *, found: Found | None = None) -> None:
-        """Hook into the model; `unwrap` takes the hooks out."""
+    def __init__(
+        self, model: nn.Module, *, found: Found | None = None, before_forward: Callable[[], None] | None = None
+    ) -> None:
+        """Hook into the model; `unwrap` takes the hooks out.
+
+        Args:
+            before_forward: called at the beginning of every forward of a micro-step
+        """
         self.found = found or inspect(model)
         self.counters = ReplayCounters()
-        self._model = model
+        self._model, self._before_forward = model, before_forward
         self._current: ForwardPass | None = None
         family, base = FAMILIES[self.found.family], model.get_submodule(self.found.base_path)
         by_path = {layer.path: layer for layer in self.found.layers}
@@ -134,7 +140,11 @@ class Routers:
 
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the decoder layers: pass the current forward pass on with the data."""
-        return args, kwargs if self._current is None else {**kwargs, FORWARD_PASS: self._current}
+        if self._current is None:
+            return args, kwargs
+        if self._before_forward is not None:
+            self._before_forward()
+        return args, {**kwargs, FORWARD_PASS: self._current}
 
 
 def wrap_routers(model: nn.Module) -> Routers:

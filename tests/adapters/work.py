@@ -317,7 +317,7 @@ def quantize(model, rank):
 
 
 def lora(model, rank):
-    model.model.layers[0].self_attn.add_module("lora_A", torch.nn.Linear(2, 2))
+    model.model.layers[0].mlp.experts.add_module("lora_A", torch.nn.Linear(2, 2))
 
 
 def another_device(model, rank):
