@@ -94,6 +94,7 @@ class Balancer(AbstractContextManager["Balancer"]):
                     group=self.group,
                     options=self.options,
                     gradient_of=self._gradient_of,
+                    names=list(found),
                 )
                 opened.callback(engine.close)
                 self._planner = BackgroundPlanner(

@@ -13,10 +13,11 @@ and says that the layer is in pieces: its weights are then to be had from a chec
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -208,39 +209,55 @@ class Relocator:
             node.counters.arrive("p2p" if is_across else node.direct_path, copied if move.source != node.rank else 0)
 
 
-class _CompleteGradient(NamedTuple):
-    """A gradient that is complete, and how often torch will have seen it written once it is collected."""
+class _KnownGradient(NamedTuple):
+    """A gradient that nobody but autograd and this room may change in a window."""
 
     parameter: torch.Tensor
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None
     version: int | None
-    """None where it is part of a larger buffer, whose parts torch counts together."""
+    """How often torch has seen it written, or will have once it is collected; None where there is nothing to count, or
+    the gradient is part of a larger buffer, whose parts torch counts together."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, gradient: torch.Tensor, *, arriving: int) -> "_CompleteGradient":
-        is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
-        return cls(parameter, gradient, None if is_part else gradient._version + arriving)
+    def of(cls, parameter: torch.Tensor, gradient: torch.Tensor | None, *, writes: int = 0) -> "_KnownGradient":
+        if gradient is None or gradient.untyped_storage().nbytes() > gradient.nbytes:
+            return cls(parameter, gradient, None)
+        return cls(parameter, gradient, gradient._version + writes)
 
-    def is_changed(self, now: torch.Tensor | None) -> bool:
-        """Whether another gradient is in its place, or someone else has written it."""
-        return (self.version is not None and self.gradient._version != self.version) or now is not self.gradient
+    def is_changed(self, now: torch.Tensor | None, *, writes: int = 0) -> bool:
+        """Whether another gradient is in its place, or it was written otherwise than `writes` times since."""
+        if now is None or now is not self.gradient or self.version is None:
+            return now is not self.gradient
+        return now._version != self.version + writes
 
 
 class WindowEdges:
     """Publishes weights to homes and collects gradients to owners, for all layers of one EP group."""
 
-    def __init__(self, node: NodeMemory, *, gradient_of: GradientOf | None = None) -> None:
+    def __init__(self, node: NodeMemory, *, gradient_of: GradientOf | None = None, names: Sequence[str] = ()) -> None:
         """
         Args:
             gradient_of: where gradients lie, if not in `grad`; they must be there before the first window
+            names: what errors call the layers; left out: by index
         """
         self._node, self._gradient_of = node, gradient_of or _GRAD_OF
+        self._names: dict[int, str] = {}
+        """By id of a parameter."""
+        for layer, weights in enumerate(node.homes):
+            for field, tensor in zip(weights._fields, weights, strict=True):
+                title = f"`{names[layer]}`" if names else f"layer index {layer}"
+                self._names[id(tensor)] = f"{title} {field.rpartition('_')[0]}"
+        self._accumulated: dict[int, _KnownGradient] = {}
+        """By id of a parameter: its gradient as autograd left it."""
+        self._changed: list[str] = []
+        """Parameters whose gradients someone else has changed in the window."""
+        self._removers: list[Any] = []
         self._moves: list[list[Move]] | None = None
         self._back: list[list[Move]] = []
         """By layer: experts that move from owners to homes, and back."""
         self._with_weights = True
         self._published: set[int] = set()
-        self._collected: dict[int, list[_CompleteGradient]] = {}
+        self._collected: dict[int, list[_KnownGradient]] = {}
         self._relocator = Relocator(node)
         self.path = node.direct_path
         """What counters call the path that experts take at this window's edges."""
@@ -276,12 +293,30 @@ class WindowEdges:
         self._moves, self._with_weights = moves, with_weights
         self._back = [[Move(m.expert, *m[3:5], *m[1:3]) for m in layer_moves] for layer_moves in moves]
         self._published, self._collected = set(), {}
+        self.unfollow()
+        if self._gradient_of is _GRAD_OF:
+            for layer in (layer for layer, layer_moves in enumerate(moves) if layer_moves):
+                trained = [tensor for tensor in node.homes[layer].tensors() if tensor.requires_grad]
+                self._removers += [tensor.register_post_accumulate_grad_hook(self._follow) for tensor in trained]
+
+    def unfollow(self) -> None:
+        """Stop following what happens to gradients."""
+        for remover in self._removers:
+            remover.remove()
+        self._removers, self._accumulated, self._changed = [], {}, []
+
+    def _follow(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when it has added to a gradient: one write since it last did, or someone else wrote."""
+        before = self._accumulated.get(id(parameter))
+        if before is not None and before.is_changed(parameter.grad, writes=1):
+            self._changed.append(self._names[id(parameter)])
+        self._accumulated[id(parameter)] = _KnownGradient.of(parameter, parameter.grad)
 
     def publish_layer(self, layer: int) -> None:
         """Move a layer's weights to its homes, and its gradients if they were collected. Every rank must call this."""
         moves = self._open_moves()[layer]
         if layer in self._collected:
-            del self._collected[layer]
+            self._note_changes(self._collected.pop(layer))
             if self._layers_with_gradients(Transfer("publish", layer), [layer])[0]:
                 self._relocator.relocate("publish", layer, moves, self._gradients(layer))
         if layer not in self._published:
@@ -300,10 +335,11 @@ class WindowEdges:
         """
         parameters = list(self._node.homes[layer].tensors())
         arriving = sum(move.target == self._node.rank for move in self._back[layer])
+        followed = [self._accumulated.pop(id(parameter), None) for parameter in parameters]
+        self._note_changes(known for known in followed if known is not None)
         if any(self._gradient_of(parameter) is not None for parameter in parameters):
             self._gradients(layer)
-        found = [(parameter, self._gradient_of(parameter)) for parameter in parameters]
-        self._collected[layer] = [_CompleteGradient.of(p, g, arriving=arriving) for p, g in found if g is not None]
+        self._collected[layer] = [_KnownGradient.of(p, self._gradient_of(p), writes=arriving) for p in parameters]
 
     def collect_layer(self, layer: int) -> None:
         """Move a layer's weights, and its gradients if they are complete, to their owners. Every rank must call this.
@@ -313,6 +349,11 @@ class WindowEdges:
         back, complete = self._back[layer], [layer] if layer in self._collected else []
         if any(self._layers_with_gradients(Transfer("collect", layer), complete)):
             self._relocator.relocate("collect", layer, back, self._gradients(layer))
+            # Zeros that stand for a gradient which only other ranks have are no change.
+            self._collected[layer] = [
+                known if known.gradient is not None else _KnownGradient.of(known.parameter, known.parameter.grad)
+                for known in self._collected[layer]
+            ]
         if self._with_weights and layer in self._published:
             self._relocator.relocate("collect", layer, back, self._node.home[self._node.rank][layer])
             self._published.discard(layer)
@@ -334,6 +375,7 @@ class WindowEdges:
         arriving = [m for back in self._back for m in back if m.target == self._node.rank and m.source != m.target]
         self._node.counters.collects += len(arriving)
         self._moves = None
+        self.unfollow()
 
     @contextmanager
     def canonical(self) -> Iterator[None]:
@@ -355,14 +397,19 @@ class WindowEdges:
         return bool(self._open_moves()[layer])
 
     def check_unchanged(self) -> None:
-        """Raise if a parameter was moved in the window, or a gradient changed after it had been collected."""
+        """Raise if a parameter was moved in the window, or someone else than autograd changed a gradient."""
         self._node.check()
-        for layer, known in self._collected.items():
-            if any(one.is_changed(self._gradient_of(one.parameter)) for one in known):
-                raise TransferError(
-                    f"a gradient of layer index {layer} was changed inside the window after the layer's last backward, "
-                    "on its way to its owner; clip, scale and zero gradients after the window has ended"
-                )
+        self._note_changes([*self._accumulated.values(), *chain.from_iterable(self._collected.values())])
+        if self._changed:
+            raise TransferError(
+                f"the gradient of {self._changed[0]} was changed or replaced inside the window, where experts of its "
+                "layer are away from their owners; clip, scale, zero and assign gradients after the window has ended"
+            )
+
+    def _note_changes(self, known: Iterable[_KnownGradient]) -> None:
+        """Note the parameters whose gradients are not as they are known."""
+        changed = (one for one in known if one.is_changed(self._gradient_of(one.parameter)))
+        self._changed += [self._names[id(one.parameter)] for one in changed]
 
     def _open_moves(self) -> list[list[Move]]:
         if self._moves is None:

@@ -130,6 +130,7 @@ class TransferEngine:
         options: TransferOptions,
         paths: Mapping[str, PullPath] | None = None,
         gradient_of: GradientOf | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Share memory with the node's ranks and move the parameters in. Every rank of `group` must call this.
 
@@ -140,6 +141,7 @@ class TransferEngine:
             options: slots, depth, budget and bounds
             paths: by the plan's name for them, instead of the ones that `options` ask for
             gradient_of: where a parameter's accumulated gradient lies, if not in its `grad`
+            names: of the layers, for errors; left out: their indices
         """
         self._node = NodeMemory(homes, group=group, node_R=node_R, options=options)
         self.counters: Counters = self._node.counters
@@ -153,7 +155,7 @@ class TransferEngine:
         self._store: HostStore | None = None
         self._refresher: Refresher | None = None
         self._puller = Puller(self._node, self._paths)
-        self._edges = WindowEdges(self._node, gradient_of=gradient_of)
+        self._edges = WindowEdges(self._node, gradient_of=gradient_of, names=names)
         self._mailboxes = Mailboxes(self._node, gradient_of=gradient_of)
         self._jobs = JobQueue(self._node.watchdog, self._node.device)
         self._mapped: MappedRows | None = None
@@ -341,6 +343,7 @@ class TransferEngine:
         self._jobs.close()
         self._puller.close()
         self._mailboxes.close()
+        self._edges.unfollow()
         if self._refresher is not None:
             self._refresher.close()
         self._plan = self._schedule = self._progress = None

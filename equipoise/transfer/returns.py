@@ -60,9 +60,11 @@ class Mailboxes:
                 f"micro-step {micro_step}, layer index {layer}: {gradients.num_slots} gradients handed in for "
                 f"{len(needs)} replicas"
             )
-        if needs and (micro_step, layer) in self._handed_in:
-            raise self._node.watchdog.abort(
-                f"micro-step {micro_step}, layer index {layer}: gradients handed in twice in one window"
+        if (micro_step, layer) in self._handed_in:
+            # Not by `abort`: every rank comes here, with replicas or without, and all shall say the same.
+            raise TransferError(
+                f"micro-step {micro_step}, layer index {layer}: gradients handed in twice in one window; run a layer "
+                "once per micro-step, and backward once per forward, without retain_graph"
             )
         self._handed_in.add((micro_step, layer))
         if plan.cross_node:

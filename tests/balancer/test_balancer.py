@@ -282,3 +282,31 @@ def test_layers_are_ordered_by_what_they_are():
 def test_layers_that_do_not_fit_are_named_by_path_and_number(indices, words):
     with pytest.raises(TopologyError, match=words):
         in_plan_order(layers_at(*indices), MODEL)
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("zeroed", "rank 0: the gradient of `blocks.1.experts` gate_up was changed or replaced inside the window"),
+        ("clipped", "rank 1: the gradient of `blocks.1.experts` down was changed or replaced inside the window"),
+        ("assigned", "gate_up was changed or replaced inside the window"),
+        ("visited twice", "micro-step 0, layer index 2: gradients handed in twice in one window; run a layer once"),
+        ("retained and run twice", "micro-step 0, layer index 2: gradients handed in twice in one window; run a layer"),
+    ],
+)
+def test_gradients_that_others_change_inside_a_window_are_named_on_every_rank(pool, how, words):
+    said = [one for one, _, _ in pool.run(work.touch_gradients, 2, ParityCase(ranks=2), how)]
+    assert {kind for kind, _ in said} == {"TransferError"}
+    assert len({text for _, text in said}) == 1, said
+    assert words in said[0][1]
+
+
+@pytest.mark.dist(2)
+def test_a_backward_that_retains_its_graph_gives_the_same_gradients(pool):
+    case = ParityCase(ranks=2)
+    plain, kept = (pool.run(work.touch_gradients, 2, case, how) for how in ("nothing", "retained"))
+    for (said, wanted, displaced), (also_said, gradients, _) in zip(plain, kept, strict=True):
+        assert said is None and also_said is None
+        assert displaced > 0
+        assert all(map(torch.equal, wanted, gradients))

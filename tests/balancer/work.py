@@ -487,3 +487,40 @@ def last_stage(net, window, peer):
         x_TD.requires_grad_()
         (net(inputs._replace(hidden_TD=x_TD), micro_step) - inputs.target_TD).square().mean().backward()
         torch.distributed.send(x_TD.grad, peer)
+
+
+def touch_gradients(group, case, how):
+    """What each rank says where gradients are changed inside a window, or the graph is run twice."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    layer = net.blocks[1].experts  # the one whose experts the plan displaces
+
+    def touch():
+        if how == "zeroed":
+            net.zero_grad(set_to_none=True)
+        elif how == "clipped" and group.rank() == 1:
+            layer.down.grad.mul_(0.5)
+
+    def run():
+        balancer.begin()
+        for micro_step, inputs in enumerate(window):
+            loss = net(inputs, micro_step).sum()
+            if how == "assigned":
+                parameters = list(net.parameters())
+                gradients = torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                continue
+            if how == "visited twice":
+                loss = loss + net(inputs, micro_step).sum()
+            loss.backward(retain_graph=how.startswith("retained"))
+            if how == "retained and run twice":
+                loss.backward()
+            if micro_step == 0:
+                touch()
+        balancer.end()
+
+    with balancer_of(net, case, group) as balancer:
+        balancer.submit(routes_of(window))
+        said = words_of(run)
+        displaced = balancer.report.displaced if balancer.report is not None else 0
+    return said, [p.grad for p in net.parameters()], displaced

@@ -193,7 +193,7 @@ def changed_inside(group, plan, how):
 def test_a_gradient_that_is_changed_on_its_way_is_named_on_all_ranks(pool, how):
     first, second = pool.run(changed_inside, 2, random_plan((0, 0), seed=6), how)
     for words in (first, second):
-        assert "rank 1: a gradient of layer index 2 was changed inside the window after" in words
+        assert "rank 1: the gradient of layer index 2 down was changed or replaced inside the window" in words
 
 
 def early_gradients(group, windows, run, is_elsewhere):
