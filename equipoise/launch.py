@@ -9,6 +9,7 @@
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
 import sys
 import tempfile
@@ -46,7 +47,7 @@ class RankOptions:
     """How ranks are connected."""
 
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What moves CUDA tensors; CPU tensors go by gloo."""
+    """What moves CUDA tensors; CPU tensors go by gloo. Ranks that share a GPU get what `nccl_environment` says."""
     device: Literal["cpu", "cuda"] = "cpu"
     timeout_s: float = 300.0
     """Bound on every wait of one rank for another."""
@@ -71,9 +72,18 @@ def find_torchrun() -> Torchrun | None:
     return Torchrun(rank, ranks, int(local_rank), int(local_ranks))
 
 
-def nccl_host() -> str | None:
-    """Return the word in the environment that names this machine to NCCL; None where NCCL finds a name by itself."""
-    return os.environ.get("NCCL_HOSTID")
+def nccl_environment(place: Torchrun, *, devices: int) -> dict[str, str]:
+    """Return what NCCL must find in the environment of a rank that shares its GPU; nothing where each has its own.
+
+    NCCL joins such ranks only if each says that it is another host. Then it connects them by sockets, which shows that
+    everything works, and not how fast it would be.
+    """
+    if place.local_ranks <= devices:
+        return {}
+    hosts = {"NCCL_HOSTID": f"{os.environ.get('NCCL_HOSTID', platform.node())}-{place.rank}"}
+    if place.local_ranks == place.ranks:
+        hosts["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
+    return hosts
 
 
 def run_ranks(
@@ -231,7 +241,7 @@ def _serve(
     except EquipoiseError as error:
         send("failed", error)
     except Exception as error:  # noqa: BLE001  # the starting process shows it, whatever it is
-        is_lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        is_lost = isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
         kind = TransferError if is_lost else _BrokeError
         send("failed", kind(f"rank {place.rank} failed:\n{traceback.format_exc()}"))
 
@@ -253,9 +263,8 @@ def _call(
     if options.device == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     backend = "gloo" if options.backend == "gloo" else "cpu:gloo,cuda:nccl"
-    if options.backend == "nccl" and (host := nccl_host()) and place.local_ranks > torch.cuda.device_count():
-        # NCCL joins ranks that share a GPU only where each is on a host of its own.
-        os.environ["NCCL_HOSTID"] = f"{host}-{place.rank}"
+    if options.backend == "nccl":
+        os.environ.update(nccl_environment(place, devices=torch.cuda.device_count()))
     limit = timedelta(seconds=options.timeout_s)
     dist.init_process_group(backend, init_method=init, rank=place.rank, world_size=place.ranks, timeout=limit)
     try:

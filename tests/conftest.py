@@ -1,5 +1,5 @@
 """Fixtures that every room may use."""
 
-from tests.pool import pool
+from tests.pool import nccl_pool, pool
 
-__all__ = ["pool"]
+__all__ = ["nccl_pool", "pool"]

@@ -1,4 +1,4 @@
-"""Worker processes for distributed tests: started once, forked from one import of torch, gloo ready, never left behind.
+"""Worker processes for distributed tests: started once, forked from one import of torch, connected, never left behind.
 
     def work(group, factor):                      # module level, in a module that imports little
         return group.rank() * factor
@@ -14,6 +14,7 @@ Invariants (asserted by the tests):
 """
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import threading
@@ -54,8 +55,12 @@ class WorkerError(Exception):
 class Pool:
     """Ranks in their own processes, started with the first run."""
 
-    def __init__(self, size: int = max(SIZES)) -> None:
-        self._size = size
+    def __init__(self, size: int = max(SIZES), *, backend: str = "gloo") -> None:
+        """
+        Args:
+            backend: of the groups, as torch names it
+        """
+        self._size, self._backend = size, backend
         self._workers: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -63,7 +68,7 @@ class Pool:
         """Call `function(group, *args)` on ranks 0..world_size-1 and return their results.
 
         Args:
-            function: a module-level function; `group` is a gloo process group of `world_size` ranks
+            function: a module-level function; `group` is a process group of `world_size` ranks
             timeout_s: bound on the whole call
         """
         if not self._workers:
@@ -78,7 +83,7 @@ class Pool:
         context = preloaded_context()
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            place = (rank, self._size, str(Path(self._folder.name) / "store"))
+            place = (rank, self._size, str(Path(self._folder.name) / "store"), self._backend)
             process = context.Process(target=_serve, args=(theirs, *place), daemon=True)
             process.start()
             theirs.close()
@@ -125,7 +130,12 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
         return False, "the process died\n"
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+def be_another_host(rank: int) -> None:
+    """Let NCCL join this rank with others of the same GPU; before its first communicator."""
+    os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: str, backend: str) -> None:
     """Run in a worker: join the others, then answer calls until the pipe closes."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
@@ -133,7 +143,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    be_another_host(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in SIZES if n <= size}
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
@@ -153,5 +164,13 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
 def pool() -> Iterator[Pool]:
     """The one pool of worker processes of a test run."""
     workers = Pool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def nccl_pool() -> Iterator[Pool]:
+    """Worker processes whose groups move CUDA tensors by NCCL, each another host to it, all on one GPU."""
+    workers = Pool(backend="cpu:gloo,cuda:nccl")
     yield workers
     workers.close()

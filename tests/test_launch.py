@@ -11,7 +11,7 @@ import time
 import pytest
 
 from equipoise.core import TopologyError, TransferError
-from equipoise.launch import RankOptions, ignored_interrupts, run_ranks
+from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, run_ranks
 from tests.pool import preloaded_context
 
 HEARS = "import signal; print(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
@@ -121,3 +121,18 @@ def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(TopologyError, match="2 ranks were asked for, but torchrun started 3; make them equal"):
         run_ranks(rank_squared, 2, None)
+
+
+def test_ranks_that_share_a_gpu_are_different_hosts_to_nccl(monkeypatch):
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert nccl_environment(Torchrun(5, 8, 5, 8), devices=8) == {}
+    found = [nccl_environment(Torchrun(rank, 4, rank, 4), devices=2) for rank in range(4)]
+    assert len({one["NCCL_HOSTID"] for one in found}) == 4
+    assert all(one["NCCL_SOCKET_IFNAME"] == "lo" for one in found)
+    # Ranks of several machines reach each other by the network; what the user has set stays.
+    assert set(nccl_environment(Torchrun(5, 8, 1, 4), devices=1)) == {"NCCL_HOSTID"}
+    monkeypatch.setenv("NCCL_HOSTID", "here")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    given = nccl_environment(Torchrun(1, 4, 1, 4), devices=1)
+    assert given == {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": "eth0"}

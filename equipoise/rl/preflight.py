@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from equipoise.core import ModelShape
 from equipoise.core.errors import TrainingError
-from equipoise.launch import find_torchrun, nccl_host
+from equipoise.launch import find_torchrun
 from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
 from equipoise.rl.config import TrainConfig, build_cluster, read_config, setting_of
 from equipoise.rl.metrics import not_installed
@@ -161,12 +161,6 @@ def check_settings(config: TrainConfig) -> None:
     """Raise if something that the settings name is not there, or does not fit the rest."""
     import torch
 
-    if config.backend == "nccl" and config.model.ranks_per_device > 1 and nccl_host() is None:
-        raise TrainingError(
-            f"setting backend is nccl with {config.model.ranks_per_device} ranks on one GPU (model.ranks_per_device), "
-            "which NCCL joins only as ranks of different hosts: set NCCL_HOSTID=any-word and NCCL_SOCKET_IFNAME=lo in "
-            "the environment (each rank adds its number to the word), or use --set backend=gloo"
-        )
     reward = find_reward(config.task.reward)
     if config.model.path:
         check_checkpoint(config.model.path)

@@ -333,6 +333,12 @@ def _on_rank(group: Any, function: Callable[..., Any], config: TrainConfig, args
 
     # Progress bars of other libraries would be drawn through our table.
     transformers.utils.logging.disable_progress_bar()
+    sharing = config.model.ranks_per_device
+    if config.backend == "nccl" and sharing > 1:
+        words = (
+            f"up to {sharing} ranks share a GPU: NCCL joins them as different hosts, by sockets (NCCL_HOSTID is set)"
+        )
+        show(RunEvent("note", {"message": words}))
     return function(config, build_ranks(config, group), show, *args)
 
 

@@ -131,17 +131,6 @@ def test_a_device_that_is_not_there_is_refused():
         check_settings(read_config("tiny", settings=["model.device=cuda"]))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_whether_nccl_may_join_ranks_of_one_gpu_is_a_question_of_the_environment(monkeypatch):
-    config = read_config("small-gpu", settings=["backend=nccl"])
-    monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    with pytest.raises(EquipoiseError, match=r"nccl with 4 ranks on one GPU .* set NCCL_HOSTID=any-word and NCCL_SOCK"):
-        check_settings(config)
-    monkeypatch.setenv("NCCL_HOSTID", "here")
-    with pytest.raises(EquipoiseError, match=r"torch finds no GPU here"):
-        check_settings(config)
-
-
 def record(config, *, of_other_questions=False):
     """A folder with made-up rollouts of the first step."""
     asked = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=int(of_other_questions))

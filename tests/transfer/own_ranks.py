@@ -12,10 +12,12 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+from tests.pool import be_another_host
+
 KILLED = "killed"
 
 
-def run_ranks(function, world_size, *args, timeout_s=300.0):
+def run_ranks(function, world_size, *args, timeout_s=300.0, backend="gloo"):
     """Call `function(group, *args)` on fresh ranks; return each one's result, or KILLED where it was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tests.transfer.windows"])
@@ -23,7 +25,7 @@ def run_ranks(function, world_size, *args, timeout_s=300.0):
         started = []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            where = (rank, world_size, str(Path(folder) / "store"))
+            where = (rank, world_size, str(Path(folder) / "store"), backend)
             process = context.Process(target=_serve, args=(theirs, where, pickle.dumps((function, args))), daemon=True)
             process.start()
             theirs.close()
@@ -55,9 +57,10 @@ def _serve(pipe, where, call):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    rank, world_size, store = where
+    rank, world_size, store, backend = where
     limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+    be_another_host(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
     try:
         function, args = pickle.loads(call)
         answer = pickle.dumps((True, function(dist.group.WORLD, *args)))

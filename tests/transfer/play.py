@@ -133,6 +133,7 @@ def play_windows(group, plans, options, is_patient=False):
     counters = rank.engine.counters
     moved = {name: getattr(counters, name) for name in ("pulls", "returns", "refreshes", "on_demand")}
     seconds = dict(counters.exposed_s)
+    moved["transport"] = rank.engine.transport
     return {**moved, "bytes": dict(counters.bytes), "exposed_s": seconds, "is_clean": is_back(before)}
 
 

@@ -103,21 +103,21 @@ def test_windows_have_every_bit(pool, case):
 
 
 @functools.cache
-def planned(seed, slots):
-    """Routes, and the planner's plan for them on two nodes of two ranks, levelling rows whatever it costs."""
+def planned(seed, slots, ranks=4):
+    """Routes, and the planner's plan for them on two nodes, levelling rows whatever it costs."""
     import equipoise as eq
     from tests.planner import reference
 
-    routing = random_routing(seed, ranks=4, tokens=200)
-    given = {"cluster": cluster_of(4, nodes=2), "model": model_of(routing)}
+    routing = random_routing(seed, ranks=ranks, experts=2 * ranks, tokens=200)
+    given = {"cluster": cluster_of(ranks, nodes=2), "model": model_of(routing)}
     # The reference needs no compiling, and gives the same plan.
     made = eq.plan(routing.loads(), slots=slots, objective="skew", planner=reference.plan_layer, **given)
     return made, routing
 
 
 @functools.cache
-def exact(seed, slots, run_seed):
-    _, routing = planned(seed, slots)
+def exact(seed, slots, run_seed, ranks):
+    _, routing = planned(seed, slots, ranks)
     return run_dense(routing, Run(seed=run_seed, device="cuda", dtype=torch.bfloat16))[0].expert_grads
 
 
@@ -141,18 +141,23 @@ def same_gradients(a, b):
 @pytest.mark.parametrize("path", ["peer", "host"])
 @pytest.mark.parametrize("slots", [0, 2], ids=["placement alone", "replicas"])
 def test_training_in_bf16_is_static_training(pool, slots, path, buffers):
-    plan, routing = planned(41, slots)
+    check_training(pool, slots, path, buffers)
+
+
+def check_training(pool, slots, path, buffers="auto", ranks=4):
+    """Compare one window at owners and under the engine: outputs, and every gradient with its exact value."""
+    plan, routing = planned(41, slots, ranks)
     assert plan.displaced_LE.any() and bool(len(plan.replica_table)) == bool(slots)
     run = Run(seed=2, device="cuda", dtype=torch.bfloat16, transfer={"path": path, "buffers": buffers})
     given = (plan, static_plan(routing, nodes=2), routing, run)
-    results = [pool.run(run_both, 4, *given, timeout_s=120.0) for _ in range(2 if slots else 1)]
+    results = [pool.run(run_both, ranks, *given, timeout_s=120.0) for _ in range(2 if slots else 1)]
     static, moved, sent = zip(*results[0], strict=True)
     assert not slots or any(path in bytes_by_path for bytes_by_path in sent)
     for a, b in zip(static, moved, strict=True):
         assert all(map(torch.equal, a.outputs, b.outputs)), "outputs differ"
         assert slots or all(map(torch.equal, a.hidden_grads, b.hidden_grads)), "input gradients differ"
         assert slots or same_gradients(a, b), "weight gradients differ"
-    wanted = exact(41, slots, 2)
+    wanted = exact(41, slots, 2, ranks)
     ratio = rms_error(moved, wanted) / rms_error(static, wanted)
     print(f"slots {slots}, {path}, {buffers}: gradient error ratio {ratio:.4f}")
     assert ratio <= 1.1, f"gradient error ratio {ratio:.3f}"

@@ -168,8 +168,9 @@ def test_a_corrupted_expert_is_named_on_all_ranks(pool):
         assert f"host store: expert {expert} in layer index 0 has checksum" in words, words
 
 
-def complete(group, plan):
-    rank = Rank(group, plan, transfer={"is_checked": True})
+def complete(group, plan, kind=None, transfer=None):
+    """Complete the store after a window; what was said inside the window, and what moved experts between nodes."""
+    rank = Rank(group, plan, kind=kind, transfer={"is_checked": True, **(transfer or {})})
     with rank.engine as engine:
         engine.open_window(plan)
         run_window(rank, plan, lambda: None)
@@ -183,7 +184,8 @@ def complete(group, plan):
         store = engine.complete_store()
         for layer in range(rank.layers):
             experts = range(plan.home_LE.shape[1])
-            assert_same_bits(store.experts(layer), take(rank.everything[layer], experts), f"layer {layer}")
+            wanted = take(rank.everything[layer], experts).map(torch.Tensor.cpu)
+            assert_same_bits(store.experts(layer), wanted, f"layer {layer}")
             for expert in experts:
                 store.check(layer, expert)
         assert store.is_complete(store.version(0, 0)) and not store.is_complete(store.version(0, 0) + 1)
@@ -191,15 +193,15 @@ def complete(group, plan):
         engine.open_window(plan)
         rank.check_weights(plan, Visit(0, "forward", 0))
         engine.close_window()
-    return words
+    return words, engine.transport
 
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("layout", ["4 as one node", "4 as two nodes", "4 strided"])
 def test_a_completed_store_holds_every_expert_of_the_model_on_every_node(pool, layout):
     plan = random_plan(LAYOUTS[layout], seed=7, slots=1, fewest=1)
-    for words in pool.run(complete, 4, plan):
-        assert "close it before the host store is completed" in words
+    for words, transport in pool.run(complete, 4, plan):
+        assert "close it before the host store is completed" in words and transport == "gloo"
 
 
 def not_pinned(group):
