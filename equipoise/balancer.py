@@ -122,7 +122,8 @@ class Balancer(AbstractContextManager["Balancer"]):
 
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
         """Take the routes of the next window, count them, and plan the window in the background; returns at once."""
-        rows = count_rows(routes, experts=self.model.experts, stage=stage)
+        allow_gaps = any(experts.options.has_gaps for experts in self.layers.values())
+        rows = count_rows(routes, experts=self.model.experts, stage=stage, allow_gaps=allow_gaps)
         if self._planner is None:
             self._unplanned.append(rows)
         else:

@@ -96,7 +96,7 @@ def physical_slots(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
     return slot_ER
 
 
-def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
+def assign_slots(ids_TK: Tensor, split: SourceSplit, *, has_gaps: bool = False) -> Tensor:
     """Give each row of this source a physical slot. The one seam between a plan and the dispatch.
 
     A wrong or partial plan changes where rows go, never whether they do.
@@ -104,22 +104,29 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     Args:
         ids_TK: [T, K] expert ids that the tokens really use
         split: what the plan says for this source rank
+        has_gaps: whether an id may be -1: no row, of a token with fewer than K experts
 
-    Returns: [T, K] int64 physical slots
+    Returns: [T, K] int64 physical slots, -1 where there is no row
     """
     ids_N, num_experts = ids_TK.reshape(-1).long(), len(split.home_slot_E)
     # A device would have to be waited for; there the gather below asserts the same range.
     if not ids_N.is_cuda and ids_N.numel():
         low, high = (int(bound) for bound in torch.aminmax(ids_N))
-        if low < 0 or high >= num_experts:
+        lowest = -1 if has_gaps else 0
+        if low < lowest or high >= num_experts:
             raise RoutesError(
-                f"a token was routed to expert {low if low < 0 else high}; ids are 0..{num_experts - 1} (fill missing "
-                "routes first)"
+                f"a token was routed to expert {low if low < lowest else high}; ids are 0..{num_experts - 1} (fill "
+                "missing routes first)"
             )
+    home_slot_E = split.home_slot_E
+    if has_gaps:
+        # What is no row counts as one of an expert behind all others, whose home slot is -1.
+        ids_N = torch.where(ids_N == -1, num_experts, ids_N)
+        home_slot_E = torch.cat([home_slot_E, home_slot_E.new_full((1,), -1)])
     # Step 1: number the rows of each expert in token order, then top-k column order. The key of a row is (expert,
     # number), as one integer.
     stride = ids_N.numel() + 1
-    order_N = stable_order(ids_N, below=num_experts)
+    order_N = stable_order(ids_N, below=num_experts + 1)
     sorted_N = ids_N[order_N]
     number_N = torch.empty_like(order_N)
     number_N[order_N] = torch.arange(ids_N.numel(), device=ids_N.device) - torch.searchsorted(sorted_N, sorted_N)
@@ -133,7 +140,7 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit) -> Tensor:
     expert_H = torch.cat([split.expert_H, split.expert_H.new_full((1,), -1)])
     slot_H = torch.cat([split.slot_H, split.slot_H.new_full((1,), -1)])
     # Gathered, not indexed: an index of -1 would mean the last expert, and no one would notice on a device.
-    home_slot_N = split.home_slot_E.gather(0, ids_N)
+    home_slot_N = home_slot_E.gather(0, ids_N)
     slot_N = torch.where(expert_H[at_N] == ids_N, slot_H[at_N], home_slot_N)
     return slot_N.view(ids_TK.shape)
 
@@ -143,7 +150,7 @@ class SendSide:
     """What a source knows alone: the order of its rows and how many go to each slot."""
 
     token_N: Tensor
-    """[N] token of each row, in sending order."""
+    """[T * K] token of each row, in sending order; those of no row at the end."""
     index_TK: Tensor
     """[T, K] place of each row in sending order."""
     count_RS: Tensor
@@ -176,7 +183,7 @@ class Dispatch:
     token_N: Tensor
     """[N] token of each row, in sending order."""
     index_TK: Tensor
-    """[T, K] place of each row in sending order."""
+    """[T, K] place of each row in sending order; N, one past the last, where a token has no row."""
     send_R: list[int]
     """Rows sent to each rank."""
     receive_R: list[int]
@@ -192,6 +199,15 @@ class Dispatch:
     """Where rows are read from, if the ranks of a node map each other's memory; None: all rows are sent."""
     ids_TK: Tensor | None = None
     """[T, K] the ids it was made for, where it was made ahead of the layer."""
+
+    @property
+    def row_N(self) -> Tensor:
+        """[N] token * K + column of each row, in sending order."""
+        num_rows, index_X = len(self.token_N), self.index_TK.reshape(-1)
+        # Entries of no row all write the one behind the last, which is cut off.
+        row_X = torch.empty(num_rows + 1, dtype=torch.int64, device=index_X.device)
+        row_X[index_X] = torch.arange(len(index_X), device=index_X.device)
+        return row_X[:num_rows]
 
     def is_same(self, other: "Dispatch") -> bool:
         """Whether all rows go to the same places; waits for the device."""
@@ -262,11 +278,12 @@ def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
     """Order this source's rows by physical slot.
 
     Args:
-        slots_TK: [T, K] physical slots
+        slots_TK: [T, K] physical slots, -1 where there is no row
         width: slots of one rank
     """
-    slots_N = slots_TK.reshape(-1)
-    order_N = stable_order(slots_N, below=num_ranks * width)
+    # What is no row is sorted behind all slots, and counted nowhere.
+    slots_N = torch.where(slots_TK < 0, num_ranks * width, slots_TK).reshape(-1)
+    order_N = stable_order(slots_N, below=num_ranks * width + 1)
     sorted_N = slots_N[order_N]
     index_N = torch.empty_like(order_N)
     index_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
@@ -326,9 +343,10 @@ def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: 
         num_replica_rows=all_rows - home_rows,
         num_replicas=sum(before < all_rows for before in end[home_slots - 1 : -1]),
     )
+    num_rows = sum(send_R)
     return Dispatch(
-        token_N=send.token_N,
-        index_TK=send.index_TK,
+        token_N=send.token_N[:num_rows],
+        index_TK=send.index_TK.clamp(max=num_rows),
         send_R=send_R,
         receive_R=receive_R,
         place_N=place_N,
@@ -353,6 +371,7 @@ def prepare_dispatch(
     pad: int = 1,
     swap: Swap | None = None,
     is_mapped: bool = False,
+    has_gaps: bool = False,
 ) -> Dispatch:
     """Make the dispatch of one (micro-step, layer) ahead of its layer, as `rank` sees it.
 
@@ -361,6 +380,7 @@ def prepare_dispatch(
         swap: exchanges integers with the other ranks, for a dispatch in two levels; None: a direct one, made without
             communication
         is_mapped: for ranks that map the memory of their nodes
+        has_gaps: whether an id may be -1: no row
     """
     coverage_MLR = plan.loads.coverage_MLR
     if coverage_MLR is not None and not (coverage_MLR == 1).all():
@@ -371,7 +391,7 @@ def prepare_dispatch(
     # Step 1: order this rank's rows, and compare their counts with the plan's, which other ranks prepare to receive.
     width, ranks = plan.home_slots + plan.slots, plan.cluster.ep
     split = SourceSplit.of(plan, *entry, source=rank, device=str(ids_TK.device))
-    send = sort_rows(assign_slots(ids_TK, split), num_ranks=ranks, width=width)
+    send = sort_rows(assign_slots(ids_TK, split, has_gaps=has_gaps), num_ranks=ranks, width=width)
     # A holder's share begins where the one before it ends, at row 0 for the first holder of an expert.
     is_first_H = split.expert_H != split.expert_H.roll(1)
     is_first_H[:1] = True
@@ -393,6 +413,11 @@ def prepare_dispatch(
     dispatch = replace(dispatch, ids_TK=ids_TK)
     nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
     if is_mapped:
+        if dispatch.token_N.numel() < ids_TK.numel():
+            raise RoutesError(
+                f"{ids_TK.numel() - dispatch.token_N.numel()} ids are -1, of tokens with fewer than {ids_TK.shape[1]} "
+                "experts; mapped rows do not carry these: use rows='collective'"
+            )
         tables = make_tables(dispatch.index_TK, count_RRS, dispatch.source_P, nodes=nodes, pad=pad, swap=swap)
         return replace(dispatch, mapped=tables)
     if swap is None:

@@ -63,9 +63,9 @@ def activate_backward(grad_NF: Tensor, pre_NF: Tensor, activation: Activation) -
         if fused is not None:
             return fused.swiglu_backward(grad_NF, pre_NF)
         gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
-        sigmoid_NF = torch.sigmoid(gate_NF)
-        grad_gate_NF = grad_NF * up_NF * sigmoid_NF * (1 + gate_NF * (1 - sigmoid_NF))
-        return torch.cat([grad_gate_NF, grad_NF * gate_NF * sigmoid_NF], dim=-1)
+        # The same operations as in autograd, so that a framework that uses autograd gets the same bits.
+        grad_gate_NF = torch.ops.aten.silu_backward(grad_NF * up_NF, gate_NF)
+        return torch.cat([grad_gate_NF, grad_NF * torch.nn.functional.silu(gate_NF)], dim=-1)
     return _gpt_oss_backward(grad_NF, pre_NF)
 
 
@@ -79,6 +79,29 @@ def _gpt_oss_backward(grad_NF: Tensor, pre_NF: Tensor) -> Tensor:
     grad_gate_NF = grad_gate_NF.where(raw_gate_NF <= LIMIT, 0)
     grad_up_NF = grad_up_NF.where(raw_up_NF.abs() <= LIMIT, 0)
     return torch.stack([grad_gate_NF, grad_up_NF], dim=-1).flatten(-2)
+
+
+def gated_backward(
+    grad_NF: Tensor, pre_NF: Tensor, gates_N: Tensor | None, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradient of a gated activation in its input, its output again, and the gradient of the gates.
+
+    Args:
+        grad_NF: [N, F] gradient of the output
+        pre_NF: [N, 2F] the activation's input
+        gates_N: [N] that multiply the activation; None: none do
+    """
+    act_NF = activate(pre_NF, activation)
+    if gates_N is None:
+        return activate_backward(grad_NF, pre_NF, activation), act_NF, None
+    wide_NF = grad_NF.to(torch.promote_types(act_NF.dtype, gates_N.dtype))
+    grad_gates_N = (wide_NF * act_NF).sum(dim=1).to(gates_N.dtype)
+    grad_act_NF = (wide_NF * gates_N[:, None]).to(act_NF.dtype)
+    return activate_backward(grad_act_NF, pre_NF, activation), _gated(act_NF, gates_N), grad_gates_N
+
+
+def _gated(act_NF: Tensor, gates_N: Tensor | None) -> Tensor:
+    return act_NF if gates_N is None else (act_NF * gates_N[:, None]).to(act_NF.dtype)
 
 
 Products = Literal["grouped", "loop"]
@@ -103,6 +126,7 @@ def expert_block(
     transfers: LayerTransfers,
     visit: Visit,
     options: BlockOptions,
+    gates_N: Tensor | None = None,
 ) -> Tensor:
     """Apply each slot's expert to the slot's rows.
 
@@ -111,10 +135,11 @@ def expert_block(
         home: this rank's home weights, as they entered the layer
         transfers: provides the replica weights and takes their gradients
         visit: of the forward
+        gates_N: [N] that multiply the activation of each row; None: none do
 
     Returns: [N, D]
     """
-    return _ExpertBlock.apply(rows_ND, groups, transfers, visit, options, *home)
+    return _ExpertBlock.apply(rows_ND, gates_N, groups, transfers, visit, options, *home)
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -122,6 +147,7 @@ class _ExpertBlock(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows_ND: Tensor,
+        gates_N: Tensor | None,
         groups: Groups,
         transfers: LayerTransfers,
         visit: Visit,
@@ -135,56 +161,64 @@ class _ExpertBlock(torch.autograd.Function):
         joined = transfers.joined(now)
         ctx.groups, ctx.transfers, ctx.visit, ctx.options = groups, transfers, visit, options
         if joined is not None:
-            out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options)
+            out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options, gates_N)
             # As many tensors as where they are apart, for the reason above.
-            ctx.save_for_backward(rows_ND, pre_NF, pre_NF[:0], *home)
+            ctx.save_for_backward(rows_ND, gates_N, pre_NF, pre_NF[:0], *home)
             return out_ND
         home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
-        out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options)
+        gates_home_N, gates_replica_N = _split_gates(gates_N, groups)
+        out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options, gates_home_N)
         # Asked for only now: the home part gives a late pull more time.
         replica = transfers.weights(now)
         # Rows past the last group's end would be left uninitialised by grouped_mm.
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
-        out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, held_S, options)
-        ctx.save_for_backward(rows_ND, pre_home_NF, pre_replica_NF, *home)
+        out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, held_S, options, gates_replica_N)
+        ctx.save_for_backward(rows_ND, gates_N, pre_home_NF, pre_replica_NF, *home)
         return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
+        rows_ND, gates_N, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
         groups, visit, grad_ND = ctx.groups, ctx.visit._replace(phase="backward"), grad_ND.contiguous()
-        has_training = any(ctx.needs_input_grad[5:])
+        has_training = any(ctx.needs_input_grad[6:])
         ctx.transfers.wait_for(visit)
         joined = ctx.transfers.joined(visit)
         if joined is not None:
-            part = _Part(rows_ND, pre_home_NF, joined, _joined_ends(groups, joined))
-            grad_rows_ND, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
-            return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
+            part = _Part(rows_ND, gates_N, pre_home_NF, joined, _joined_ends(groups, joined))
+            grad_rows_ND, grad_gates_N, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
+            return grad_rows_ND, grad_gates_N, None, None, None, None, *(own or (None,) * 4)
         replica = ctx.transfers.weights(visit)
         sizes = [groups.num_home_rows, groups.num_replica_rows]
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
-        home_part = _Part(home_ND, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
+        gates_home_N, gates_replica_N = _split_gates(gates_N, groups)
+        home_part = _Part(home_ND, gates_home_N, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
-        replica_part = _Part(replica_ND, pre_replica_NF, replica, held_S)
+        replica_part = _Part(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
         # Replicas first: their gradients travel while the home part computes.
-        rows_replica_ND, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
+        of_replicas, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
         if returned is not None:
             ctx.transfers.hand_in(visit.micro_step, visit.layer, returned)
-        rows_home_ND, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
-        grad_rows_ND = torch.cat([rows_home_ND, rows_replica_ND]) if groups.num_replica_rows else rows_home_ND
-        return grad_rows_ND, None, None, None, None, *(own or (None,) * 4)
+        of_homes, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
+        pairs = zip(of_homes, of_replicas, strict=True)
+        grads = tuple(None if h is None else torch.cat([h, r]) if groups.num_replica_rows else h for h, r in pairs)
+        return *grads, None, None, None, None, *(own or (None,) * 4)
 
 
 class _Part(NamedTuple):
     """The home or the replica half of a block, as backward needs it."""
 
     rows_ND: Tensor
+    gates_N: Tensor | None
     pre_NF: Tensor
     weights: ExpertWeights
     end_S: Tensor
+
+
+def _split_gates(gates_N: Tensor | None, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if gates_N is None else (gates_N[: groups.num_home_rows], gates_N[groups.num_home_rows :])
 
 
 def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
@@ -195,51 +229,51 @@ def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
 
 
 def apply_experts(
-    rows_ND: Tensor, weights: ExpertWeights, end_S: Tensor, options: BlockOptions
+    rows_ND: Tensor, weights: ExpertWeights, end_S: Tensor, options: BlockOptions, gates_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Apply each slot's expert to its rows, outside autograd.
 
     Args:
         end_S: [s] int32, where each slot's rows end
+        gates_N: [N] that multiply the activation; None: none do
 
     Returns: the output [N, D], and the activation's input [N, 2F], which backward needs
     """
     pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
     pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
-    act_NF = activate(pre_NF, options.activation)
+    act_NF = _gated(activate(pre_NF, options.activation), gates_N)
     out_ND = _product(act_NF, weights.down_SDF.transpose(1, 2), end_S, options)
     return _add_bias(out_ND, weights.down_bias_SD, end_S), pre_NF
 
 
 def _apply_backward(
     grad_ND: Tensor, part: _Part, options: BlockOptions, has_training: bool
-) -> tuple[Tensor, ExpertWeights | None]:
-    """Return the gradients of rows and, where experts train, of weights."""
+) -> tuple[tuple[Tensor, Tensor | None], ExpertWeights | None]:
+    """Return the gradients of rows and gates and, where experts train, of weights."""
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
-    grad_pre_NF = activate_backward(grad_act_NF, part.pre_NF, options.activation)
-    grad_rows_ND = _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options)
+    grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
+    grads = _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N
     if not has_training:
-        return grad_rows_ND, None
-    act_NF = activate(part.pre_NF, options.activation)
-    return grad_rows_ND, _weight_gradients(_Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
+        return grads, None
+    return grads, _weight_gradients(_Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
 
 
 def _backward_joined(
     ctx: Any, grad_ND: Tensor, part: _Part, *, has_training: bool
-) -> tuple[Tensor, ExpertWeights | None]:
+) -> tuple[Tensor, Tensor | None, ExpertWeights | None]:
     """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are computed."""
     groups, options, own = ctx.groups, ctx.options, None
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
-    grad_pre_NF = activate_backward(grad_act_NF, part.pre_NF, options.activation)
+    grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
     if has_training:
-        sums = _Sums(grad_ND, grad_pre_NF, activate(part.pre_NF, options.activation), part.rows_ND)
+        sums = _Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND)
         home_slots = groups.home_end_S.numel()
         cut, ends = groups.num_home_rows, groups.replica_end_S[: part.weights.num_slots - home_slots]
         # Apart, because a gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
         returned = _weight_gradients(_Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
         ctx.transfers.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
         own = _weight_gradients(_Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
-    return _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), own
+    return _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N, own
 
 
 class _Sums(NamedTuple):

@@ -1,11 +1,12 @@
 """`BalancedExperts`: the routed experts of one MoE layer under expert parallelism, as a plan says.
 
-Steps of a forward:
+Steps of a forward, in three stages that adapters may call one by one; `VisitRows` is what they hand on:
 1. Home weights enter the graph, best before the layer's attention (`enter`).
-2. The rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of counts.
-3. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot. Inside a node the
-   ranks read each other's tokens instead (`mapped`).
-4. Experts compute (`expert_block`); rows are sent back, or read where they are, and combined into tokens.
+2. `send`: the rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of
+   counts. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot. Inside a node
+   the ranks read each other's tokens instead (`mapped`).
+3. `compute`: experts compute (`expert_block`).
+4. `receive`: rows are sent back, or read where they are, and combined into tokens.
 
 Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
 Placement changes no bit of outputs and input gradients; replicas change none of outputs in the deterministic mode.
@@ -14,7 +15,7 @@ Placement changes no bit of outputs and input gradients; replicas change none of
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from equipoise.layer.ops import (
     order_columns,
     reorder_rows,
     spread_rows,
+    sum_rows,
 )
 from equipoise.layer.relay import DirectDispatch, NodeRanks, Swap, send_by_relay
 from equipoise.transfer.engine import LayerTransfers
@@ -124,12 +126,31 @@ class LayerOptions(BlockOptions):
 
     combine_order: CombineOrder = "top_k"
     """`top_k`: transformers and this package; `expert`: Megatron."""
+    gates: Literal["combine", "activation"] = "combine"
+    """Where gates multiply: an expert's output, as it is combined; or, between its two products, the activation, as in
+    Megatron. The combine is then a plain sum."""
+    has_gaps: bool = False
+    """Whether an id of -1 beside others means that a token has fewer than K experts; else it is refused."""
     is_deterministic: bool = False
     """Pad groups so that an output's bits do not depend on replicas; refused where that does not suffice."""
     dispatch: Literal["direct", "two_level"] = "direct"
     """`direct` sends a token once for each of its experts; `two_level` once to each node, and then inside it."""
     is_checked: bool = False
     """Exchange counts also where a dispatch is prepared, and compare."""
+
+
+class VisitRows(NamedTuple):
+    """The rows of one visit, as one stage of a layer hands them to the next."""
+
+    visit: Visit
+    window: Window
+    home: ExpertWeights
+    """This rank's home weights, as they entered the graph."""
+    dispatch: Dispatch
+    rows_PD: Tensor
+    """[buffer rows, D] what the experts get and, once they have computed, what they give."""
+    gates: Tensor
+    """[T, K] of this rank's tokens; where they multiply the activation [buffer rows], of the rows."""
 
 
 class BalancedExperts(nn.Module):
@@ -161,6 +182,11 @@ class BalancedExperts(nn.Module):
             raise TopologyError(
                 f"layer index {layer}: grouped products need hidden and expert width in multiples of {step} for "
                 f"{home.down_SDF.dtype}, got {hidden} and {width}; use products='loop'"
+            )
+        if self.options.gates == "activation" and home.down_bias_SD is not None:
+            raise TopologyError(
+                f"layer index {layer}: gates='activation' with a bias of the second product is not supported; train "
+                "without that bias, or use gates='combine'"
             )
         if self.options.is_deterministic and not home.gate_up_SFD.is_meta:
             check_row_bits(home, pad=self.pad, options=self.options)
@@ -206,6 +232,20 @@ class BalancedExperts(nn.Module):
 
         Returns: [T, D]
         """
+        sent = self.send(hidden_TD, ids_TK, gates_TK, visit, home=home, prepared=prepared)
+        return self.receive(self.compute(sent))
+
+    def send(
+        self,
+        hidden_TD: Tensor,
+        ids_TK: Tensor,
+        gates_TK: Tensor,
+        visit: Visit,
+        *,
+        home: ExpertWeights | None = None,
+        prepared: Dispatch | None = None,
+    ) -> VisitRows:
+        """Send tokens, as rows, to the ranks that compute them: the first stage of `forward`, with its arguments."""
         # Step 1: home weights.
         window = self._window_of(visit)
         home = home or self.enter(visit)
@@ -218,10 +258,9 @@ class BalancedExperts(nn.Module):
         dispatch = prepared or self._make_dispatch(ids_TK, visit)
         window.note_rows(visit, dispatch, row_bytes=hidden_TD.shape[1] * hidden_TD.element_size())
         # Step 3: tokens, as rows, to the ranks that compute them, slot by slot.
-        tables, mapped = dispatch.mapped, window.mapped
         send_R, receive_R = dispatch.send_R, dispatch.receive_R
-        if tables is not None and mapped is not None:
-            rows_PD = fetch_rows(hidden_TD, tables, mapped, layer=self.layer)
+        if dispatch.mapped is not None and window.mapped is not None:
+            rows_PD = fetch_rows(hidden_TD, dispatch.mapped, window.mapped, layer=self.layer)
         else:
             if dispatch.relay is None:
                 rows_ND = spread_rows(hidden_TD, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
@@ -230,14 +269,38 @@ class BalancedExperts(nn.Module):
                 direct = DirectDispatch(dispatch.index_TK, send_R, receive_R)
                 received_ND = send_by_relay(hidden_TD, dispatch.relay, direct=direct, group=self.group)
             rows_PD = reorder_rows(received_ND, there_P=dispatch.source_P, back_N=dispatch.place_N)
-        # Step 4: experts compute, rows return to their sources and are combined.
+        sent = VisitRows(visit, window, home, dispatch, rows_PD, gates_TK)
+        if self.options.gates == "combine":
+            return sent
+        # Gates follow their rows, one number each.
+        gates_N1 = reorder_rows(gates_TK.reshape(-1, 1), there_P=dispatch.row_N, back_N=dispatch.index_TK.reshape(-1))
+        received_N1 = exchange_rows(gates_N1, send_R=send_R, receive_R=receive_R, group=self.group)
+        gates_P1 = reorder_rows(received_N1, there_P=dispatch.source_P, back_N=dispatch.place_N)
+        return sent._replace(gates=gates_P1.squeeze(1))
+
+    def compute(self, sent: VisitRows) -> VisitRows:
+        """Apply each slot's expert to its rows: the second stage of `forward`, without communication of rows."""
         out_PD = expert_block(
-            rows_PD, home, groups=dispatch.groups, transfers=window.transfers, visit=visit, options=self.options
+            sent.rows_PD,
+            sent.home,
+            groups=sent.dispatch.groups,
+            transfers=sent.window.transfers,
+            visit=sent.visit,
+            options=self.options,
+            gates_N=sent.gates if self.options.gates == "activation" else None,
         )
-        if tables is not None and mapped is not None:
-            return combine_mapped(out_PD, gates_TK, tables, mapped, layer=self.layer)
-        out_ND = reorder_rows(out_PD, there_P=dispatch.place_N, back_N=dispatch.source_P)
-        returned_ND = exchange_rows(out_ND, send_R=receive_R, receive_R=send_R, group=self.group)
+        return sent._replace(rows_PD=out_PD)
+
+    def receive(self, computed: VisitRows) -> Tensor:
+        """Return rows to their sources and combine them into tokens, [T, D]: the last stage of `forward`."""
+        dispatch, mapped = computed.dispatch, computed.window.mapped
+        gates_TK = computed.gates if self.options.gates == "combine" else None
+        if dispatch.mapped is not None and mapped is not None:
+            return combine_mapped(computed.rows_PD, gates_TK, dispatch.mapped, mapped, layer=self.layer)
+        out_ND = reorder_rows(computed.rows_PD, there_P=dispatch.place_N, back_N=dispatch.source_P)
+        returned_ND = exchange_rows(out_ND, send_R=dispatch.receive_R, receive_R=dispatch.send_R, group=self.group)
+        if gates_TK is None:
+            return sum_rows(returned_ND, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
         return combine_rows(returned_ND, gates_TK, index_TK=dispatch.index_TK)
 
     def prepare(
@@ -262,7 +325,16 @@ class BalancedExperts(nn.Module):
         swap = swap if self.options.dispatch == "two_level" else None
         entry = (micro_step, self.layer)
         rank = self.group.rank()
-        return prepare_dispatch(ids_TK, plan, entry, rank=rank, pad=self.pad, swap=swap, is_mapped=is_mapped)
+        return prepare_dispatch(
+            ids_TK,
+            plan,
+            entry,
+            rank=rank,
+            pad=self.pad,
+            swap=swap,
+            is_mapped=is_mapped,
+            has_gaps=self.options.has_gaps,
+        )
 
     def check_matched(self) -> None:
         """Raise if any row since the last check did not follow its prepared route; call before the optimizer runs."""
@@ -278,7 +350,8 @@ class BalancedExperts(nn.Module):
         """Make the dispatch of a visit with an exchange of counts. Every rank must call this."""
         window = self._window_of(visit)
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
-        send = sort_rows(assign_slots(ids_TK, split), num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
+        slots_TK = assign_slots(ids_TK, split, has_gaps=self.options.has_gaps)
+        send = sort_rows(slots_TK, num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
         receive_RS = exchange_counts(send.count_RS, self.group)
         dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.pad)
         if self.options.dispatch == "direct":

@@ -166,15 +166,33 @@ class _Fetch(torch.autograd.Function):
         return _add_columns(mapped, tables, None), None, None, None
 
 
-def combine_mapped(out_PD: Tensor, gates_TK: Tensor, tables: MappedTables, mapped: MappedRows, *, layer: int) -> Tensor:
+def combine_mapped(
+    out_PD: Tensor, gates_TK: Tensor | None, tables: MappedTables, mapped: MappedRows, *, layer: int
+) -> Tensor:
     """Add each token's rows, weighted by its gates, column by column; all ranks must call, also without tokens.
 
     Args:
         out_PD: [buffer rows, D] what this rank's experts computed
+        gates_TK: None where gates have been applied already
 
     Returns: [T, D] in the dtype of the rows
     """
+    if gates_TK is None:
+        return _SumMapped.apply(out_PD, tables, mapped, layer)
     return _CombineMapped.apply(out_PD, gates_TK, tables, mapped, layer)
+
+
+class _SumMapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out_PD: Tensor, tables: MappedTables, mapped: MappedRows, layer: int) -> Tensor:
+        ctx.tables, ctx.mapped, ctx.layer = tables, mapped, layer
+        _show_rows(mapped, tables, out_PD, layer, part="rows")
+        return _add_columns(mapped, tables, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
+        _show_tokens(ctx.mapped, ctx.tables, grad_TD, None, ctx.layer)
+        return _fetch_rows(ctx.mapped, ctx.tables), None, None, None
 
 
 class _CombineMapped(torch.autograd.Function):

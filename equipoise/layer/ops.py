@@ -69,7 +69,11 @@ def combine_rows(rows_ND: Tensor, gates_TK: Tensor, *, index_TK: Tensor) -> Tens
 
 
 def add_columns(rows_ND: Tensor, index_TK: Tensor, gates_TK: Tensor | None = None) -> Tensor:
-    """Add `rows_ND[index_TK[:, k]]`, times the gates where given, for k = 0, 1, ... in that order."""
+    """Add `rows_ND[index_TK[:, k]]`, times the gates where given, for k = 0, 1, ... in that order.
+
+    An index one past the last row means that the token has no row in this column.
+    """
+    rows_ND = _with_zeros(rows_ND, index_TK.numel())
     fused = fused_for(rows_ND) if gates_TK is None else fused_for(rows_ND, gates_TK)
     if fused is not None:
         return fused.add_columns(rows_ND, index_TK, gates_TK)
@@ -90,17 +94,44 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_ND, gates_TK, index_TK = ctx.saved_tensors
+        num_rows, rows_ND = len(rows_ND), _with_zeros(rows_ND, index_TK.numel())
         fused = fused_for(rows_ND, gates_TK)
         if fused is not None:
-            return *fused.combine_backward(grad_TD, rows_ND, gates_TK, index_TK), None
+            grad_rows_ND, grad_gates_TK = fused.combine_backward(grad_TD, rows_ND, gates_TK, index_TK)
+            return grad_rows_ND[:num_rows], grad_gates_TK, None
         grad_rows_ND, grad_gates_TK = torch.empty_like(rows_ND), torch.empty_like(gates_TK)
         for column in range(index_TK.shape[1]):
             place_T = index_TK[:, column]
-            # Every row belongs to one token and column: each place is written once.
+            # Every row belongs to one token and column: each place is written once, but for that of no row.
             grad_rows_ND[place_T] = (grad_TD * gates_TK[:, column, None]).to(rows_ND.dtype)
             part_TD = rows_ND.index_select(0, place_T)
             grad_gates_TK[:, column] = (part_TD * grad_TD).sum(dim=1, dtype=gates_TK.dtype)
-        return grad_rows_ND, grad_gates_TK, None
+        return grad_rows_ND[:num_rows], grad_gates_TK, None
+
+
+def sum_rows(rows_ND: Tensor, *, token_N: Tensor, index_TK: Tensor) -> Tensor:
+    """Add each token's rows, column by column, where gates have been applied already. The mirror of `spread_rows`.
+
+    Args:
+        rows_ND: [N, D] experts' outputs, in sending order
+        token_N: [N] token of each row
+        index_TK: [T, K] place of each row in sending order
+
+    Returns: [T, D]
+    """
+    return _Sum.apply(rows_ND, token_N, index_TK)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, token_N: Tensor, index_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(token_N)
+        return add_columns(rows_ND, index_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        (token_N,) = ctx.saved_tensors
+        return grad_TD.index_select(0, token_N), None, None
 
 
 def spread_rows(hidden_TD: Tensor, *, token_N: Tensor, index_TK: Tensor) -> Tensor:
@@ -196,10 +227,14 @@ class _Reorder(torch.autograd.Function):
 
 
 def _gather(rows_ND: Tensor, index_P: Tensor) -> Tensor:
-    # Only padding makes an order longer than its rows.
-    if index_P.numel() > rows_ND.shape[0]:
-        rows_ND = torch.cat([rows_ND, rows_ND.new_zeros((1, rows_ND.shape[1]))])
-    return rows_ND.index_select(0, index_P)
+    return _with_zeros(rows_ND, index_P.numel()).index_select(0, index_P)
+
+
+def _with_zeros(rows_ND: Tensor, places: int) -> Tensor:
+    """Append a row of zeros where there are more places than rows: some are padding, or of tokens with fewer rows."""
+    if places <= rows_ND.shape[0]:
+        return rows_ND
+    return torch.cat([rows_ND, rows_ND.new_zeros((1, rows_ND.shape[1]))])
 
 
 def enter_home(home: ExpertWeights, transfers: LayerTransfers, visit: Visit) -> ExpertWeights:

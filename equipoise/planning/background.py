@@ -189,6 +189,8 @@ def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptio
             return f"rank {rank} gave counted rows, not routes"
         if rows.coverage_ML is not None:
             return f"rank {rank} knows {float(rows.coverage_ML.mean()):.1%} of its routes"
+        if rows.has_gaps and is_mapped:
+            return f"rank {rank} has tokens with fewer than K experts, whose rows are not mapped"
     needed = prepared_bytes(plan, is_mapped=is_mapped)
     if needed > options.prepared_bytes:
         return f"{needed:,} bytes of tables are over prepared_bytes={options.prepared_bytes:,}"

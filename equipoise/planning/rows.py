@@ -19,6 +19,8 @@ class RankRows:
     coverage_ML: np.ndarray | None = None
     """[M, L] share of this rank's tokens whose route is known; None: all are."""
     stage: Stage = "update"
+    has_gaps: bool = False
+    """Whether some tokens have fewer than K experts."""
     has_ids: bool = False
     """Whether they were counted from the ids that will be replayed, which this rank keeps."""
 
@@ -32,13 +34,14 @@ WindowRoutes = Sequence[Sequence[Any]] | RankRows
 are read until the window ends, so leave them unchanged. Or rows that were counted elsewhere."""
 
 
-def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update") -> RankRows:
+def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update", allow_gaps: bool = False) -> RankRows:
     """Count the routes that this rank will replay.
 
     Args:
         routes: ids by micro-step and layer, -1 where unknown; counted rows are returned as they are
         experts: routed experts of the model, E
         stage: recompute or update
+        allow_gaps: -1 beside other ids of a token means that it has fewer experts, not that its route is unknown
     """
     if isinstance(routes, RankRows):
         return routes
@@ -47,6 +50,7 @@ def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update") -
         raise RoutesError(f"routes have {lengths} layers by micro-step; give every layer in each")
     shape_ML = (len(routes), len(routes[0]))
     load_MLE, coverage_ML = np.zeros((*shape_ML, experts), dtype=np.int64), np.ones(shape_ML)
+    has_gaps = False
     for m, layer in np.ndindex(shape_ML):
         ids_TK = np.asarray(routes[m][layer])
         entry = f"micro-step {m}, layer index {layer}"
@@ -57,14 +61,18 @@ def count_rows(routes: WindowRoutes, *, experts: int, stage: Stage = "update") -
             raise RoutesError(
                 f"{entry}: expert {bad} does not exist; ids are 0..{experts - 1}, or -1 where the route is unknown"
             )
-        known_T: np.ndarray = np.all(ids_TK >= 0, axis=1)
-        load_MLE[m, layer] = np.bincount(ids_TK[known_T].reshape(-1).astype(np.int64), minlength=experts)
+        is_row_TK = ids_TK >= 0
+        known_T: np.ndarray = (np.any if allow_gaps else np.all)(is_row_TK, axis=1)
+        has_gaps |= bool((known_T[:, None] & ~is_row_TK).any())
+        rows_N = ids_TK[known_T[:, None] & is_row_TK]
+        load_MLE[m, layer] = np.bincount(rows_N.astype(np.int64), minlength=experts)
         if len(known_T):
             coverage_ML[m, layer] = known_T.mean()
     return RankRows(
         load_MLE=load_MLE,
         coverage_ML=None if (coverage_ML == 1).all() else coverage_ML,
         stage=stage,
+        has_gaps=has_gaps,
         has_ids=True,
     )
 

@@ -26,7 +26,7 @@ class Routing:
 
     def loads(self):
         count = [
-            [[np.bincount(a.reshape(-1), minlength=self.experts) for a in layer] for layer in micro_step]
+            [[np.bincount(a[a >= 0], minlength=self.experts) for a in layer] for layer in micro_step]
             for micro_step in self.ids
         ]
         return LoadMatrix(np.array(count))
@@ -54,6 +54,18 @@ def random_routing(seed, *, ranks, experts=8, micro_steps=2, layers=2, tokens=20
         # A token passes all layers, so each rank keeps its number of tokens; layers are rolled against each other.
         ids.append([[(a + layer) % experts if not avoid else a for a in first] for layer in range(layers)])
     return Routing(ids=ids, experts=experts)
+
+
+def with_gaps(routing, seed):
+    """The same routes with some tokens that have fewer experts, and some that have none."""
+    rng = np.random.default_rng(seed)
+
+    def thin(ids_TK):
+        is_gap_TK = rng.random(ids_TK.shape) < 0.25
+        is_gap_TK[: len(ids_TK) // 8] = True
+        return np.where(is_gap_TK, -1, ids_TK)
+
+    return Routing(ids=[[[thin(a) for a in layer] for layer in by] for by in routing.ids], experts=routing.experts)
 
 
 def cluster_of(ranks, *, nodes=1):

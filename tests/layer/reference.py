@@ -16,7 +16,10 @@ def dense_experts(
 ) -> Tensor:
     """Apply a layer's routed experts, one token and one choice after the other, by plain autograd.
 
+    Without a bias of the second product it does not matter to the sum whether gates multiply outputs or activations.
+
     Args:
+        ids_TK: [T, K]; -1: the token has fewer experts
         weights: all E experts, in logical order
 
     Returns: [T, D]
@@ -25,6 +28,8 @@ def dense_experts(
     for hidden_D, ids_K, gates_K in zip(hidden_TD, ids_TK.tolist(), gates_TK, strict=True):
         total_D = torch.zeros_like(hidden_D)
         for expert, gate in zip(ids_K, gates_K, strict=True):
+            if expert == -1:
+                continue
             total_D = total_D + gate * expert_output(hidden_D, weights, expert, activation=activation)
         outputs.append(total_D)
     return torch.stack(outputs) if outputs else hidden_TD.clone()

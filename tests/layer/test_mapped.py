@@ -25,6 +25,10 @@ CASES = {
     "activations are computed again": (ParityCase(ranks=2, slots=1, layers=2, tokens=12), {"is_checkpointed": True}),
     "a rank without tokens": (ParityCase(ranks=4, slots=1, layers=2, tokens=12), {"silent": (2,)}),
     "8 ranks": (ParityCase(ranks=8, slots=1, layers=2, tokens=8, home_slots=2), {}),
+    "gates at the activation": (
+        ParityCase(ranks=4, nodes=2, slots=1, layers=2, tokens=12, gates="activation", dispatch="two_level"),
+        {"is_checkpointed": True, "silent": (1,)},
+    ),
     "2 nodes of 2": (ParityCase(ranks=4, nodes=2, slots=2, layers=2, tokens=16, top_k=4), {}),
     "2 nodes of 2, in two levels, computed again": (
         ParityCase(ranks=4, nodes=2, slots=1, layers=2, tokens=16, top_k=4, dispatch="two_level"),

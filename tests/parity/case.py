@@ -41,6 +41,7 @@ class ParityCase:
     whose replicas may cross nodes; without one, rows are levelled whatever that costs, in updates alone."""
     dispatch: Literal["direct", "two_level"] = "direct"
     """How tokens get to their experts, see `runtime.experts.LayerOptions`."""
+    gates: Literal["combine", "activation"] = "combine"
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stack trains: on the CPU in fp32, or on one CUDA device that all ranks share, in bf16."""
     seed: int = 0

@@ -80,7 +80,7 @@ class Block(nn.Module):
         cut = slice(group.rank() * case.home_slots, (group.rank() + 1) * case.home_slots)
         owned = ExpertWeights(*(tensor[cut].clone().to(case.device) for tensor in weights.tensors()))
         self.attention = nn.Parameter(attention_DD.to(case.device))
-        options = LayerOptions(is_deterministic=True, dispatch=case.dispatch)
+        options = LayerOptions(is_deterministic=True, dispatch=case.dispatch, gates=case.gates)
         self.experts = BalancedExperts(owned, layer=layer, group=group, options=options)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, visit: Visit) -> Tensor:

@@ -34,6 +34,15 @@ def test_counting_equals_one_token_after_the_other(seed, micro_steps, layers, ex
             assert share == (known / len(ids_TK) if len(ids_TK) else 1.0)
 
 
+def test_where_gaps_are_allowed_a_token_with_some_experts_is_known():
+    ids = np.array([[2, -1, 1], [-1, -1, -1], [0, 1, 2]])
+    rows = count_rows([[ids]], experts=3, allow_gaps=True)
+    assert rows.load_MLE.tolist() == [[[1, 2, 2]]]
+    assert rows.has_gaps and rows.coverage_ML.tolist() == [[2 / 3]]
+    whole = count_rows([[ids[2:]]], experts=3, allow_gaps=True)
+    assert not whole.has_gaps and whole.coverage_ML is None
+
+
 @pytest.mark.parametrize(("bad", "words"), [(4, "expert 4 does not exist"), (-2, "expert -2 does not exist")])
 def test_an_id_outside_the_model_is_named_with_its_place(bad, words):
     good = np.zeros((3, 2), dtype=np.int64)
