@@ -120,6 +120,11 @@ class Balancer(AbstractContextManager["Balancer"]):
         """Whether gradients accumulate elsewhere than in `grad`."""
         return self._gradient_of is not None
 
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of this rank for replica buffers, mailboxes, outbox and landing."""
+        return self._engine.extra_bytes
+
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
         """Take the routes of the next window, count them, and plan the window in the background; returns at once."""
         allow_gaps = any(experts.options.has_gaps for experts in self.layers.values())

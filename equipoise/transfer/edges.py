@@ -23,7 +23,7 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
-from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
+from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, SlotTensors, copy_expert
 from equipoise.transfer.waits import STAGED, WRITTEN, Message, Transfer
 
 EdgeKind = Literal["publish", "collect"]
@@ -219,8 +219,10 @@ class _KnownGradient(NamedTuple):
     the gradient is part of a larger buffer, whose parts torch counts together."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, gradient: torch.Tensor | None, *, writes: int = 0) -> "_KnownGradient":
-        if gradient is None or gradient.untyped_storage().nbytes() > gradient.nbytes:
+    def of(cls, parameter: torch.Tensor, gradient: Any, *, writes: int = 0) -> "_KnownGradient":
+        if gradient is None or isinstance(gradient, SlotTensors):
+            return cls(parameter, gradient, None)
+        if gradient.untyped_storage().nbytes() > gradient.nbytes:
             return cls(parameter, gradient, None)
         return cls(parameter, gradient, gradient._version + writes)
 

@@ -169,6 +169,11 @@ class TransferEngine:
         self._collected: set[int] = set()
         self._crossings: dict[int, list[Crossing]] = {}
 
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of this rank beyond the home weights."""
+        return self._node.layout.extra_bytes
+
     def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
         """Start publishing the plan's placement, and pulling. Every rank of the group must call this.
 
@@ -460,6 +465,7 @@ class NoTransfers:
 
     def __init__(self, homes: Sequence[ExpertWeights]) -> None:
         self.counters = Counters()
+        self.extra_bytes = 0
         self._homes = homes
         self._is_open = False
 

@@ -45,8 +45,36 @@ from equipoise.transfer.waits import (
 )
 
 T = TypeVar("T")
-GradientOf = Callable[[Tensor], Tensor | None]
-"""Finds a parameter's accumulated gradient. Example: `lambda parameter: parameter.main_grad` (Megatron)."""
+
+
+class SlotTensors(tuple[Tensor, ...]):
+    """One tensor per slot, where a framework keeps each expert's by itself; used like a tensor [slots, ...].
+
+    Example: the `main_grad` views of a layer's local experts (Megatron).
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them."""
+        return self[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them together."""
+        return sum(tensor.nbytes for tensor in self)
+
+    def detach(self) -> "SlotTensors":
+        """The same memory without a graph."""
+        return SlotTensors(tensor.detach() for tensor in self)
+
+    def any(self) -> bool:
+        """Whether any number is not zero."""
+        return any(bool(tensor.any()) for tensor in self)
+
+
+GradientOf = Callable[[Tensor], Any]
+"""Finds a parameter's accumulated gradient: a tensor of its shape, or one per slot, or None; the same object throughout
+a window. Example: `lambda parameter: parameter.main_grad`."""
 
 
 class ExpertWeights(NamedTuple):

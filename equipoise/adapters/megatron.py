@@ -1,0 +1,416 @@
+"""The Megatron-Core adapter: balance the experts of a GPTModel in the training that is there already.
+
+    found = inspect(model_chunks)                       # what is there, and what is unsupported
+    handle = install(model_chunks, cluster=cluster, options=BalancerOptions(slots=1))
+    with handle.window(routes):                         # routes[m][l]: [T, K] ids that this rank replays
+        losses = forward_backward_func(...)             # Megatron's own schedules, pipelined or not
+    optimizer.step()
+    uninstall(handle)                                   # the model as it was
+
+What `install` changes on this rank, and `uninstall` takes back; no class or function of Megatron is patched:
+1. Every decoder `MoELayer` gets a token dispatcher of ours and its experts object a `forward` of ours. Outside a window
+   both call Megatron's.
+2. Forward pre-hooks: of model chunks, which count micro-steps, and of transformer layers, which let home weights into
+   the graph before attention.
+3. While an update window is open, `config.finalize_model_grads_func` first ends the window, then reduces gradients.
+
+Parameters, `main_grad`, DDP's buffers and the optimizer's shards stay where they are. Experts compute on a working copy
+of the weights, filled when a window begins; gradients are added to `main_grad`, as DDP's hooks do. `extra_bytes` names
+what this takes. MTP's layers are left alone.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from equipoise.adapters.megatron_model import FoundChunks, FoundLayer, bare, inspect
+from equipoise.adapters.protocol import is_in_backward
+from equipoise.balancer import Balancer
+from equipoise.core import Cluster, Stage
+from equipoise.core.errors import AdapterError
+from equipoise.core.options import BalancerOptions
+from equipoise.core.plan import Visit
+from equipoise.layer.experts import BalancedExperts, LayerOptions, VisitRows
+from equipoise.planning.worker import PlanWorker
+from equipoise.transfer.node import ExpertWeights, SlotTensors
+from equipoise.transfer.waits import all_or_none, gather_objects
+
+__all__ = ["inspect", "install", "uninstall", "MegatronHandle"]
+
+KEPT = "_equipoise"
+"""Attribute of an installed model chunk that holds its handle."""
+LAYER = LayerOptions(gates="activation", combine_order="expert", products="loop", has_gaps=True)
+"""How Megatron's `SequentialMLP` and its dispatchers compute."""
+
+
+class LentMoE(MoETokenDispatcher):
+    """The dispatcher of one `MoELayer` while it is installed: Megatron's calls, one to one, as stages of our layer.
+
+    State is kept between the calls of one forward pass, as Megatron's own dispatchers do.
+    """
+
+    def __init__(self, layer: Any, found: FoundLayer, *, index: int, handle: "MegatronHandle") -> None:
+        """
+        Args:
+            layer: the transformer layer
+            index: of the layer in plans
+        """
+        self._moe, self._found, self._index, self._handle = layer.mlp, found, index, handle
+        self._kept: MoETokenDispatcher = self._moe.token_dispatcher
+        # Not initialised like Megatron's: what others read of a dispatcher is what the kept one has.
+        self.__dict__.update({name: value for name, value in vars(self._kept).items() if name not in vars(self)})
+        self._layer, self._hook = layer, list[Any]()
+        self._in_flight: deque[int] = deque()
+        self._entered: tuple[Visit, ExpertWeights] | None = None
+        self._now: tuple[Tensor, Visit, ExpertWeights] | None = None
+        """Ids, visit and home weights of the pass between `dispatch_preprocess` and `combine_postprocess`."""
+        self._rows: VisitRows | None = None
+        home = ExpertWeights(*(torch.stack([w.detach() for w in weights]) for weights in self.weights))
+        self.balanced = BalancedExperts(home, layer=index, group=self._moe.ep_group, options=LAYER)
+        for working, weights in zip(self.balanced.home.tensors(), self.weights, strict=True):
+            working.requires_grad_(weights[0].requires_grad)
+            if working.requires_grad:
+                working.register_post_accumulate_grad_hook(self._accumulate)
+
+    def put(self) -> None:
+        """Take the place of the layer's dispatcher and of its experts' forward."""
+        self._moe.token_dispatcher, self._moe.experts.forward = self, self._compute
+        self._hook.append(self._layer.register_forward_pre_hook(self._before_layer))
+
+    @property
+    def path(self) -> str:
+        """The layer's path, with its chunk."""
+        return f"chunk {self._found.chunk} {self._found.path}"
+
+    @property
+    def weights(self) -> tuple[SlotTensors, SlotTensors]:
+        """Megatron's parameters of both products, expert by expert."""
+        experts = self._moe.experts.local_experts
+        first, second = (SlotTensors(getattr(e, name).weight for e in experts) for name in ("linear_fc1", "linear_fc2"))
+        return first, second
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Fill the working copy with this rank's own experts, as they are now."""
+        self._in_flight.clear()
+        self._entered = self._now = self._rows = None
+        for working, weights in zip(self.balanced.home.tensors(), self.weights, strict=True):
+            for slot, weight in enumerate(weights):
+                working[slot].copy_(weight)
+
+    def gradients(self) -> dict[Tensor, SlotTensors]:
+        """Return where the gradients of the working copy accumulate, by its parameters."""
+        pairs = zip(self.balanced.home.tensors(), self.weights, strict=True)
+        return {
+            working: SlotTensors(weight.main_grad for weight in weights)
+            for working, weights in pairs
+            if working.requires_grad
+        }
+
+    def restore(self) -> None:
+        """Give the layer back its dispatcher and its experts their forward."""
+        self._hook.pop().remove()
+        self._moe.token_dispatcher = self._kept
+        del self._moe.experts.forward
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Find this visit's home weights and the experts of every token, ascending."""
+        entered, self._entered, self._now, self._rows = self._entered, None, None, None
+        # Megatron may call a MoE layer that it computes again without its transformer layer.
+        entered = entered or self._enter()
+        if entered is None:
+            return self._kept.dispatch_preprocess(tokens, routing_map, probs)
+        self.hidden_shape = tokens.shape
+        # Chosen experts first, ascending; what is behind them is no row.
+        ids_TK = torch.argsort(routing_map.to(torch.uint8), dim=1, descending=True, stable=True)
+        ids_TK = ids_TK[:, : self.config.moe_router_topk]
+        self._now = (torch.where(routing_map.gather(1, ids_TK), ids_TK, -1), *entered)
+        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, ids_TK)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """Send rows and gates to the ranks that compute them."""
+        if self._now is None:
+            return self._kept.token_dispatch(hidden_states, probs)
+        ids_TK, visit, home = self._now
+        self._rows = self.balanced.send(hidden_states, ids_TK, probs, visit, home=home)
+        return self._rows.rows_PD, self._rows.gates
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """Return rows as they are: sending put them slot by slot."""
+        if self._rows is None:
+            return self._kept.dispatch_postprocess(hidden_states, probs)
+        groups = self._rows.dispatch.groups
+        ends = torch.cat([groups.home_end_S, groups.replica_end_S + groups.num_home_rows])
+        return hidden_states, ends.diff(prepend=ends.new_zeros(1)), probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Return rows as they are."""
+        return self._kept.combine_preprocess(hidden_states) if self._rows is None else hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Return rows to their tokens and add each token's in ascending order of experts."""
+        if self._rows is None:
+            return self._kept.token_combine(hidden_states)
+        return self.balanced.receive(self._rows._replace(rows_PD=hidden_states))
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Give tokens the shape they came with."""
+        if self._rows is None:
+            return self._kept.combine_postprocess(hidden_states)
+        self._rows = self._now = None
+        return hidden_states.view(self.hidden_shape)
+
+    def _compute(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Take the place of the experts' forward."""
+        if self._rows is None:
+            output: tuple[Tensor, None] = type(self._moe.experts).forward(
+                self._moe.experts, rows, tokens_per_expert, probs
+            )
+            return output
+        return self.balanced.compute(self._rows._replace(rows_PD=rows, gates=probs)).rows_PD, None
+
+    def _before_layer(self, *_: Any) -> None:
+        """Let home weights into the graph before attention, so that the wait for returns hides behind its backward."""
+        self._entered = self._enter()
+
+    def _enter(self) -> tuple[Visit, ExpertWeights] | None:
+        """Find which micro-step this forward pass is; None outside a window."""
+        if not self._handle.balancer.is_open:
+            return None
+        if is_in_backward():
+            # Computed again: of the forward passes in flight Megatron's schedules run backward the oldest first.
+            micro_step = self._in_flight.popleft()
+        else:
+            micro_step = self._handle.micro_steps[self._found.chunk]
+            self._in_flight.append(micro_step)
+        visit = Visit(micro_step, "forward", self._index)
+        return visit, self.balanced.enter(visit)
+
+    @torch.no_grad()
+    def _accumulate(self, working: Tensor) -> None:
+        """Add a gradient to `main_grad`, expert by expert, as DDP's own hook does."""
+        assert working.grad is not None, "called after accumulation"
+        totals = self._handle.gradient_of(working)
+        assert totals is not None, "only parameters with an accumulated gradient have this hook"
+        for total, gradient in zip(totals, working.grad, strict=True):
+            total.add_(gradient)
+        working.grad = None
+
+
+class MegatronHandle:
+    """Model chunks whose experts are balanced, seen from one rank."""
+
+    def __init__(
+        self, model_chunks: Sequence[nn.Module], found: FoundChunks, *, cluster: Cluster, options: BalancerOptions
+    ) -> None:
+        """Made by `install`."""
+        self.model_chunks, self.found = tuple(model_chunks), found
+        self.micro_steps = [-1] * len(model_chunks)
+        """Micro-step of the last forward pass of each chunk."""
+        self._gradients: dict[Tensor, SlotTensors] = {}
+        self._finalize: Any = None
+        bares = [bare(chunk) for chunk in model_chunks]
+        self._config = get_model_config(bares[0])
+        layers = [bares[one.chunk].get_submodule(one.path) for one in found.layers]
+        self.balancer = Balancer(
+            cluster=cluster,
+            model=found.shape,
+            group=layers[0].mlp.ep_group,
+            options=options,
+            gradient_of=self.gradient_of,
+        )
+        pairs = zip(layers, found.layers, strict=True)
+        self._lent = [LentMoE(layer, one, index=at, handle=self) for at, (layer, one) in enumerate(pairs)]
+        self._hooks: list[Any] = []
+
+    def put(self, worker: PlanWorker | None) -> None:
+        """Attach the balancer, then change the model, which cannot fail."""
+        self.balancer.attach({lent.path: lent.balanced for lent in self._lent}, worker=worker)
+        for lent in self._lent:
+            lent.put()
+        for at, chunk in enumerate(map(bare, self.model_chunks)):
+            self._hooks.append(chunk.register_forward_pre_hook(partial(self._count, at)))
+            setattr(chunk, KEPT, self)
+
+    @property
+    def extra_bytes(self) -> Mapping[str, int]:
+        """Bytes of this rank beyond what Megatron holds, by what they are for."""
+        copies = sum(tensor.nbytes for lent in self._lent for tensor in lent.balanced.home.tensors())
+        return {"working copy of the weights": copies, "balancer": self.balancer.extra_bytes}
+
+    def gradient_of(self, working: Tensor) -> SlotTensors | None:
+        """Return where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""
+        return self._gradients.get(working)
+
+    def submit(self, routes: Sequence[Sequence[Any]], *, stage: Stage = "update") -> None:
+        """Plan the next window in the background, from what this rank will replay in it. Every rank must call this.
+
+        Args:
+            routes: routes[m][l] are the [T, K] ids of micro-step m and layer `found.layers[l]`, rows in the order in
+                which this rank's router sees them; an id that repeats in a row counts once; a row of -1 is unknown
+        """
+        self.balancer.submit([[distinct(ids) for ids in by_layer] for by_layer in routes], stage=stage)
+
+    def begin(self) -> None:
+        """Begin the window: call it before Megatron's schedule. Every rank must call this."""
+        self._check_begin()
+        for chunk in self.model_chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+                chunk.start_param_sync(force_sync=True)
+        self.micro_steps = [-1] * len(self.model_chunks)
+        self._gradients = {}
+        for lent in self._lent:
+            lent.begin()
+            self._gradients.update(lent.gradients())
+        # Weights need not return: Megatron's own parameters stayed at their owners.
+        self.balancer.begin(with_weights=False)
+        self._finalize, self._config.finalize_model_grads_func = self._config.finalize_model_grads_func, self._reduce
+
+    def end(self) -> None:
+        """End the window, if Megatron's gradient reduction has not: gradients go to their owners."""
+        if self.balancer.is_open:
+            self._config.finalize_model_grads_func, self._finalize = self._finalize, None
+            self.balancer.end()
+
+    @contextmanager
+    def window(self, routes: Sequence[Sequence[Any]] | None = None, *, stage: Stage = "update") -> Iterator[None]:
+        """Begin and end a window around one call of Megatron's schedule; submits `routes` first where given."""
+        if routes is not None:
+            self.submit(routes, stage=stage)
+        self.begin()
+        yield
+        self.end()
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Stop all transfers while buffers are offloaded and reloaded. Every rank must enter."""
+        return self.balancer.suspended()
+
+    def _check_begin(self) -> None:
+        is_early = any(getattr(getattr(c, "ddp_config", None), "overlap_grad_reduce", False) for c in self.model_chunks)
+        if is_early and self._config.grad_sync_func is not None:
+            raise AdapterError(
+                "config.grad_sync_func starts the reduction of expert gradients before they are home; leave it None "
+                "(align_grad_reduce=False) with overlap_grad_reduce"
+            )
+
+    def _count(self, chunk: int, *_: Any) -> None:
+        """Count the forward passes of a chunk."""
+        if self.balancer.is_open:
+            self.micro_steps[chunk] += 1
+
+    def _reduce(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Take the place of `config.finalize_model_grads_func` in a window: gradients must be home to be reduced."""
+        finalize = self._finalize
+        self.end()
+        self._release()
+        if finalize is not None:
+            finalize(model, *args, **kwargs)
+
+    def _release(self) -> None:
+        """Tell DDP that expert gradients are complete, where it reduces a bucket as soon as all of it is."""
+        for chunk in self.model_chunks:
+            groups = getattr(chunk, "param_to_bucket_group", {})
+            if not getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+                continue
+            owned = (w for lent in self._lent for weights in lent.weights for w in weights)
+            for parameter in owned:
+                if parameter.requires_grad and parameter in groups:
+                    groups[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
+
+    def uninstall(self) -> None:
+        """Restore the model chunks and free what was added. Every rank must call this, with no window open."""
+        if self.balancer.is_open:
+            raise AdapterError("a window is open; end it before experts are uninstalled")
+        for hook in self._hooks:
+            hook.remove()
+        for lent in self._lent:
+            lent.restore()
+        for chunk in self.model_chunks:
+            delattr(bare(chunk), KEPT)
+        self.balancer.close()
+
+
+def install(
+    model_chunks: Sequence[nn.Module],
+    *,
+    cluster: Cluster,
+    options: BalancerOptions | None = None,
+    worker: PlanWorker | None = None,
+) -> MegatronHandle:
+    """Balance the experts of these model chunks from now on, in windows. Every rank of the model must call this.
+
+    Args:
+        model_chunks: as Megatron's schedules take them, wrapped in its DistributedDataParallel
+        cluster: of one EP group
+        options: slots and the rest; order of execution, pipeline stage and the gradients' dtype are filled in here
+        worker: a planning process to use, instead of an own one
+    """
+    group = parallel_state.get_expert_model_parallel_group()
+    # What one rank must refuse, all refuse.
+    gather = partial(gather_objects, group=group)
+    found = all_or_none(partial(_checked, model_chunks, cluster), gather)[group.rank()]
+    options = _filled_in(options or BalancerOptions(), model_chunks, found)
+    handle = MegatronHandle(model_chunks, found, cluster=cluster, options=options)
+    handle.put(worker)
+    return handle
+
+
+def uninstall(handle: MegatronHandle) -> None:
+    """Restore the model chunks of a handle. Every rank must call this."""
+    handle.uninstall()
+
+
+def distinct(ids: Any) -> np.ndarray:
+    """[T, K] ids ascending, each once: Megatron's routing map holds no expert twice. -1 takes the place of the rest."""
+    ids_TK = np.sort(torch.as_tensor(ids).cpu().numpy(), axis=1)
+    ids_TK[:, 1:][ids_TK[:, 1:] == ids_TK[:, :-1]] = -1
+    return ids_TK
+
+
+def _checked(model_chunks: Sequence[nn.Module], cluster: Cluster) -> FoundChunks:
+    """Refuse what cannot be balanced, before anything changes."""
+    found = inspect(model_chunks)
+    if any(KEPT in vars(bare(chunk)) for chunk in model_chunks):
+        raise AdapterError("these model chunks have balanced experts already; uninstall them first")
+    if found.unsupported:
+        raise AdapterError("; ".join(found.unsupported))
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    if cluster.ep != ranks:
+        raise AdapterError(
+            f"the cluster has an EP group of {cluster.ep} ranks, Megatron's has {ranks}; give one with ep={ranks}"
+        )
+    for one in found.layers:
+        experts = bare(model_chunks[one.chunk]).get_submodule(one.path).mlp.experts
+        if any(p.requires_grad and not hasattr(p, "main_grad") for p in experts.parameters()):
+            raise AdapterError(
+                f"`{one.path}`: expert parameters have no main_grad; install after the model is wrapped in Megatron's "
+                "DistributedDataParallel"
+            )
+    return found
+
+
+def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], found: FoundChunks) -> BalancerOptions:
+    """Options with what Megatron decides: dtype of gradients, order of execution, pipeline stage."""
+    first = found.layers[0]
+    experts = bare(model_chunks[first.chunk]).get_submodule(first.path).mlp.experts
+    gradient = getattr(next(experts.parameters()), "main_grad", None)
+    config, stages = get_model_config(bare(model_chunks[0])), parallel_state.get_pipeline_model_parallel_world_size()
+    is_again = config.recompute_granularity is not None
+    grad_dtype: Any = options.grad_dtype if gradient is None else str(gradient.dtype).removeprefix("torch.")
+    return replace(
+        options,
+        grad_dtype=grad_dtype,
+        order="1f1b" if stages > 1 else "recompute" if is_again else "plain",
+        pipeline_stage=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_stages=stages,
+    )

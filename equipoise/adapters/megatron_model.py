@@ -1,0 +1,234 @@
+"""`inspect` finds the MoE layers of Megatron-Core model chunks and what is unsupported; `REFUSED` is the list of that.
+
+Private names of Megatron-Core that the adapter uses, in one table (`USED`), with the range of versions they were read
+in. `install` checks that they are there, so that another version is refused by name and never half installed.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import __version__ as VERSION
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
+
+from equipoise.core import ModelShape
+from equipoise.core.errors import AdapterError
+
+READ = ((0, 16), (0, 19))
+"""First and last minor version whose sources were read."""
+TESTED = ("0.16.1",)
+"""Versions that the tests of this adapter run."""
+
+USED: Mapping[str, tuple[str, ...]] = {
+    "megatron.core.transformer.moe.token_dispatcher:MoETokenDispatcher": (
+        "dispatch_preprocess",
+        "token_dispatch",
+        "dispatch_postprocess",
+        "combine_preprocess",
+        "token_combine",
+        "combine_postprocess",
+        "set_shared_experts",
+    ),
+    "megatron.core.transformer.moe.moe_layer:MoELayer": ("preprocess", "dispatch", "combine", "postprocess"),
+    "megatron.core.distributed:DistributedDataParallel": ("start_param_sync", "finish_grad_sync"),
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": ("register_grad_ready",),
+}
+"""What the adapter overrides or calls, by class."""
+
+
+class Refusal(NamedTuple):
+    """One thing that is not supported."""
+
+    name: str
+    """As the support table of docs/adapters.md calls it."""
+    setting: str
+    """What a user has set."""
+    is_set: Callable[[Any], bool]
+    """Whether a configuration has it."""
+    fix: str
+
+
+def _has(name: str, *without: Any) -> Callable[[Any], bool]:
+    """Whether a field is there, in this version, and has another value than these; None and False are always these."""
+    return lambda config: getattr(config, name, None) not in (None, False, *without)
+
+
+def _has_any(*names: str) -> Callable[[Any], bool]:
+    return lambda config: any(_has(name, "none")(config) for name in names)
+
+
+REFUSED: tuple[Refusal, ...] = (
+    Refusal("capacity factor", "moe_expert_capacity_factor", _has("moe_expert_capacity_factor"), "drop no tokens"),
+    Refusal(
+        "padding to the capacity",
+        "moe_pad_expert_input_to_capacity",
+        _has("moe_pad_expert_input_to_capacity"),
+        "turn it off: balanced ranks need no capacity",
+    ),
+    Refusal(
+        "padding for quantization",
+        "moe_router_padding_for_quantization",
+        _has_any("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+        "turn it off",
+    ),
+    Refusal("fp8", "fp8", _has("fp8"), "train in bf16"),
+    Refusal("fp4", "fp4", _has("fp4"), "train in bf16"),
+    Refusal(
+        "expert tensor parallelism",
+        "expert_tensor_parallel_size",
+        _has("expert_tensor_parallel_size", 1),
+        "use expert_tensor_parallel_size=1, with more expert parallelism",
+    ),
+    Refusal(
+        "flex dispatcher (DeepEP, HybridEP)",
+        "moe_token_dispatcher_type",
+        lambda config: config.moe_token_dispatcher_type == "flex",
+        "use moe_token_dispatcher_type='alltoall'",
+    ),
+    Refusal(
+        "combined 1F1B overlap",
+        "overlap_moe_expert_parallel_comm",
+        _has("overlap_moe_expert_parallel_comm"),
+        "turn it off",
+    ),
+    Refusal("delayed weight gradients", "delay_wgrad_compute", _has("delay_wgrad_compute"), "turn it off"),
+    Refusal("shared-expert overlap", "moe_shared_expert_overlap", _has("moe_shared_expert_overlap"), "turn it off"),
+    Refusal(
+        "CUDA graphs",
+        "cuda_graph_impl",
+        _has_any("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+        "use cuda_graph_impl='none'",
+    ),
+    Refusal("paged stash", "moe_paged_stash", _has("moe_paged_stash"), "turn it off"),
+    Refusal("latent experts", "moe_latent_size", _has("moe_latent_size"), "use experts of the hidden size"),
+    Refusal("gates on the input", "moe_apply_probs_on_input", _has("moe_apply_probs_on_input"), "turn it off"),
+    Refusal("biases of experts", "add_bias_linear", _has("add_bias_linear"), "use add_bias_linear=False"),
+    Refusal(
+        "other activations than SwiGLU",
+        "activation_func",
+        lambda config: (
+            config.activation_func is not torch.nn.functional.silu
+            or not config.gated_linear_unit
+            or _has("activation_func_clamp_value")(config)
+            or bool(getattr(config, "glu_linear_offset", 0.0))
+            or _has("use_te_activation_func")(config)
+        ),
+        "use gated_linear_unit=True with torch.nn.functional.silu",
+    ),
+)
+"""Refused by configuration; `REFUSED_MODULES` by what the model is made of."""
+
+REFUSED_MODULES: Mapping[str, str] = {
+    "Megatron-FSDP": "wrap the model in DistributedDataParallel",
+    "LoRA on experts": "train the experts themselves, or merge the adapters",
+    "grouped experts": "use moe_grouped_gemm=False",
+    "experts of other shapes": "give all MoE layers experts of one shape and dtype",
+}
+
+
+class FoundLayer(NamedTuple):
+    """One MoE layer of a decoder."""
+
+    chunk: int
+    """Index of its model chunk."""
+    path: str
+    """Of the transformer layer, below the chunk's GPTModel."""
+    number: int
+    """Global number from 0, dense layers counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundChunks:
+    """What the adapter found in this rank's model chunks."""
+
+    shape: ModelShape
+    """Of this rank's MoE layers: those of its pipeline stage."""
+    layers: tuple[FoundLayer, ...]
+    """By ascending number, the order of layers in plans and in routes."""
+    unsupported: tuple[str, ...] = ()
+    """Why experts cannot be balanced, one reason each; empty: they can."""
+
+
+def bare(chunk: nn.Module) -> Any:
+    """Return the GPTModel inside its wrappers."""
+    while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def inspect(model_chunks: Sequence[nn.Module]) -> FoundChunks:
+    """Find the MoE layers of this rank's decoders, and say what is unsupported. MTP's are left alone.
+
+    Args:
+        model_chunks: as Megatron's schedules take them: one, or one per virtual pipeline stage; wrapped or not
+    """
+    found: list[tuple[FoundLayer, Any]] = []
+    for index, chunk in enumerate(model_chunks):
+        decoder = getattr(bare(chunk), "decoder", None)
+        if decoder is None or not hasattr(decoder, "layers"):
+            raise AdapterError(
+                f"model chunk {index} is a {type(bare(chunk)).__name__} without a decoder; give a list of GPTModels, "
+                "as Megatron's schedules take it"
+            )
+        for at, layer in enumerate(decoder.layers):
+            if isinstance(getattr(layer, "mlp", None), MoELayer):
+                found.append((FoundLayer(index, f"decoder.layers.{at}", layer.layer_number - 1), layer.mlp))
+    if not found:
+        raise AdapterError("no decoder layer of these model chunks is a MoELayer; balance a model with experts")
+    found.sort(key=lambda one: one[0].number)
+    moe_layers = [moe for _, moe in found]
+    config = moe_layers[0].config
+    weight = next(moe_layers[0].experts.parameters())
+    shape = ModelShape(
+        name="megatron",
+        experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        layer_numbers=tuple(layer.number for layer, _ in found),
+        hidden_layers=config.num_layers,
+        hidden=config.hidden_size,
+        expert_width=config.moe_ffn_hidden_size,
+        weight_bytes=weight.element_size(),
+    )
+    reasons = (*_version_reasons(), *_config_reasons(config), *_module_reasons(model_chunks, moe_layers))
+    return FoundChunks(shape=shape, layers=tuple(layer for layer, _ in found), unsupported=reasons)
+
+
+def _version_reasons() -> Iterator[str]:
+    minor = tuple(int(part) for part in VERSION.split(".")[:2])
+    if not READ[0] <= minor <= READ[1]:
+        yield f"megatron-core {VERSION} is not between 0.{READ[0][1]} and 0.{READ[1][1]}; use {TESTED[-1]}"
+    for place, names in USED.items():
+        module, _, name = place.partition(":")
+        there = getattr(importlib.import_module(module), name, None)
+        missing = [name for name in names if not hasattr(there, name)]
+        if missing:
+            yield f"megatron-core {VERSION}: {place} has no {missing[0]}; use {TESTED[-1]}"
+
+
+def _config_reasons(config: Any) -> Iterator[str]:
+    for refusal in REFUSED:
+        if refusal.is_set(config):
+            value = getattr(config, refusal.setting, None)
+            yield f"{refusal.name} is not supported ({refusal.setting}={value!r}): {refusal.fix}"
+
+
+def _module_reasons(model_chunks: Sequence[nn.Module], moe_layers: Sequence[Any]) -> Iterator[str]:
+    def refuse(name: str, where: str) -> str:
+        return f"{name} is not supported ({where}): {REFUSED_MODULES[name]}"
+
+    for chunk in model_chunks:
+        if "FullyShardedDataParallel" in {kind.__name__ for kind in type(chunk).__mro__}:
+            yield refuse("Megatron-FSDP", type(chunk).__name__)
+    for moe in moe_layers:
+        where = f"layer {moe.layer_number - 1}: {type(moe.experts).__name__}"
+        if any("lora" in name.lower() or "adapter" in name.lower() for name, _ in moe.experts.named_modules()):
+            yield refuse("LoRA on experts", where)
+        elif not isinstance(moe.experts, SequentialMLP):
+            yield refuse("grouped experts", where)
+    kinds = {(tuple(p.shape), p.dtype, p.device) for moe in moe_layers for p in moe.experts.parameters()}
+    if len(kinds) > 2:
+        yield refuse("experts of other shapes", ", ".join(sorted(str(shape) for shape, _, _ in kinds)))
