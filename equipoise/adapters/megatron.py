@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from equipoise.adapters.megatron_model import FoundChunks, FoundLayer, bare, inspect
+from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, inspect
 from equipoise.adapters.protocol import is_in_backward
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
@@ -59,7 +59,7 @@ class LentMoE(MoETokenDispatcher):
     State is kept between the calls of one forward pass, as Megatron's own dispatchers do.
     """
 
-    def __init__(self, layer: Any, found: FoundLayer, *, index: int, handle: "MegatronHandle") -> None:
+    def __init__(self, layer: Any, found: FoundMoE, *, index: int, handle: "MegatronHandle") -> None:
         """
         Args:
             layer: the transformer layer

@@ -130,7 +130,7 @@ REFUSED_MODULES: Mapping[str, str] = {
 }
 
 
-class FoundLayer(NamedTuple):
+class FoundMoE(NamedTuple):
     """One MoE layer of a decoder."""
 
     chunk: int
@@ -147,7 +147,7 @@ class FoundChunks:
 
     shape: ModelShape
     """Of this rank's MoE layers: those of its pipeline stage."""
-    layers: tuple[FoundLayer, ...]
+    layers: tuple[FoundMoE, ...]
     """By ascending number, the order of layers in plans and in routes."""
     unsupported: tuple[str, ...] = ()
     """Why experts cannot be balanced, one reason each; empty: they can."""
@@ -166,7 +166,7 @@ def inspect(model_chunks: Sequence[nn.Module]) -> FoundChunks:
     Args:
         model_chunks: as Megatron's schedules take them: one, or one per virtual pipeline stage; wrapped or not
     """
-    found: list[tuple[FoundLayer, Any]] = []
+    found: list[tuple[FoundMoE, Any]] = []
     for index, chunk in enumerate(model_chunks):
         decoder = getattr(bare(chunk), "decoder", None)
         if decoder is None or not hasattr(decoder, "layers"):
@@ -176,7 +176,7 @@ def inspect(model_chunks: Sequence[nn.Module]) -> FoundChunks:
             )
         for at, layer in enumerate(decoder.layers):
             if isinstance(getattr(layer, "mlp", None), MoELayer):
-                found.append((FoundLayer(index, f"decoder.layers.{at}", layer.layer_number - 1), layer.mlp))
+                found.append((FoundMoE(index, f"decoder.layers.{at}", layer.layer_number - 1), layer.mlp))
     if not found:
         raise AdapterError("no decoder layer of these model chunks is a MoELayer; balance a model with experts")
     found.sort(key=lambda one: one[0].number)
