@@ -213,7 +213,7 @@ class _KnownGradient(NamedTuple):
     """A gradient that nobody but autograd and this room may change in a window."""
 
     parameter: torch.Tensor
-    gradient: torch.Tensor | None
+    gradient: Any
     version: int | None
     """How often torch has seen it written, or will have once it is collected; None where there is nothing to count, or
     the gradient is part of a larger buffer, whose parts torch counts together."""
