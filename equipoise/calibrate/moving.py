@@ -29,6 +29,7 @@ from equipoise.layer.relay import NodeRanks
 from equipoise.planning.rows import RankRows
 from equipoise.transfer.edges import Move, Relocator
 from equipoise.transfer.host_store import HostStore, Refresher
+from equipoise.transfer.nccl import choose_transport
 from equipoise.transfer.node import NodeMemory, allocate_experts
 from equipoise.transfer.pulls import MappedPath, Need
 from equipoise.transfer.waits import Mark, OwnGroup
@@ -83,9 +84,10 @@ def measure_moving(
     beyond = ExpertTimes(*(max(large - small, 1.0) for large, small in zip(*found, strict=True)))
     pulled, moved = size / beyond.pull * 1e9, f"{MOVED} experts of {size} bytes of every rank"
     across: dict[str, Any] = {}
-    if len(set(node_R)) > 1:
+    if (nodes := len(set(node_R))) > 1:
+        way = choose_transport("auto", group=group, device=bench.device, nodes=nodes)
         across["across_bytes_per_s"] = round(MOVED * size / beyond.across * 1e9)
-        across["across_source"] = f"measured: {moved} to a rank of another node, by gloo"
+        across["across_source"] = f"measured: {moved} to a rank of another node, by {way}"
     return {
         "pull": {
             "peer_bytes_per_s": min(round(pulled), nvlink_bytes_per_s),

@@ -31,6 +31,21 @@ def test_mapped_rows_give_the_bits_of_exchanged_rows(pool, name):
     mapped_work.check_bits(pool, *CASES[name])
 
 
+NODES = {
+    "2 nodes of 2": {"ranks": 4, "slots": 2, "tokens": 40, "top_k": 4},
+    "2 nodes of 2, in two levels": {"ranks": 4, "slots": 2, "tokens": 40, "top_k": 4, "dispatch": "two_level"},
+    "2 nodes of 4": {"ranks": 8, "slots": 1, "tokens": 16, "home_slots": 2},
+    "2 nodes of 4, in two levels": {"ranks": 8, "slots": 1, "tokens": 16, "home_slots": 2, "dispatch": "two_level"},
+}
+
+
+@pytest.mark.dist(8)
+@pytest.mark.parametrize("how", [{}, {"silent": (2,), "is_checkpointed": True}], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("name", NODES)
+def test_what_crosses_nodes_by_nccl_has_the_same_bits(nccl_pool, name, how):
+    mapped_work.check_bits(nccl_pool, ParityCase(nodes=2, layers=2, device="cuda", **NODES[name]), how)
+
+
 def test_a_rank_that_is_killed_ends_the_others_and_their_streams():
     case = ParityCase(ranks=4, slots=1, layers=2, tokens=32, device="cuda")
     said = run_ranks(mapped_work.die_in_a_window, 4, case, 20.0, timeout_s=120.0)

@@ -44,6 +44,8 @@ class ParityCase:
     gates: Literal["combine", "activation"] = "combine"
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stack trains: on the CPU in fp32, or on one CUDA device that all ranks share, in bf16."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What moves CUDA tensors; by NCCL each rank of the one device is another host."""
     seed: int = 0
 
     @property

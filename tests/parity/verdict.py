@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.launch import run_ranks
+from equipoise.launch import RankOptions, run_ranks
 from tests.parity.case import ParityCase
 from tests.parity.run import Training, train_both
 from tests.parity.stack import dense_gradients
@@ -83,7 +83,8 @@ def check_parity(case: ParityCase, *, progress: Callable[[int, int], None] = lam
     Args:
         progress: called with windows done and windows in all
     """
-    both = run_ranks(train_both, case.ranks, case, limit_s=300.0, show=progress)
+    options = RankOptions(backend=case.backend)
+    both = run_ranks(train_both, case.ranks, case, options=options, limit_s=300.0, show=progress)
     return judge(case, [static for static, _ in both], [balanced for _, balanced in both])
 
 
