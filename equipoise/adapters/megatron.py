@@ -399,6 +399,11 @@ def _checked(model_chunks: Sequence[nn.Module], cluster: Cluster) -> FoundChunks
     return found
 
 
+def _chunk_layers(found: FoundChunks, chunks: int) -> tuple[int, ...]:
+    """MoE layers of each model chunk of an interleaved pipeline."""
+    return tuple(sum(one.chunk == at for one in found.layers) for at in range(chunks)) if chunks > 1 else ()
+
+
 def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], found: FoundChunks) -> BalancerOptions:
     """Options with what Megatron decides: dtype of gradients, order of execution, pipeline stage."""
     first = found.layers[0]
@@ -413,4 +418,6 @@ def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], foun
         order="1f1b" if stages > 1 else "recompute" if is_again else "plain",
         pipeline_stage=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_stages=stages,
+        chunk_layers=_chunk_layers(found, len(model_chunks)),
+        chunk_group=getattr(config, "microbatch_group_size_per_vp_stage", None) if len(model_chunks) > 1 else None,
     )

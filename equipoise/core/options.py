@@ -46,13 +46,17 @@ class PlanOptions:
     order: Order = "plain"
     pipeline_stage: int = 0
     pipeline_stages: int = 1
+    chunk_layers: tuple[int, ...] = ()
+    """MoE layers of each model chunk of an interleaved pipeline, in layer order; empty: one chunk has all of them."""
+    chunk_group: int | None = None
+    """Micro-steps that pass a chunk before the next chunk runs; None: as many as there are stages, as in Megatron."""
 
     def __post_init__(self) -> None:
         for name in ("gate", "cross_node"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise InfeasiblePlanError(f"PlanOptions.{name} is {getattr(self, name)!r}; it must be True or False")
         lowest = {"effort": 1, "workers": 1, "depth": 1, "pipeline_stage": 0, "pipeline_stages": 1}
-        optional = {"max_displaced": 0, "memory_bytes": 0}
+        optional = {"max_displaced": 0, "memory_bytes": 0, "chunk_group": 1}
         given = {name: low for name, low in optional.items() if getattr(self, name) is not None}
         for name, low in {**lowest, **given}.items():
             value = require_int(f"PlanOptions.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
@@ -60,6 +64,13 @@ class PlanOptions:
         if self.pipeline_stage >= self.pipeline_stages:
             raise InfeasiblePlanError(
                 f"PlanOptions.pipeline_stage is {self.pipeline_stage}; there are {self.pipeline_stages} stages from 0"
+            )
+        for number in self.chunk_layers:
+            require_int("PlanOptions.chunk_layers", number, low=0, error=InfeasiblePlanError)
+        if len(self.chunk_layers) > 1 and self.order != "1f1b":
+            raise InfeasiblePlanError(
+                f"PlanOptions.chunk_layers has {len(self.chunk_layers)} chunks; only order='1f1b' interleaves them, "
+                f"not {self.order!r}"
             )
         require_choice("PlanOptions.order", self.order, Order, error=InfeasiblePlanError)
         require_choice("PlanOptions.sends", self.sends, Sends, error=InfeasiblePlanError)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
 from equipoise.core.options import PlanOptions
 from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable
 from equipoise.core.window import Stage
@@ -29,26 +29,41 @@ FORWARD, BACKWARD = 0, 1
 
 def visits_of(stage: Stage, micro_steps: int, layers: int, options: PlanOptions) -> np.ndarray:
     """[V, 3] visits as (micro-step, phase, layer) in execution order."""
+    ends = np.cumsum(options.chunk_layers or (layers,)).tolist()
+    if ends[-1] != layers:
+        raise InfeasiblePlanError(f"PlanOptions.chunk_layers add up to {ends[-1]} layers; the window has {layers}")
+    forwards = _forward_passes(micro_steps, options)
+    backwards = [(m, BACKWARD, len(ends) - 1 - chunk) for m, _, chunk in forwards]
     if stage == "recompute":
-        passes = [(m, FORWARD) for m in range(micro_steps)]
-    elif options.order == "1f1b":
-        passes = _one_forward_one_backward(micro_steps, options.pipeline_stage, options.pipeline_stages)
+        passes = forwards
     else:
-        passes = [(m, phase) for m in range(micro_steps) for phase in (FORWARD, BACKWARD)]
+        # Warm-up forwards, then one forward and one backward in turn, then the backwards left.
+        ahead = min(_passes_ahead(options), len(forwards))
+        in_turn = zip(forwards[ahead:], backwards, strict=False)
+        passes = [*forwards[:ahead], *(one for pair in in_turn for one in pair), *backwards[len(forwards) - ahead :]]
     visits: list[tuple[int, int, int]] = []
-    for micro_step, phase in passes:
-        through = range(layers) if phase == FORWARD else range(layers - 1, -1, -1)
-        visits.extend((micro_step, phase, layer) for layer in through)
+    for micro_step, phase, chunk in passes:
+        through = range(ends[chunk - 1] if chunk else 0, ends[chunk])
+        visits.extend((micro_step, phase, layer) for layer in (through if phase == FORWARD else reversed(through)))
     return np.array(visits, dtype=np.int64).reshape(-1, 3)
 
 
-def _one_forward_one_backward(micro_steps: int, stage: int, stages: int) -> list[tuple[int, int]]:
-    """Warm-up forwards, then one forward and one backward in turn, then the backwards left."""
-    ahead = min(stages - 1 - stage, micro_steps)
-    passes = [(m, FORWARD) for m in range(ahead)]
-    for m in range(micro_steps - ahead):
-        passes += [(m + ahead, FORWARD), (m, BACKWARD)]
-    return passes + [(m, BACKWARD) for m in range(micro_steps - ahead, micro_steps)]
+def _forward_passes(micro_steps: int, options: PlanOptions) -> list[tuple[int, int, int]]:
+    """(micro-step, phase, chunk) of all forward passes: groups of micro-steps pass one chunk after the other."""
+    group = options.chunk_group or options.pipeline_stages
+    starts = range(0, micro_steps, group)
+    chunks = range(max(len(options.chunk_layers), 1))
+    return [(m, FORWARD, c) for at in starts for c in chunks for m in range(at, min(at + group, micro_steps))]
+
+
+def _passes_ahead(options: PlanOptions) -> int:
+    """Forward passes that a pipeline stage runs before its first backward takes turns with them."""
+    if options.order != "1f1b":
+        return 0
+    behind, chunks = options.pipeline_stages - 1 - options.pipeline_stage, len(options.chunk_layers)
+    if chunks < 2:
+        return behind
+    return 2 * behind + (chunks - 1) * (options.chunk_group or options.pipeline_stages)
 
 
 def build_itinerary(stage: Stage, needs_ML: np.ndarray, options: PlanOptions) -> Itinerary:

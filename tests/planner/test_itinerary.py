@@ -19,10 +19,13 @@ def itineraries(draw):
     """(stage, needs_ML, options)."""
     shape = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     needs_ML = np.random.default_rng(draw(st.integers(0, 999))).random(shape) < draw(st.sampled_from([0, 0.3, 1]))
-    stages = draw(st.integers(1, 4))
+    stages, order = draw(st.integers(1, 4)), draw(st.sampled_from(["plain", "recompute", "1f1b"]))
+    first = draw(st.integers(0, shape[1]))
     options = PlanOptions(
         depth=draw(st.integers(1, 4)),
-        order=draw(st.sampled_from(["plain", "recompute", "1f1b"])),
+        order=order,
+        chunk_layers=(first, shape[1] - first) if order == "1f1b" and draw(st.booleans()) else (),
+        chunk_group=draw(st.sampled_from([None, 1, 3])),
         pipeline_stages=stages,
         pipeline_stage=draw(st.integers(0, stages - 1)),
     )
@@ -130,3 +133,22 @@ def test_an_itinerary_that_contradicts_itself_is_refused(changed, words):
     values = {name: getattr(right, name) for name in right.__slots__}
     with pytest.raises(InfeasiblePlanError, match=words):
         type(right)(**{**values, **changed})
+
+
+def test_an_interleaved_pipeline_is_visited_in_megatrons_order():
+    """The first of two stages with two chunks each, four micro-steps: read off Megatron's schedule table."""
+    options = PlanOptions(order="1f1b", pipeline_stages=2, pipeline_stage=0, chunk_layers=(1, 2))
+    wanted = "F00 F10 F01 F11 F20 B01 F30 B11 F21 B00 F31 B10 B21 B31 B20 B30"
+    visits = [(int(m), "FB".index(phase), int(chunk)) for phase, m, chunk in wanted.split(" ")]
+    by_layer = {0: (0,), 1: (1, 2)}
+    expected = [(m, p, layer) for m, p, c in visits for layer in (by_layer[c] if p == 0 else by_layer[c][::-1])]
+    assert [tuple(v) for v in visits_of("update", 4, 3, options).tolist()] == expected
+    forward = [(m, 0, layer) for m, p, c in visits if p == 0 for layer in by_layer[c]]
+    assert [tuple(v) for v in visits_of("recompute", 4, 3, options).tolist()] == forward
+
+
+def test_chunks_must_hold_all_layers_and_be_interleaved():
+    with pytest.raises(InfeasiblePlanError, match="add up to 2 layers; the window has 3"):
+        visits_of("update", 2, 3, PlanOptions(order="1f1b", chunk_layers=(1, 1)))
+    with pytest.raises(InfeasiblePlanError, match="only order='1f1b' interleaves them, not 'plain'"):
+        PlanOptions(chunk_layers=(1, 1))
