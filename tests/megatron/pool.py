@@ -1,0 +1,63 @@
+"""Ranks forked from a process that has imported Megatron-Core: four ranks pay for one import."""
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from equipoise.launch import end_with_parent
+from tests.pool import START_S, Pool, _serve, preloaded_context
+
+RANKS = 4
+LOADED = "tests.megatron.work"
+
+
+class MegatronPool(Pool):
+    """Four ranks whose world is the pool, as Megatron-Core expects."""
+
+    def __init__(self) -> None:
+        super().__init__(RANKS)
+
+    def call(self, name: str, *args: Any) -> list:
+        """Call a function of `work` on every rank, by its name: this process does not import Megatron-Core."""
+        return self.run(_call, RANKS, name, *args)
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="megatron-")
+        context = preloaded_context()
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        store = str(Path(self._folder.name) / "store")
+        parent = context.Process(target=_fork_ranks, args=([theirs for _, theirs in pipes], store))
+        parent.start()
+        for _, theirs in pipes:
+            theirs.close()
+        self._workers = [(parent, ours) for ours, _ in pipes]
+        self._answers(RANKS, timeout_s=START_S)
+
+
+def _call(group: Any, name: str, *args: Any) -> Any:
+    return getattr(importlib.import_module(LOADED), name)(group, *args)
+
+
+def _fork_ranks(pipes: list[Connection], store: str) -> None:
+    """Import once, fork the ranks, wait for them. They end with this process, and it ends with the tests."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Apex and Transformer Engine are not here, torch renames collectives, and every rank would say so many times.
+    for category in (UserWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+    importlib.import_module(LOADED)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_serve, args=(pipe, rank, RANKS, store)) for rank, pipe in enumerate(pipes)]
+    for rank in ranks:
+        rank.start()
+    # A pipe closes with its last holder, which must be the rank.
+    for pipe in pipes:
+        pipe.close()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for rank in ranks:
+        rank.join()

@@ -1,0 +1,136 @@
+"""What the tests of this room run on every rank."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from equipoise.core import ModelShape
+from equipoise.planning.worker import PlanWorker
+from equipoise.routes import read_routes, write_routes
+from tests.megatron import shims
+from tests.megatron.layouts import Layout
+from tests.megatron.model import Batch, Ids, Run, Trained, batches, build, collect, gradients, parallel, record, step
+
+STEPS = 3
+
+
+@functools.cache
+def kept_worker() -> PlanWorker:
+    """One planning process for all tests of this rank; it ends with the rank."""
+    return PlanWorker()
+
+
+def stored(run: Run, recorded: Sequence[Ids]) -> list[Ids]:
+    """Write recorded ids to the native store and return what is read back."""
+    config = run.config
+    shape = ModelShape(
+        name="small",
+        experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        layer_numbers=run.numbers,
+        hidden_layers=config.num_layers,
+        hidden=config.hidden_size,
+        expert_width=config.moe_ffn_hidden_size,
+    )
+    found = []
+    with TemporaryDirectory() as folder:
+        for number, ids in enumerate(recorded):
+            path = Path(folder) / f"step_{number}.eqr"
+            dump = [dict(zip(run.numbers, layers, strict=True)) for layers in ids]
+            write_routes(read_routes(dump, model=shape, format="megatron-replay"), path)
+            read = read_routes(path)
+            found.append(
+                [
+                    [torch.from_numpy(s.token_ids(0, s.num_tokens)[:, n]) for n in range(len(run.numbers))]
+                    for s in read.samples
+                ]
+            )
+    return found
+
+
+def prepare(layout: Layout) -> tuple[list[list[Batch]], list[Ids]]:
+    """Return the batches of every step, and the routes that the model chooses for them before it is trained."""
+    steps = [batches(number) for number in range(STEPS)]
+    run = build(layout)
+    return steps, stored(run, record(run, steps))
+
+
+def train(run: Run, steps: list[list[Batch]], routes: list[Ids], window: Callable | None = None) -> Trained:
+    """Train all steps; `window(ids)` encloses the passes of a step."""
+    losses, norms = [], []
+    for one, ids in zip(steps, routes, strict=True):
+        of_step, norm = step(run, one, ids, window=None if window is None else window(ids))
+        losses += of_step
+        norms.append(norm)
+    return collect(run, losses, norms)
+
+
+def train_twice(group: Any, layout: Layout, tamper: str = "") -> dict[str, Any]:
+    """Train the unmodified model twice, the second time perhaps not quite unmodified, and say what differs."""
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        plain = train(build(layout), steps, routes)
+        again = build(layout)
+        if tamper == "swapped experts":
+            _swap_experts(again)
+        if tamper == "another route":
+            routes[1][2][0][5] = routes[1][2][0][5].flip(0) ^ 1
+        other = train(again, steps, routes)
+        loads = [torch.bincount(ids.flatten(), minlength=layout.experts).tolist() for ids in routes[0][0]]
+        return {"differences": other.differences(plain), "losses": plain.losses, "norms": plain.norms, "loads": loads}
+
+
+@torch.no_grad()
+def _swap_experts(run: Run) -> None:
+    """Exchange the weights of this rank's first two experts in one layer, also in the optimizer's master copies."""
+    experts = run.layers[0][0].experts.local_experts
+    for one, two in zip(experts[0].parameters(), experts[1].parameters(), strict=True):
+        kept = one.clone()
+        one.copy_(two)
+        two.copy_(kept)
+    run.optimizer.reload_model_params()
+
+
+def float64_gradients(layout: Layout, plain: Run, batch: list[Batch], ids: Ids) -> dict:
+    """Return the gradient of every expert parameter that the same model has in float64."""
+    run = build(replace(layout, dtype="fp64", is_overlapped=False))
+    weights = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, parameter in run.named_parameters():
+            parameter.copy_(weights[name])
+    with shims.applied(shims.float64_softmax):
+        gradients(run, batch, ids)
+    return {key: parameter.main_grad.clone() for key, parameter in run.expert_parameters().items()}
+
+
+def try_shims(group: Any) -> dict[str, Any]:
+    """Apply the stand-ins, remove them, and apply them where targets have changed."""
+    targets = [(owner, name) for shim in shims.SHIMS for owner, name, _ in shim()]
+    before = {place: vars(place[0]).get(place[1]) for place in targets}
+    with shims.cpu_megatron():
+        assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
+    left = [name for (owner, name), kept in before.items() if vars(owner).get(name) is not kept]
+
+    def maybe_move_tensor_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    with patch.object(shims.token_dispatcher, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu):
+        changed = _refusal()
+    with patch.object(shims.param_and_grad_buffer, "dist_all_gather_func"):
+        del shims.param_and_grad_buffer.dist_all_gather_func
+        missing = _refusal()
+    return {"left": left, "changed": changed, "missing": missing}
+
+
+def _refusal() -> str:
+    try:
+        with shims.cpu_megatron():
+            return ""
+    except shims.ShimError as error:
+        return str(error)
