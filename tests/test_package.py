@@ -129,7 +129,7 @@ PUBLIC = [
 ]
 PUBLIC_TORCH = [
     *("Balancer", "BalancerOptions", "WindowReport", "find_layers", "BalancedExperts", "LayerOptions", "ExpertWeights"),
-    *("Visit", "save_experts", "load_experts", "run_ranks", "transformers"),
+    *("Visit", "save_experts", "load_experts", "run_ranks", "transformers", "megatron"),
 ]
 
 

@@ -130,6 +130,14 @@ REFUSED_MODULES: Mapping[str, str] = {
 }
 
 
+def support_table() -> str:
+    """Return the table of docs/adapters.md: what is refused at install, how it shows, and what helps."""
+    rows = [(one.name, f"`{one.setting}`", one.fix) for one in REFUSED]
+    rows += [(name, "found in the model", fix) for name, fix in REFUSED_MODULES.items()]
+    lines = ["| refused | setting | instead |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
 class FoundMoE(NamedTuple):
     """One MoE layer of a decoder."""
 
