@@ -23,7 +23,8 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
-from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, SlotTensors, copy_expert
+from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, SlotTensors
+from equipoise.transfer.pulls import Copier, Copy, PlainCopies, expert_copies
 from equipoise.transfer.waits import STAGED, WRITTEN, Message, Transfer
 
 EdgeKind = Literal["publish", "collect"]
@@ -130,8 +131,12 @@ class Relocator:
     CPU by gloo.
     """
 
-    def __init__(self, node: NodeMemory) -> None:
-        self._node, self._boxes = node, node.layout.boxes
+    def __init__(self, node: NodeMemory, copier: Copier | None = None) -> None:
+        """
+        Args:
+            copier: how experts are copied inside the node, if not one after the other
+        """
+        self._node, self._boxes, self._copier = node, node.layout.boxes, copier or PlainCopies()
         self.number = int(node.cells[node.rank][WRITTEN])
         """Rounds begun so far."""
 
@@ -173,6 +178,7 @@ class Relocator:
         """Copy to the outbox what stays in the node, and send to and receive from other nodes."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
         outbox, landing = node.outbox(node.rank, dtype), node.landings[dtype]
+        copies: list[Copy] = []
         messages: list[Message] = []
         transfers: list[Transfer] = []
         # Both sides go through the moves in the same order.
@@ -180,13 +186,14 @@ class Relocator:
             is_leaving = move.source == node.rank
             if not self.crosses(move):
                 if is_leaving:
-                    copy_expert(outbox, box, tensors, move.source_slot)
+                    copies += expert_copies(outbox, box, tensors, move.source_slot)
             elif is_leaving or move.target == node.rank:
                 experts, slot = (tensors, move.source_slot) if is_leaving else (landing, box)
                 peer = move.target if is_leaving else move.source
                 messages += node.messages(experts, slot, peer=peer, is_leaving=is_leaving)
                 name = whole._replace(expert=move.expert, path="p2p", peer=peer)
                 transfers += [name] * (len(messages) - len(transfers))
+        self._copy(copies)
         if messages:
             node.exchange(messages, transfers)
 
@@ -198,15 +205,23 @@ class Relocator:
 
     def _write(self, written: Sequence[Boxed], tensors: ExpertWeights) -> None:
         """Copy to this rank's slots what its node's outboxes and its landing hold for it."""
-        node, dtype = self._node, tensors.gate_up_SFD.dtype
+        node, dtype, copies = self._node, tensors.gate_up_SFD.dtype, list[Copy]()
         for move, box in written:
             if move.target != node.rank:
                 continue
             is_across = self.crosses(move)
-            copied = copy_expert(
-                tensors, move.target_slot, node.landings[dtype] if is_across else node.outbox(move.source, dtype), box
-            )
+            boxes = node.landings[dtype] if is_across else node.outbox(move.source, dtype)
+            own = expert_copies(tensors, move.target_slot, boxes, box)
+            copied = sum(int(into.nbytes) for into, _ in own)
             node.counters.arrive("p2p" if is_across else node.direct_path, copied if move.source != node.rank else 0)
+            copies += own
+        self._copy(copies)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copy all at once, or one by one where memory of the host is read or someone's gradient is not contiguous."""
+        device = self._node.device
+        is_alike = all(tensor.device == device and tensor.is_contiguous() for copy in copies for tensor in copy)
+        (self._copier if is_alike else PlainCopies()).copy(copies)
 
 
 class _KnownGradient(NamedTuple):
@@ -215,16 +230,15 @@ class _KnownGradient(NamedTuple):
     parameter: torch.Tensor
     gradient: Any
     version: int | None
-    """How often torch has seen it written, or will have once it is collected; None where there is nothing to count, or
+    """How often torch has seen it written; None where there is nothing to count, or
     the gradient is part of a larger buffer, whose parts torch counts together."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, gradient: Any, *, writes: int = 0) -> "_KnownGradient":
+    def of(cls, parameter: torch.Tensor, gradient: Any) -> "_KnownGradient":
         if gradient is None or isinstance(gradient, SlotTensors):
             return cls(parameter, gradient, None)
-        if gradient.untyped_storage().nbytes() > gradient.nbytes:
-            return cls(parameter, gradient, None)
-        return cls(parameter, gradient, gradient._version + writes)
+        is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
+        return cls(parameter, gradient, None if is_part else gradient._version)
 
     def is_changed(self, now: torch.Tensor | None, *, writes: int = 0) -> bool:
         """Whether another gradient is in its place, or it was written otherwise than `writes` times since."""
@@ -236,9 +250,17 @@ class _KnownGradient(NamedTuple):
 class WindowEdges:
     """Publishes weights to homes and collects gradients to owners, for all layers of one EP group."""
 
-    def __init__(self, node: NodeMemory, *, gradient_of: GradientOf | None = None, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        node: NodeMemory,
+        *,
+        copier: Copier | None = None,
+        gradient_of: GradientOf | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
         """
         Args:
+            copier: how experts are copied inside the node, if not one after the other
             gradient_of: where gradients lie, if not in `grad`; they must be there before the first window
             names: what errors call the layers; left out: by index
         """
@@ -260,7 +282,7 @@ class WindowEdges:
         self._with_weights = True
         self._published: set[int] = set()
         self._collected: dict[int, list[_KnownGradient]] = {}
-        self._relocator = Relocator(node)
+        self._relocator = Relocator(node, copier)
         self.path = node.direct_path
         """What counters call the path that experts take at this window's edges."""
 
@@ -336,12 +358,11 @@ class WindowEdges:
         Called in the thread that computes gradients, before `collect_layer`, which another thread may call.
         """
         parameters = list(self._node.homes[layer].tensors())
-        arriving = sum(move.target == self._node.rank for move in self._back[layer])
         followed = [self._accumulated.pop(id(parameter), None) for parameter in parameters]
         self._note_changes(known for known in followed if known is not None)
         if any(self._gradient_of(parameter) is not None for parameter in parameters):
             self._gradients(layer)
-        self._collected[layer] = [_KnownGradient.of(p, self._gradient_of(p), writes=arriving) for p in parameters]
+        self._collected[layer] = [_KnownGradient.of(p, self._gradient_of(p)) for p in parameters]
 
     def collect_layer(self, layer: int) -> None:
         """Move a layer's weights, and its gradients if they are complete, to their owners. Every rank must call this.

@@ -1,7 +1,8 @@
 """`NodeMemory`: the memory that the ranks of one node share for their experts, and what lies where in it.
 
 Two kinds of memory, each rank having its own part:
-    control    on the CPU: int64 cells, see `waits`, one tag per mailbox at the end; and why this rank gave up
+    control    on the CPU: int64 cells, see `waits`, one tag per mailbox at the end; two ballots, see `agree`; and why
+               this rank gave up
     pages      where the parameters are, see `pages`:
         homes      per layer and matrix one piece, [home_slots, ...] at its end, so that replica slots can follow
         the rest   biases; outbox [boxes, ...], experts that change slots at a window's edge, a few at a time;
@@ -22,16 +23,18 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.core.errors import TransferError
+from equipoise.core.errors import EquipoiseError, TransferError
 from equipoise.core.options import TransferOptions, aligned, edge_boxes
 from equipoise.transfer.cuda_pages import CudaPager
 from equipoise.transfer.nccl import NcclGroup, choose_transport
 from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, whole
 from equipoise.transfer.waits import (
+    AGREED,
     MESSAGE_BYTES,
     TAGS,
     Counters,
@@ -194,9 +197,14 @@ class ExpertLayout:
         return self.replica_bytes + self.mailbox_bytes + self.outbox_bytes + self.landing_bytes
 
     @property
+    def ballot(self) -> int:
+        """Values that ranks of one node can agree on at once."""
+        return max(self.layers, 8)
+
+    @property
     def control_bytes(self) -> int:
-        """Cells and message of one rank."""
-        return aligned(8 * (TAGS + self.num_mailboxes)) + MESSAGE_BYTES
+        """Cells, two ballots and the message of one rank."""
+        return aligned(8 * (TAGS + self.num_mailboxes)) + aligned(8 * 2 * self.ballot) + MESSAGE_BYTES
 
     @property
     def matrices(self) -> tuple[tuple[int, ...], ...]:
@@ -402,6 +410,9 @@ class NodeMemory:
         start = {rank: at * control_bytes for at, rank in enumerate(self.peers)}
         count = TAGS + self.layout.num_mailboxes
         self.cells = {r: self._control.view(start[r], (count,), torch.int64).numpy() for r in self.peers}
+        after, ballots = aligned(8 * count), (2, self.layout.ballot)
+        self._ballots = {r: self._control.view(start[r] + after, ballots, torch.int64).numpy() for r in self.peers}
+        self._num_agreed = 0
         after = control_bytes - MESSAGE_BYTES
         messages = {r: self._control.view(start[r] + after, (MESSAGE_BYTES,), torch.uint8).numpy() for r in self.peers}
         self.watchdog = Watchdog(self.cells, messages, rank=self.rank, timeout_s=options.timeout_s)
@@ -484,7 +495,16 @@ class NodeMemory:
         Ends within the bound, or at once where a rank of this node gives up or a process is gone.
         """
         self.watchdog.check(transfer)
-        return self._own_group.largest(values, partial(self._finish, transfer=transfer))
+        if len(self.peers) < len(self.node_R):
+            return self._own_group.largest(values, partial(self._finish, transfer=transfer))
+        # One node agrees in its shared memory, without a message. Two ballots take turns: a rank that writes the same
+        # one again knows that all others have written the one between, so they have read this one.
+        self._num_agreed += 1
+        ballots = [ballots[self._num_agreed % 2, : len(values)] for ballots in self._ballots.values()]
+        ballots[self.peers.index(self.rank)][:] = values
+        self.cells[self.rank][AGREED] = self._num_agreed
+        self.wait_peers(AGREED, self._num_agreed, transfer)
+        return [int(value) for value in np.max(ballots, axis=0)]
 
     def agree_equal(self, facts: Mapping[str, int], transfer: Transfer) -> None:
         """Raise on all ranks if one of them has a different fact. Every rank of the group must call this."""
@@ -497,11 +517,21 @@ class NodeMemory:
                     "layers in the same order"
                 )
 
-    def all_or_none(self, work: Callable[[], T], transfer: Transfer) -> list[T]:
+    def all_or_none(self, work: Callable[[], None], transfer: Transfer) -> None:
         """Run `work` on every rank of the group, or raise on all of them what failed on one; bounded as `agree`."""
-        self.watchdog.check(transfer)
-        finish = partial(self._finish, transfer=transfer)
-        return all_or_none(work, partial(self._own_group.gather, finish=finish))
+        failure: EquipoiseError | None = None
+        try:
+            work()
+        except EquipoiseError as error:
+            failure = error
+
+        def fail() -> None:
+            if failure is not None:
+                raise failure
+
+        # What failed is sent only where something did.
+        if self.agree([failure is not None], transfer)[0]:
+            all_or_none(fail, partial(self._own_group.gather, finish=partial(self._finish, transfer=transfer)))
 
     def messages(self, experts: ExpertWeights, slot: int, *, peer: int, is_leaving: bool) -> list[Message]:
         """The messages of one expert to or from another node's rank, as `exchange` takes them."""
@@ -540,7 +570,7 @@ class NodeMemory:
                 tensor.data = tensor.detach().clone()
         self.registrations = ()
         Mark.now(self.device).block()
-        self.cells = {}
+        self.cells, self._ballots = {}, {}
         self.home, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()

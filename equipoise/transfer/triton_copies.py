@@ -1,7 +1,8 @@
-"""One Triton kernel that copies up to four pieces of a device's memory: one launch, one ramp.
+"""One Triton kernel that copies any number of pieces of a device's memory: one launch, one ramp.
 
 `pulls.make_copier` chooses when to use it. Its programs share the device's processors with whatever else runs, so it is
-for memory of the same device, where a plain copy does so too.
+for memory of the same device, where a plain copy does so too. A launch beside a product of the layers waits until the
+product ends, and so would every single copy of a row of them.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,6 @@ from torch import Tensor
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 
-PIECES = 4
-"""Of one launch: two experts of two matrices."""
 SIZE = 2048
 """Words one program copies at a time: 8 for each of 256 threads."""
 PROGRAMS = 528
@@ -25,60 +24,33 @@ PROGRAMS = 528
 
 
 def copy_pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy (into, out of) pairs of contiguous tensors, on the current stream; a launch for every `PIECES` of them."""
-    for start in range(0, len(pairs), PIECES):
-        words = [_words(*pair) for pair in pairs[start : start + PIECES]]
-        # What is not used has no words, and any address will do.
-        given = words + [(*words[0][:2], 0)] * (PIECES - len(words))
-        blocks = sum(triton.cdiv(count, SIZE) for *_, count in words)
-        _copy_four[(min(blocks, PROGRAMS),)](*(value for piece in given for value in piece), SIZE, num_warps=8)
-
-
-def _words(into: Tensor, out_of: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Both as rows of the widest words that fit, and their number."""
-    assert into.is_contiguous() and out_of.is_contiguous(), "a copy of words needs them in one piece"
-    places = into.data_ptr() | out_of.data_ptr() | into.nbytes
-    dtype = torch.int64 if places % 8 == 0 else torch.uint8
-    return into.reshape(-1).view(dtype), out_of.reshape(-1).view(dtype), into.nbytes // dtype.itemsize
+    """Copy (into, out of) pairs of contiguous tensors of one device, on the current stream."""
+    pieces = [(into.data_ptr(), out_of.data_ptr(), into.nbytes) for into, out_of in pairs if into.nbytes]
+    if not pieces:
+        return
+    for tensor in (tensor for pair in pairs for tensor in pair):
+        assert tensor.is_contiguous(), "a copy of words needs contiguous tensors"
+    # The widest words that fit all pieces; two words of 8 bytes are read at once where addresses allow it.
+    align = next(align for align in (16, 8, 1) if all(value % align == 0 for piece in pieces for value in piece))
+    word = min(align, 8)
+    table_P3 = torch.tensor([(into, out_of, size // word) for into, out_of, size in pieces])
+    blocks = triton.cdiv(max(size for *_, size in pieces), word * SIZE)
+    grid = (min(blocks, triton.cdiv(PROGRAMS, len(pieces))), len(pieces))
+    table_P3 = table_P3.to(pairs[0][0].device, non_blocking=True)
+    _copy_pieces[grid](table_P3, tl.int64 if word == 8 else tl.int8, align, SIZE, num_warps=8)
 
 
 @triton.jit
-def _copy_block(into, out_of, count, block, SIZE: tl.constexpr):
-    place = block.to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    # Whole blocks need no mask, and without one words are read several at a time.
-    if (block + 1) * SIZE <= count:
-        tl.store(into + place, tl.load(out_of + place))
-    else:
-        inside = place < count
-        tl.store(into + place, tl.load(out_of + place, mask=inside), mask=inside)
-
-
-@triton.jit(do_not_specialize=["count_a", "count_b", "count_c", "count_d"])
-def _copy_four(
-    into_a,
-    out_of_a,
-    count_a,
-    into_b,
-    out_of_b,
-    count_b,
-    into_c,
-    out_of_c,
-    count_c,
-    into_d,
-    out_of_d,
-    count_d,
-    SIZE: tl.constexpr,
-):
-    end_a = tl.cdiv(count_a, SIZE)
-    end_b = end_a + tl.cdiv(count_b, SIZE)
-    end_c = end_b + tl.cdiv(count_c, SIZE)
-    end_d = end_c + tl.cdiv(count_d, SIZE)
-    for block in range(tl.program_id(0), end_d, tl.num_programs(0)):
-        if block < end_a:
-            _copy_block(into_a, out_of_a, count_a, block, SIZE)
-        elif block < end_b:
-            _copy_block(into_b, out_of_b, count_b, block - end_a, SIZE)
-        elif block < end_c:
-            _copy_block(into_c, out_of_c, count_c, block - end_b, SIZE)
+def _copy_pieces(table, WORD: tl.constexpr, ALIGN: tl.constexpr, SIZE: tl.constexpr):
+    piece = table + 3 * tl.program_id(1)
+    into = tl.multiple_of(tl.load(piece), ALIGN).to(tl.pointer_type(WORD))
+    out_of = tl.multiple_of(tl.load(piece + 1), ALIGN).to(tl.pointer_type(WORD))
+    count = tl.load(piece + 2)
+    for block in range(tl.program_id(0), tl.cdiv(count, SIZE), tl.num_programs(0)):
+        place = tl.cast(block, tl.int64) * SIZE + tl.arange(0, SIZE)
+        # Whole blocks need no mask, and without one words are read several at a time.
+        if (block + 1) * SIZE <= count:
+            tl.store(into + place, tl.load(out_of + place))
         else:
-            _copy_block(into_d, out_of_d, count_d, block - end_c, SIZE)
+            inside = place < count
+            tl.store(into + place, tl.load(out_of + place, mask=inside), mask=inside)

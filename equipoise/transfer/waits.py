@@ -13,6 +13,7 @@ Each rank has a row of 64-bit cells in the node's memory that only it writes, an
     WRITTEN      the last round of a relocation that it has written completely
     ABORTED      1 once its message says why it gave up
     LAUNCHED     the last step of mapped rows that it has launched (see `mapped_rows`)
+    AGREED       the last agreement of the node for which its ballot is written (see `NodeMemory.agree`)
     TAGS...      one per mailbox of returned gradients (see `returns`)
 A cell is stored after the data that it announces. That is safe because x86-64 keeps the order of stores; other
 machines are refused, because a rank could see a cell before its data.
@@ -42,7 +43,7 @@ from equipoise.core.errors import EquipoiseError, TransferError
 
 T = TypeVar("T")
 
-PID, START, VERSION, RETIRED, STAGED, WRITTEN, ABORTED, LAUNCHED, TAGS = range(9)
+PID, START, VERSION, RETIRED, STAGED, WRITTEN, ABORTED, LAUNCHED, AGREED, TAGS = range(10)
 MESSAGE_BYTES = 1024
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 """Pauses between two looks: short at first, so that a hand-over costs little, then long enough to leave the core."""
@@ -239,11 +240,15 @@ REACHED = Mark()
 
 
 class Lane:
-    """Work beside the layers': a stream of its own on a CUDA device, the calling thread on the CPU."""
+    """Work beside the layers': a stream of its own on a CUDA device, the calling thread on the CPU.
+
+    Its copies are short and other ranks wait for them, so they have priority: behind a product of many blocks they
+    would wait until the last of those has begun.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def work(self, *, after: Mark = REACHED) -> Iterator[None]:
