@@ -150,7 +150,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     fewest_ranks: Count = 1
     """Ranks without which these settings make no sense: the model would not fit."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What moves CUDA tensors; gloo also where ranks share a GPU, which NCCL refuses. CPU tensors go by gloo."""
+    """What moves CUDA tensors, by NCCL also experts between nodes. CPU tensors go by gloo."""
     timeout_s: Annotated[float, Meta(ge=1, le=1e6)] = 120.0
     """Bound on every wait of a rank for another."""
     compare_free: bool = False

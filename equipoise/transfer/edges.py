@@ -127,8 +127,8 @@ def plan_rounds(places: Mapping[Move, Hashable], *, boxes: int) -> list[Round]:
 class Relocator:
     """Carries out moves on the tensors of one EP group.
 
-    Inside a node experts pass through the outboxes, which its ranks have mapped; across nodes they are sent through the
-    CPU by gloo.
+    Inside a node experts pass through the outboxes, which its ranks have mapped; across nodes they are sent to a
+    landing of their target.
     """
 
     def __init__(self, node: NodeMemory, copier: Copier | None = None) -> None:
