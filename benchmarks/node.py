@@ -3,36 +3,38 @@
     python -m benchmarks.node calibrate profile.json                # prices of this node, on the machine with the GPU
     python -m benchmarks.node plan work.pkl --profile profile.json  # plans, where the planner is compiled
     python -m benchmarks.node run work.pkl --out node.json          # windows, on the machine with the GPU
+    python -m benchmarks.node run work.pkl --out node.json --cases lite --policies static reactive --rounds 3
+    python -m benchmarks.node links --out node.json                 # an exchange beside pulls
+    python -m benchmarks.node train --out node.json                 # whole training steps
     python -m benchmarks.node smoke                                 # tiny sizes on a CPU, to try the benchmark itself
 
 Ranks are processes under CUDA's Multi-Process Service, each with the same small share of the processors. First the
 benchmark shows that neighbours do not matter: a rank takes as long alone as beside all others, within 3 %. Clocks stay
 as the machine sets them unless `--clock` is given; with few processors per rank the GPU stays below its power limit, so
 that they do not fall. Ranks read each other's rows and experts in the memory of the one GPU: that link is rather too
-fast than too slow for a rank of this size.
+fast than too slow for a rank of this size. A run adds to the results that `--out` holds, after every policy.
 """
 
 import argparse
 import gzip
-import json
 import os
 import pickle
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from benchmarks import node_report as report
 from benchmarks.node_cases import NodeWork
-from benchmarks.results import Limit, format_table, read_commit, read_machine, say_limit
+from benchmarks.results import format_table, read_commit, read_machine, say_limit
 from equipoise.core import Cluster
-from equipoise.cost.model import CostModel
 from equipoise.cost.profile import write_profile
 from equipoise.launch import RankOptions, run_ranks
 
@@ -47,6 +49,8 @@ def mps(percent: int, clock: int | None) -> Iterator[None]:
         raise SystemExit("nvidia-cuda-mps-control is not installed; ranks would take turns on the GPU")
     with tempfile.TemporaryDirectory(prefix="node-mps-") as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        # NCCL joins ranks that share a GPU by sockets, where each names another host.
+        places |= {"NCCL_HOSTID": "node", "NCCL_SOCKET_IFNAME": "lo"}
         os.environ.update(places, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=str(percent))
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
         if clock is not None:
@@ -61,26 +65,60 @@ def mps(percent: int, clock: int | None) -> Iterator[None]:
                 del os.environ[name]
 
 
-def run_works(group: Any, works: list[NodeWork], rounds: int, device: str, *, show: Any) -> dict[str, Any]:
-    """Run in every rank: show that neighbours do not matter, then all cases."""
+def run_works(
+    group: Any, works: list[NodeWork], rounds: int, device: str, with_neighbours: bool, *, show: Any
+) -> dict[str, Any]:
+    """Run in every rank: show that neighbours do not matter, then the works, whose runs are shown as they are found."""
     from benchmarks.node_ranks import neighbours, run_case
 
-    found: dict[str, Any] = {"neighbours": neighbours(group) if device == "cuda" else {}, "cases": {}}
-    show(f"neighbours: {found['neighbours']}")
+    found = {str(group.size()): neighbours(group)} if with_neighbours else {}
+    show(f"neighbours: {found}", None, found)
     for work in works:
         begin = time.monotonic()
-        # The first case is the one whose figures are quoted most; the others take one round.
-        given = {
-            "rounds": rounds if work.case is works[0].case and not work.is_bare else 1,
-            "device": device,
-            "tell": show,
-            "is_bare": work.is_bare,
-        }
-        name = f"{work.case.name}{', experts alone' if work.is_bare else ''}"
-        found["cases"][name] = run_case(group, work.case, work.policies, work.cluster, **given)
-        # What is shown is kept: a run that is cut off has its finished cases.
-        show(f"{name}: {time.monotonic() - begin:.1f} s", found)
+        run_case(group, work, rounds=rounds, device=device, tell=partial(_tell, show, work.name))
+        show(f"{work.name}: {time.monotonic() - begin:.1f} s")
     return found
+
+
+def _tell(show: Any, name: str, line: str, runs: dict[str, Any]) -> None:
+    show(line, name, runs)
+
+
+class Keeper:
+    """Keeps what ranks show in a document, and in its file where there is one."""
+
+    def __init__(self, document: report.Document, path: Path | None) -> None:
+        self.document, self._path = document, path
+        self._works: dict[str, NodeWork] = {}
+        self._before: dict[str, report.Document] = {}
+
+    def expect(self, works: list[NodeWork]) -> None:
+        """Runs that are shown next are of these works."""
+        self._works, self._before = {work.name: work for work in works}, {}
+
+    def show(self, line: str, name: str | None = None, found: Any = None) -> None:
+        """Print a line, and keep what was found: all runs of the work called `name`, or else neighbours."""
+        print(line, flush=True)
+        if name is not None:
+            before = self._before.setdefault(name, self.document)
+            self.document = report.add_runs(before, self._works[name], found)
+        elif found:
+            self.document["neighbours"] |= found
+        if self._path is not None:
+            report.write_document(self._path, self.document)
+
+
+def run_all(works: list[NodeWork], keeper: Keeper, *, rounds: int, device: Literal["cpu", "cuda"]) -> None:
+    """Run all works, those of equally many ranks and nodes in one launch."""
+    launches: dict[tuple[int, int], list[NodeWork]] = {}
+    for work in works:
+        launches.setdefault((work.case.ranks, work.cluster.num_ep_nodes), []).append(work)
+    for (ranks, nodes), same in launches.items():
+        keeper.expect(same)
+        is_gpu = device == "cuda"
+        with_neighbours = is_gpu and nodes == 1 and str(ranks) not in keeper.document["neighbours"]
+        options = RankOptions(device=device, timeout_s=120.0, backend="nccl" if is_gpu and nodes > 1 else "gloo")
+        run_ranks(run_works, ranks, same, rounds, device, with_neighbours, options=options, show=keeper.show)
 
 
 def calibrate_node(ranks: int, commit: str | None) -> dict[str, Any]:
@@ -102,84 +140,37 @@ def calibrate_node(ranks: int, commit: str | None) -> dict[str, Any]:
     return calibrate_ranks(grid, ranks=ranks, nvlink_bytes_per_s=link, runs=5, commit=commit, tell=show_line)
 
 
-def plan_works(ranks: int, tokens: int, profile: str | None, folder: Path | None) -> list[NodeWork]:
-    """Plan every case."""
-    from benchmarks import node_cases as cases
-    from benchmarks.traces import FOLDER
-
-    found = cases.build_cases(folder or FOLDER, ranks=ranks, tokens=tokens)
-    chosen = {} if profile is None else {"profile": profile}
-    cluster = Cluster.preset("h200", nodes=1, ranks_per_node=ranks, ep=ranks, **chosen)
-    works = [NodeWork(case=found[0], policies=cases.exchanges_of(found[0], cluster), cluster=cluster, is_bare=True)]
-    for case in (*found, cases.recomputed(found[0]), cases.checkpointed(found[0])):
-        works.append(NodeWork(case=case, policies=cases.policies_of(case, cluster), cluster=cluster))
-    return works
-
-
-def summarise(found: dict[str, Any], works: list[NodeWork]) -> tuple[list[dict[str, Any]], list[Limit]]:
-    """Rows of medians, and what the benchmark promises of them."""
-    rows, limits = [], []
-    alone, beside = (found["neighbours"].get(key, 1.0) for key in ("alone_ms", "beside_ms"))
-    limits.append(Limit(name="a rank beside all others over alone", value=beside / alone, at_most=1.03))
-    for work, (name, policies) in zip(works, found["cases"].items(), strict=True):
-        medians = {policy: statistics.median(run["window_s"] for run in runs) for policy, runs in policies.items()}
-        plans = {policy.name: policy.plan for policy in work.policies}
-        # Attention is measured alone; a plan predicts the rest, but for rows' ways that are the same under all plans.
-        cost = CostModel.of(work.cluster, work.case.model, stage=work.case.stage)
-        micro_steps, layers, _, tokens, top_k = work.case.routes_MLRTK.shape
-        same_s = medians.get("attention alone", 0.0) + micro_steps * layers * cost.sending_ns(tokens * top_k) / 1e9
-        for policy, runs in policies.items():
-            times = [run["window_s"] for run in runs]
-            plan = plans.get(policy)
-            rows.append(
-                {
-                    "case": name,
-                    "policy": policy,
-                    "window_s": round(medians[policy], 4),
-                    "spread_pct": round(100 * (max(times) - min(times)) / medians[policy], 1),
-                    "over_static": round(medians.get("static", medians.get("plain", 0.0)) / medians[policy], 3),
-                    "exposed_pct": round(100 * statistics.median(r["exposed_s"] for r in runs) / medians[policy], 2),
-                    "predicted_s": round(same_s + plan.seconds.total, 4) if plan is not None else 0.0,
-                    # All that a window of experts alone takes beside its products: sorting, counts, exchanges.
-                    "beside_products_s": round(medians[policy] - medians.get("products alone", medians[policy]), 4),
-                }
-            )
-        if work.is_bare:
-            rest = {policy: medians[policy] - medians["products alone"] for policy in ("plain", "prepared", "mapped")}
-            limits.append(
-                Limit(name=f"{name}: mapped over prepared", value=rest["mapped"] / rest["prepared"], at_most=0.5)
-            )
-            continue
-        errors = [
-            abs(same_s + plan.seconds.total - medians[policy]) / medians[policy]
-            for policy, plan in plans.items()
-            if plan is not None
-        ]
-        if not work.case.is_checkpointed:
-            limits.append(Limit(name=f"{name}: mean error of predictions", value=statistics.mean(errors), at_most=0.05))
-        ours = medians["equipoise, 1 slot"]
-        limits.append(
-            Limit(name=f"{name}: share of uniform, prepared", value=medians["uniform, prepared"] / ours, at_least=0.98)
-        )
-        if name.startswith("ESFT") and work.case.stage == "update":
-            limits.append(Limit(name=f"{name}: over static", value=medians["static"] / ours, at_least=1.15))
-    return rows, limits
+def choose(works: list[NodeWork], cases: list[str], policies: list[str]) -> list[NodeWork]:
+    """The works with these keys, and of them the policies with these names; all where none is given."""
+    keys, names = [work.key for work in works], {policy.name for work in works for policy in work.policies}
+    for what, asked, known in (("case", cases, keys), ("policy", policies, names)):
+        for one in asked:
+            if one not in known:
+                raise SystemExit(f"no {what} {one!r} in the work file; it has {', '.join(sorted(known))}")
+    chosen = [work for work in works if work.key in (cases or keys)]
+    kept = [
+        replace(work, policies=[policy for policy in work.policies if policy.name in (policies or names)])
+        for work in chosen
+    ]
+    return [work for work in kept if work.policies]
 
 
 def main() -> int:
     """Parse the command line and run a part of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["calibrate", "plan", "run", "smoke"])
+    parser.add_argument("part", choices=["calibrate", "plan", "run", "links", "train", "smoke"])
     parser.add_argument("work", nargs="?", type=Path, help="file with cases and plans; the profile to write")
     parser.add_argument("--profile", help="hardware profile of the node, from `equipoise calibrate --ranks`")
     parser.add_argument("--traces", type=Path, help="folder of the routing traces")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank in a micro-step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", type=int, help="run the first cases alone")
+    parser.add_argument("--cases", nargs="*", default=[], help="keys of the cases to plan or to run; all by default")
+    parser.add_argument("--policies", nargs="*", default=[], help="names of the policies to run; all by default")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each policy, of two timed windows each")
+    parser.add_argument("--steps", type=int, default=8, help="training steps of `train`, of which two warm up")
     parser.add_argument("--percent", type=int, default=PERCENT, help="of the GPU's processors for each rank")
     parser.add_argument("--clock", type=int, help="lock the GPU's clock at this many MHz; needs the right to")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write, or to add to")
     parser.add_argument("--commit", help="of the source, where git cannot tell")
     args = parser.parse_args()
     if args.part == "calibrate":
@@ -187,45 +178,51 @@ def main() -> int:
             write_profile(calibrate_node(args.ranks, args.commit), args.work)
         return 0
     if args.part == "plan":
-        works = plan_works(args.ranks, args.tokens, args.profile, args.traces)
+        from benchmarks.node_cases import plan_works
+        from benchmarks.traces import FOLDER
+
+        given = {"ranks": args.ranks, "tokens": args.tokens, "profile": args.profile, "keys": args.cases}
+        works = plan_works(args.traces or FOLDER, **given, show=show_line)
         args.work.write_bytes(gzip.compress(pickle.dumps(works), 6))
         return 0
     if args.part == "smoke":
-        works = smoke_works()
-        found = run_ranks(run_works, 2, works, 1, "cpu", show=show_line)[0]
-    else:
-        works = pickle.loads(gzip.decompress(args.work.read_bytes()))[: args.only]
-        ranks = works[0].case.ranks
-        options = RankOptions(device="cuda", timeout_s=120.0)
-
-        def show(line: str, found: dict[str, Any] | None = None) -> None:
-            show_line(line)
-            if found is not None and args.out is not None:
-                write_document(args.out, found, works[: len(found["cases"])], args)
-
-        with mps(args.percent, args.clock):
-            found = run_ranks(run_works, ranks, works, args.rounds, "cuda", options=options, show=show)[0]
-    rows, limits = summarise(found, works)
-    print(format_table(rows))
-    for limit in limits:
-        print(say_limit(limit))
-    return 0 if all(limit.holds for limit in limits) else 1
-
-
-def write_document(path: Path, found: dict[str, Any], works: list[NodeWork], args: argparse.Namespace) -> None:
-    """Write everything that was measured, with what it was measured on."""
-    rows, limits = summarise(found, works)
-    document = {
-        "benchmark": "node",
+        facts = {"commit": args.commit or read_commit(), "machine": read_machine(), "clock": "of a CPU"}
+        keeper = Keeper(report.open_document(args.out, facts), args.out)
+        run_all(smoke_works(), keeper, rounds=args.rounds, device="cpu")
+        return finish(keeper.document, args.out)
+    facts = {
         "commit": args.commit or read_commit(),
         "machine": f"{read_machine()}; {gpu_name()}; {args.percent} % of its processors per rank",
         "clock": f"locked at {args.clock} MHz" if args.clock else "as the machine sets it",
-        "neighbours": found["neighbours"],
-        "rows": rows,
-        "runs": found["cases"],
-        "limits": [{**asdict(one), "holds": one.holds} for one in limits],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    keeper = Keeper(report.open_document(args.out, facts), args.out)
+    with mps(args.percent, args.clock):
+        if args.part == "run":
+            works = choose(pickle.loads(gzip.decompress(args.work.read_bytes())), args.cases, args.policies)
+            run_all(works, keeper, rounds=args.rounds, device="cuda")
+        elif args.part == "links":
+            from benchmarks.node_links import compare_links
+
+            options = RankOptions(device="cuda", timeout_s=120.0)
+            keeper.document["links"] = run_ranks(compare_links, args.ranks, "cuda", options=options)[0]
+        else:
+            from benchmarks.node_train import train_modes
+
+            keeper.document["train"] = train_modes(steps=args.steps, show=show_line)
+    return finish(keeper.document, args.out)
+
+
+def finish(document: report.Document, path: Path | None) -> int:
+    """Write the document, print its tables, and return 1 where a limit does not hold."""
+    if path is not None:
+        report.write_document(path, document)
+    rows, parts, limits = report.summarise(document)
+    for table in (rows, parts, document["links"], document["train"]):
+        if table:
+            print(format_table(table), end="\n\n")
+    for limit in limits:
+        print(say_limit(limit))
+    return 0 if all(limit.holds for limit in limits) else 1
 
 
 def show_line(line: object, *_: Any) -> None:
@@ -252,8 +249,11 @@ def smoke_works() -> list[NodeWork]:
     ids = np.argsort(rng.random((*shape, 8)) * np.arange(1, 9), axis=-1)[..., :2].astype(np.int64)
     case = cases.NodeCase(name="smoke", model=model, routes_MLRTK=ids)
     cluster = Cluster.preset("h200", nodes=1, ranks_per_node=2, ep=2)
-    works = [NodeWork(case=case, policies=cases.exchanges_of(case, cluster), cluster=cluster, is_bare=True)]
-    return [*works, NodeWork(case=case, policies=cases.policies_of(case, cluster), cluster=cluster)]
+    given: dict[str, Any] = {"case": case, "cluster": cluster}
+    return [
+        NodeWork(policies=cases.exchanges_of(case, cluster), is_bare=True, key="exchange", **given),
+        NodeWork(policies=cases.policies_of(case, cluster), key="lite", **given),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """What the node benchmark runs: windows of real routes, and the plan of every policy, as a balancer can execute it.
 
 A plan whose copies stay for the whole window (EPLB, LPLB) is executed with the same copies in every micro-step. They
-are pulled ahead like any replica, and layers read rows through mapped memory, so that rivals use the same kernels.
+are pulled ahead like any replica, and layers read rows through mapped memory, so that rivals use the same kernels. LPLB
+has the split of the window's own rows, and rows of both take the nearest copy first. `reactive` knows no route ahead:
+it plans between router and dispatch, pulls in the open, and its layers sort and count their rows.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import equipoise as eq
 from benchmarks.traces import FOLDER, Trace, read_traces
 from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
 from equipoise.core.options import PlanOptions
+from equipoise.cost import CostModel
+from equipoise.cost.clock import Decision, replay, replica_slots, works_of
 from equipoise.cost.window import Edges, price_window
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.baselines import fill_slots
@@ -30,9 +35,8 @@ class NodeCase:
     model: ModelShape
     routes_MLRTK: np.ndarray
     """[M, L, R, T, K] experts of every token."""
-    stage: str = "update"
+    stage: Any = "update"
     is_checkpointed: bool = False
-    nodes: int = 1
 
     @property
     def ranks(self) -> int:
@@ -97,6 +101,10 @@ class Policy:
     routes_MLRTK: np.ndarray
     rows: str = "auto"
     """How prepared rows travel, see `BalancerOptions.rows`."""
+    is_live: bool = False
+    """Planned again in the open, between router and dispatch; layers sort and count their rows."""
+    predicted: dict[str, float] = field(default_factory=dict)
+    """Seconds by part, see `predict`; none where the cost model does not know the way of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +114,15 @@ class NodeWork:
     case: NodeCase
     policies: list[Policy]
     cluster: Cluster
+    key: str = ""
+    """By which the command line chooses it."""
     is_bare: bool = False
     """Routed experts alone, without attention."""
+
+    @property
+    def name(self) -> str:
+        """As tables call it."""
+        return f"{self.case.name}, experts alone" if self.is_bare else self.case.name
 
 
 def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
@@ -130,9 +145,12 @@ def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
         "equipoise, 1 slot, skew": ours(1, "skew"),
     }
     level = eq.plan(case.loads(uniform), slots=0, options=owners, **given)
+    live = in_the_open(eq.plan(loads, slots=1, policy="reactive", **given))
     policies = [Policy(name=name, plan=plan, routes_MLRTK=case.routes_MLRTK) for name, plan in made.items()]
+    policies.append(Policy(name="reactive", plan=live, routes_MLRTK=case.routes_MLRTK, is_live=True))
     policies.append(Policy(name="uniform", plan=None, routes_MLRTK=uniform))
-    return [*policies, Policy(name="uniform, prepared", plan=level, routes_MLRTK=uniform)]
+    policies.append(Policy(name="uniform, prepared", plan=level, routes_MLRTK=uniform))
+    return [with_prediction(policy, case) for policy in policies]
 
 
 def exchanges_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
@@ -141,11 +159,76 @@ def exchanges_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     level = eq.plan(
         case.loads(uniform), cluster=cluster, model=case.model, slots=0, options=PlanOptions(max_displaced=0)
     )
+    mapped = Policy(name="mapped", plan=level, routes_MLRTK=uniform)
     return [
         Policy(name="plain", plan=None, routes_MLRTK=uniform),
         Policy(name="prepared", plan=level, routes_MLRTK=uniform, rows="collective"),
-        Policy(name="mapped", plan=level, routes_MLRTK=uniform),
+        with_prediction(mapped, case),
     ]
+
+
+def crossings_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
+    """Policies of a group that is declared as several nodes: rows by collectives, and mapped inside nodes."""
+    given: dict[str, Any] = {"cluster": cluster, "model": case.model}
+    loads = case.loads(case.routes_MLRTK)
+    static = eq.plan(loads, slots=0, options=PlanOptions(max_displaced=0), **given)
+    # Levels rows whatever it costs: the sizes are too small to pay, and what is shown is that nothing changes.
+    ours = eq.plan(loads, slots=1, objective="skew", **given)
+    made = [
+        Policy(name=name, plan=plan, routes_MLRTK=case.routes_MLRTK, rows="collective")
+        for name, plan in (("static", None), ("static, prepared", static), ("equipoise, 1 slot, skew", ours))
+    ]
+    return [*made, *(replace(one, name=f"{one.name}, mapped inside nodes", rows="mapped") for one in made[1:])]
+
+
+def predict(plan: Plan, case: NodeCase) -> dict[str, float]:
+    """Seconds of a window by part, on the mean rank, so that parts add up; attention is measured apart.
+
+    experts    products and activations
+    exchange   rows to their slots and back, tokens spread and combined, the steps and links between ranks
+    waiting    for the busiest rank of each visit
+    exposed    transfers that nothing hides, and opening and closing the window
+    accumulate gradients added to those of earlier micro-steps
+    """
+    cost = CostModel.of(plan.cluster, case.model, stage=case.stage)
+    assert plan.itinerary is not None, "only plans that can be executed are predicted"
+    edges = Edges(plan.edge_ns_2L, plan.edge_slow_2L)
+    decision = Decision("equipoise", plan.home_LE, plan.replica_table, edges)
+    (work,) = works_of(cost, plan.loads, plan.itinerary, [decision], repeats_forward=case.is_checkpointed)
+    seconds, forward = replay([work]).seconds, cost.forward_alone
+    # A forward pass that is repeated moves and computes its rows again.
+    again = int(case.is_checkpointed)
+    visit_MLR = (1 + again) * work.forward_MLR + work.backward_MLR
+    order_ns = cost.ordering_ns(work.rows_MLR) + again * forward.ordering_ns(work.rows_MLR)
+    sent_MLR = plan.loads.load_MLRE.sum(axis=3)
+    send_ns = cost.sending_ns(sent_MLR) + again * forward.sending_ns(sent_MLR)
+    busiest = (1 + again) * work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)
+    added = (plan.loads.num_micro_steps - 1) * case.model.layers if case.stage == "update" else 0
+    return {
+        "experts": float((visit_MLR - order_ns).mean(axis=2).sum()) / 1e9,
+        "exchange": float((order_ns + send_ns).mean(axis=2).sum()) / 1e9 + seconds.all_to_all,
+        "waiting": float((busiest - visit_MLR.mean(axis=2)).sum()) / 1e9,
+        "exposed": seconds.pull + seconds.return_ + seconds.publish + seconds.collect + cost.window_fixed_ns / 1e9,
+        "accumulate": added * cost.add_ns(plan.home_slots * case.model.expert_bytes) / 1e9,
+    }
+
+
+def with_prediction(policy: Policy, case: NodeCase) -> Policy:
+    """The same with its predicted parts, where rows go a way that the cost model prices."""
+    if policy.plan is None or policy.is_live:
+        return policy
+    return replace(policy, predicted=predict(policy.plan, case))
+
+
+def in_the_open(made: Plan) -> Plan:
+    """The plan of `reactive` as one that can be executed: a forward visit pulls when it begins, not ahead."""
+    loads = made.loads
+    shape_MLR = (loads.num_micro_steps, loads.num_layers, made.cluster.ep)
+    plan = executed(made, made.home_LE, *replica_slots(made.replica_table, shape_MLR))
+    assert plan.itinerary is not None, "made above to be executed"
+    visits_V = np.arange(len(plan.itinerary))
+    ready_V = np.where(plan.itinerary.phase_V == 0, visits_V, plan.itinerary.ready_from_V)
+    return replace(plan, itinerary=replace(plan.itinerary, ready_from_V=ready_V))
 
 
 def executable(made: Plan) -> Plan:
@@ -161,20 +244,23 @@ def executable(made: Plan) -> Plan:
         expert_E, at_E = linear_sum_assignment(-(quota_MER.sum(axis=0) * 2.0 + holds_ER)[:, place_X])
         home_LE[layer, expert_E] = place_X[at_E]
         quotas.append(quota_MER)
-    expert_MLRS, rows_MLRS = fill_slots(home_LE, quotas)
-    slots = expert_MLRS.shape[3]
+    return executed(made, home_LE, *fill_slots(home_LE, quotas))
+
+
+def executed(made: Plan, home_LE: np.ndarray, expert_MLRS: np.ndarray, rows_MLRS: np.ndarray) -> Plan:
+    """A rival's decisions as a plan whose replicas live for one micro-step."""
     task = WindowTask(
         loads=made.loads,
         cluster=made.cluster,
         model=made.model,
-        slots=slots,
+        slots=expert_MLRS.shape[3],
         objective=made.objective,
         options=PlanOptions(),
         policy=made.policy,
     )
     draft = Draft(
         home_LE=home_LE,
-        home_slot_LE=home_slots_of(home_LE, ranks),
+        home_slot_LE=home_slots_of(home_LE, made.cluster.ep),
         rep_expert_MLRS=expert_MLRS,
         rep_rows_MLRS=rows_MLRS,
         line_MLC=price_window(task.cost, task.loads, home_LE, expert_MLRS, rows_MLRS),
@@ -182,6 +268,38 @@ def executable(made: Plan) -> Plan:
         edges=Edges.none(made.model.layers),
     )
     return build_plan(task, draft)
+
+
+def plan_works(
+    folder: Path, *, ranks: int, tokens: int, profile: str | None, keys: list[str], show: Callable[[str], None]
+) -> list[NodeWork]:
+    """Plan the chosen cases; all of them where no key is given."""
+    chosen = {} if profile is None else {"profile": profile}
+
+    def cluster(nodes: int, ep: int) -> Cluster:
+        return Cluster.preset("h200", nodes=nodes, ranks_per_node=ep // nodes, ep=ep, **chosen)
+
+    whole, half = cluster(1, ranks), cluster(1, ranks // 2)
+    lite, qwen, oss = build_cases(folder, ranks=ranks, tokens=tokens)
+    few = build_cases(folder, ranks=ranks // 2, tokens=tokens)[0]
+    # NCCL joins ranks of one GPU by sockets: a small window is enough to show that nothing changes.
+    short = replace(lite, name=f"{lite.name}, two nodes", routes_MLRTK=lite.routes_MLRTK[:2, :, :, : tokens // 8])
+    every: dict[str, tuple[NodeCase, Cluster, Callable[[NodeCase, Cluster], list[Policy]]]] = {
+        "exchange": (lite, whole, exchanges_of),
+        "lite": (lite, whole, policies_of),
+        "qwen": (qwen, whole, policies_of),
+        "oss": (oss, whole, policies_of),
+        "recompute": (recomputed(lite), whole, policies_of),
+        "checkpointing": (checkpointed(lite), whole, policies_of),
+        "half": (few, half, policies_of),
+        "nodes": (short, cluster(2, ranks), crossings_of),
+    }
+    works = []
+    for key in keys or list(every):
+        case, on, make = every[key]
+        show(f"planning {key}: {case.name}")
+        works.append(NodeWork(case=case, policies=make(case, on), cluster=on, key=key, is_bare=key == "exchange"))
+    return works
 
 
 def recomputed(case: NodeCase) -> NodeCase:

@@ -1,11 +1,13 @@
 """One rank of the node benchmark: decoder layers with attention, and windows of every policy in turn.
 
 A window is timed by the clock of the slowest rank, from a barrier in front of it to the moment when every rank's device
-is done. Plans and dispatches of a window are made before it begins, as they are during a rollout.
+is done. Plans and dispatches of a window are made before it begins, as they are during a rollout; only `reactive` plans
+inside it. The first window of a policy is not timed: it warms up, and its outputs and gradients are compared.
 """
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.node_cases import NodeWork
+from benchmarks.node_parts import PartClock, parts_of
 from equipoise.balancer import Balancer
 from equipoise.calibrate.bench import AttentionShape, Bench
 from equipoise.calibrate.measures import Attention, EmptyBank, groups_of
-from equipoise.core import Cluster
-from equipoise.core.options import BalancerOptions
+from equipoise.core import Cluster, Plan
+from equipoise.core.options import BalancerOptions, PlanOptions
 from equipoise.core.plan import Visit
 from equipoise.layer.expert_block import BlockOptions, expert_block
 from equipoise.layer.experts import BalancedExperts, LayerOptions
@@ -51,6 +55,45 @@ class FixedPlan:
         """Nothing to end."""
 
 
+class LivePlanner:
+    """Plans one micro-step of one layer between router and dispatch, from what all ranks' routers chose."""
+
+    def __init__(self, plan: Plan, *, group: Any, device: torch.device) -> None:
+        """Take the prices of the window's plan.
+
+        Args:
+            group: exchanges tensors of the device
+        """
+        from equipoise.planner.assemble import WindowTask
+        from equipoise.planner.layer import layer_problem, plan_layer
+
+        self._plan, self._group, self._device, self._plan_layer = plan, group, device, plan_layer
+        given = {"cluster": plan.cluster, "model": plan.model, "slots": 1, "objective": plan.objective}
+        task = WindowTask(loads=plan.loads, options=PlanOptions(), policy="reactive", **given)
+        problem = layer_problem(task, budget=0)
+        self._problem = problem._replace(domain_DR=problem.domain_DR[:1], trades_across=0, gated=0)
+        self._tables = task.cost.tables(plan.home_slots + task.slots)
+        self._owner_E = np.arange(plan.model.experts) // plan.home_slots
+        self.planning_s = 0.0
+        """Of the host, without the exchange of counts."""
+
+    def plan(self, visit: Visit, ids_TK: Tensor) -> None:
+        """Exchange counts, wait for them, and plan; raise if that is not the plan which is executed."""
+        ranks, experts = self._group.size(), self._plan.model.experts
+        count_E = torch.bincount(ids_TK.reshape(-1), minlength=experts)
+        count_RE = count_E.new_empty((ranks, experts))
+        dist.all_to_all_single(count_RE, count_E.repeat(ranks, 1), group=self._group)
+        load_1RE = count_RE.cpu().numpy()[None]
+        begin = time.monotonic()
+        none_EE = np.zeros((0, 0), dtype=np.int64)
+        made = self._plan_layer(load_1RE, self._owner_E, none_EE, self._problem, self._tables)
+        self.planning_s += time.monotonic() - begin
+        table, at = self._plan.replica_table, visit.micro_step * self._plan.model.layers + visit.layer
+        rows = table.rows_P[table.start_ML[at] : table.start_ML[at + 1]]
+        if len(rows) and sorted(rows) != sorted(made.rep_rows_MRS[made.rep_rows_MRS > 0]):
+            raise RuntimeError(f"micro-step {visit.micro_step}, layer {visit.layer}: planned otherwise than executed")
+
+
 class Decoder(nn.Module):
     """Layers of attention and routed experts, whose routes and gates are given."""
 
@@ -63,26 +106,35 @@ class Decoder(nn.Module):
         homes, made = model.experts // case.ranks, []
         self.attention = [Attention.random(shape, bench) for _ in range(model.layers)]
         for layer in range(model.layers):
-            torch.manual_seed(1000 + layer)
+            torch.manual_seed(1000 * rank + layer)
             gate_up = bench.random(homes, 2 * model.expert_width, model.hidden, scale=model.hidden**-0.5)
             down = bench.random(homes, model.hidden, model.expert_width, scale=model.expert_width**-0.5)
             made.append(BalancedExperts(ExpertWeights(gate_up, down), layer=layer, group=group, options=LayerOptions()))
         self.experts = nn.ModuleList(made)
         self.has_attention = self.has_experts = True
+        self.live: LivePlanner | None = None
+        """Plans in front of every dispatch, for `reactive`."""
 
     def layer(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, visit: Visit) -> Tensor:
         """One decoder layer."""
         experts: Any = self.experts[visit.layer]
         home = experts.enter(visit) if self.has_experts else None
         if not self.has_attention:
+            self._react(visit, ids_TK)
             alone_TD: Tensor = experts(x_TD, ids_TK, gates_TK, visit, home=home)
             return alone_TD
         sequence = min(SEQUENCE, len(x_TD))
         x_TD = x_TD + self.attention[visit.layer].forward(F.rms_norm(x_TD, x_TD.shape[1:]), sequence=sequence)
         if not self.has_experts:
             return x_TD + F.rms_norm(x_TD, x_TD.shape[1:])
+        self._react(visit, ids_TK)
         mixed_TD: Tensor = x_TD + experts(F.rms_norm(x_TD, x_TD.shape[1:]), ids_TK, gates_TK, visit, home=home)
         return mixed_TD
+
+    def _react(self, visit: Visit, ids_TK: Tensor) -> None:
+        # Not again where a checkpointed layer is repeated: its routes are known then.
+        if self.live is not None and torch._C._current_graph_task_id() < 0:
+            self.live.plan(visit, ids_TK)
 
     def forward(
         self, hidden_TD: Tensor, ids: list[Tensor], gates: list[Tensor], micro_step: int, again: bool
@@ -133,42 +185,36 @@ def neighbours(group: Any, *, seconds: float = 2.0) -> dict[str, float]:
 
 
 def run_case(
-    group: Any,
-    case: Any,
-    policies: list[Any],
-    cluster: Cluster,
-    *,
-    rounds: int,
-    device: str,
-    tell: Callable[..., None],
-    is_bare: bool = False,
-) -> dict[str, list[dict[str, float]]]:
+    group: Any, work: NodeWork, *, rounds: int, device: str, tell: Callable[..., None]
+) -> dict[str, list[dict[str, Any]]]:
     """Run the windows of all policies in turn, `rounds` times; every rank must call this.
 
-    Args:
-        is_bare: run routed experts alone, and time their products alone, too
+    `tell` gets a line, and everything found so far.
     """
-    bench, rank = Bench.on(device, runs=1), group.rank()
+    case, policies = work.case, work.policies
+    bench, rank, nodes = Bench.on(device, runs=1), group.rank(), work.cluster.num_ep_nodes
     rows_group: Any = group
-    if device == "cuda":
+    if device == "cuda" and nodes == 1:
         from benchmarks.node_group import MappedGroup
 
         _, _, _, tokens, top_k = case.routes_MLRTK.shape
         rows_group = MappedGroup(group, most_bytes=4 * tokens * top_k * case.model.hidden * bench.dtype.itemsize)
     net = Decoder(case, bench=bench, rank=rank, group=rows_group)
-    net.has_attention = not is_bare
-    found: dict[str, list[dict[str, float]]] = {policy.name: [] for policy in policies}
-    if is_bare:
+    net.has_attention = not work.is_bare
+    found: dict[str, list[dict[str, Any]]] = {}
+    if work.is_bare:
         found["products alone"] = time_products(group, case, net, bench)
-    else:
+    elif nodes == 1:
         net.has_experts = False
-        found["attention alone"] = run_policy(group, case, policies[0], cluster, net=net, bench=bench)
+        found["attention alone"] = run_policy(group, case, policies[0], work.cluster, net=net, bench=bench)
         net.has_experts = True
     for number in range(rounds):
         for policy in policies:
-            found[policy.name] += run_policy(group, case, policy, cluster, net=net, bench=bench)
-            tell(f"{case.name}, round {number + 1}: {policy.name} {found[policy.name][-1]['window_s']:.3f} s")
-    if device == "cuda":
+            given = {"net": net, "bench": bench, "has_parts": number == 0}
+            runs = run_policy(group, case, policy, work.cluster, **given)
+            found.setdefault(policy.name, []).extend(runs)
+            tell(f"{work.name}, round {number + 1}: {policy.name} {runs[-1]['window_s']:.3f} s", found)
+    if rows_group is not group:
         rows_group.close()
     return found
 
@@ -207,9 +253,9 @@ def time_products(group: Any, case: Any, net: Decoder, bench: Bench) -> list[dic
 
 
 def run_policy(
-    group: Any, case: Any, policy: Any, cluster: Cluster, *, net: Decoder, bench: Bench
-) -> list[dict[str, float]]:
-    """One warm window and two timed ones; seconds of the slowest rank, and what was exposed of transfers."""
+    group: Any, case: Any, policy: Any, cluster: Cluster, *, net: Decoder, bench: Bench, has_parts: bool = False
+) -> list[dict[str, Any]]:
+    """One window that warms up, two timed ones, and one whose parts are timed instead where asked for."""
     rank, model = group.rank(), case.model
     routes = [[ids_RTK[rank] for ids_RTK in by_layer] for by_layer in policy.routes_MLRTK]
     ids = [[torch.from_numpy(a).to(bench.device, torch.int64) for a in by_layer] for by_layer in routes]
@@ -217,19 +263,50 @@ def run_policy(
     hidden = [bench.random(len(by_layer[0]), model.hidden) for by_layer in ids]
     gates = [[torch.rand(a.shape, device=bench.device).requires_grad_() for a in by_layer] for by_layer in ids]
     slots = 0 if policy.plan is None else policy.plan.slots
-    options = BalancerOptions(slots=slots, timeout_s=60.0, rows=policy.rows)
+    options = BalancerOptions(slots=slots, timeout_s=60.0, rows=policy.rows, is_prepared=not policy.is_live)
     layers = {f"experts.{i}": experts for i, experts in enumerate(net.experts)}
     given: dict[str, Any] = {"cluster": cluster, "model": model, "group": group, "options": options}
     worker: Any = FixedPlan(policy.plan)
-    times = []
+    rows_group: Any = next(iter(layers.values())).group
+    net.live = LivePlanner(policy.plan, group=rows_group, device=bench.device) if policy.is_live else None
+    runs = []
     with Balancer(layers, enabled=policy.plan is not None, worker=worker, **given) as balancer:
-        for _ in range(3):
+        for number in range(3 + has_parts):
             balancer.submit(routes, stage=case.stage)
             wait_until_prepared(balancer, len(routes) - 1, model.layers - 1)
-            times.append(run_window(group, case, balancer, net, hidden, ids, gates, bench))
-            for parameter in net.parameters():
+            clock = PartClock(is_gpu=bench.is_gpu)
+            with clock.watching() if number == 3 else nullcontext():
+                run = run_window(group, case, balancer, net, hidden, ids, gates, bench)
+            if number == 0:
+                sums = check_sums(group, case, net, hidden, gates)
+            elif number < 3:
+                runs.append({**run, **sums})
+            else:
+                every: list[Any] = [None] * group.size()
+                dist.all_gather_object(every, clock.seconds(), group=group)
+                runs[0]["parts"] = parts_of(run["mean_rank_s"], every)
+            for parameter in (*net.parameters(), *(one for by_layer in gates for one in by_layer)):
                 parameter.grad = None
-    return times[1:]
+    net.live = None
+    return runs
+
+
+def check_sums(group: Any, case: Any, net: Decoder, hidden: Any, gates: Any) -> dict[str, float]:
+    """Sums of squares over all ranks: of gradients of experts, and of gates, which depend on every output.
+
+    The same for all policies of the same routes, up to rounding.
+    """
+    if case.stage != "update":
+        return {}
+    ends = {
+        "expert_gradients": [one.grad for one in net.parameters() if one.grad is not None],
+        "gate_gradients": [one.grad for by_layer in gates for one in by_layer if one.grad is not None],
+    }
+    own = torch.tensor(
+        [sum(float(one.double().square().sum()) for one in found) for found in ends.values()], dtype=torch.float64
+    )
+    dist.all_reduce(own, group=group)
+    return dict(zip(ends, own.sqrt().tolist(), strict=True))
 
 
 def wait_until_prepared(balancer: Balancer, micro_step: int, layer: int) -> None:
@@ -250,6 +327,7 @@ def run_window(
 ) -> dict[str, float]:
     """Time one window."""
     grad_TD = torch.ones_like(hidden[0])
+    planned_s = net.live.planning_s if net.live is not None else 0.0
     synchronize(bench)
     dist.barrier(group)
     begin = time.monotonic()
@@ -268,7 +346,10 @@ def run_window(
     dist.all_gather_object(all_s, own_s, group=group)
     exposed = [0.0] * group.size()
     dist.all_gather_object(exposed, float(sum(report.exposed_s.values())) if report else 0.0, group=group)
-    return {"window_s": max(all_s), "exposed_s": max(exposed), "mean_rank_s": float(np.mean(all_s))}
+    found = {"window_s": max(all_s), "exposed_s": max(exposed), "mean_rank_s": float(np.mean(all_s))}
+    if net.live is not None:
+        found["planning_s"] = net.live.planning_s - planned_s
+    return found
 
 
 def synchronize(bench: Bench) -> None:

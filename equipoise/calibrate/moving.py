@@ -5,6 +5,7 @@
     refresh     a rank's experts to the host store
     counts      the rows that every rank counted, to all ranks
     prepare     the dispatch of one layer, made ahead
+    window      opened and closed, with nothing to move in it
 The fixed part of each is the time of the same with an expert, or a window, of almost no bytes. Pulls are timed on the
 device; everything else runs in threads beside training, so the host's clock tells.
 """
@@ -23,11 +24,17 @@ import torch.distributed as dist
 
 from equipoise.calibrate.bench import Bench, Grid, Steps, measure
 from equipoise.calibrate.between import median_over, open_node
+from equipoise.calibrate.measures import random_experts
+from equipoise.core import Cluster, ModelShape, Plan
+from equipoise.core.options import TransferOptions
+from equipoise.core.plan import Itinerary
 from equipoise.layer.dispatch import SourceSplit, assign_slots, build_dispatch, sort_rows
 from equipoise.layer.mapped import make_tables
 from equipoise.layer.relay import NodeRanks
+from equipoise.planning.background import owners_plan
 from equipoise.planning.rows import RankRows
 from equipoise.transfer.edges import Move, Relocator
+from equipoise.transfer.engine import TransferEngine
 from equipoise.transfer.host_store import HostStore, Refresher
 from equipoise.transfer.nccl import choose_transport
 from equipoise.transfer.node import NodeMemory, allocate_experts
@@ -46,7 +53,7 @@ COUNTED = (8, 48)
 HOMES = 16
 """Experts of a rank in a prepared dispatch."""
 TIMEOUT_S = 60.0
-MOVING_STEPS = 4
+MOVING_STEPS = 5
 
 
 class ExpertTimes(NamedTuple):
@@ -78,7 +85,9 @@ def measure_moving(
     steps.advance()
     prepare = time_prepare(grid, group=group, bench=bench)
     steps.advance()
-    whole_ns, empty_ns, prepare_ns = median_over(group, [*counts, prepare])
+    window = time_window(group=group, node_R=node_R, bench=bench)
+    steps.advance()
+    whole_ns, empty_ns, prepare_ns, window_ns = median_over(group, [*counts, prepare, window])
     size, tiny = grid.expert_params * bench.dtype.itemsize, found[1]
     # What is left once the fixed part is taken off; a device that is too fast to tell is not infinitely fast.
     beyond = ExpertTimes(*(max(large - small, 1.0) for large, small in zip(*found, strict=True)))
@@ -109,10 +118,12 @@ def measure_moving(
             "counts_fixed_ns": round(empty_ns),
             "counts_bytes_per_s": round(_count_bytes(COUNTED, group) / max(whole_ns - empty_ns, 1.0) * 1e9),
             "prepared_rows_per_s": round(max(grid.moved_rows) / prepare_ns * 1e9),
+            "window_fixed_ns": round(window_ns),
             "source": f"measured on {group.size()} ranks at once, by the host's clock: publish or collect of a layer "
             f"with experts of almost no bytes; {moved} to the host store; counts of a window of {COUNTED[0]} "
             f"micro-steps and {COUNTED[1]} layers to all ranks, bytes of all of them counted; one dispatch of "
-            f"{max(grid.moved_rows)} rows, made ahead",
+            f"{max(grid.moved_rows)} rows, made ahead; a window of one layer, opened and closed, in which nothing "
+            "moves",
         },
     }
 
@@ -207,3 +218,44 @@ def time_prepare(grid: Grid, *, group: Any, bench: Bench) -> float:
         replace(dispatch, mapped=tables, ids_TK=ids_TK).packed(is_pinned=bench.is_gpu)
 
     return time_on_host(prepare, group=group, bench=bench)
+
+
+def time_window(*, group: Any, node_R: list[int], bench: Bench) -> float:
+    """Return the nanoseconds of opening and closing a window in which every expert computes at its owner.
+
+    The steps of `Balancer.begin` and `Balancer.end` in which ranks wait for each other.
+    """
+    engine = TransferEngine(
+        [random_experts(1, TINY, bench)], group=group, node_R=node_R, options=TransferOptions(slots=0)
+    )
+    plan, mismatches_L = still_plan(node_R), torch.zeros(1, dtype=torch.int64, device=bench.device)
+
+    def run() -> None:
+        engine.open_window(plan)
+        engine.close_window()
+        dist.all_reduce(mismatches_L.cpu(), group=group)
+
+    took_ns = time_on_host(run, group=group, bench=bench)
+    engine.close()
+    return took_ns
+
+
+def still_plan(node_R: list[int]) -> Plan:
+    """Return a plan of one layer and one micro-step that moves nothing, one expert per rank."""
+    ranks, nodes = len(node_R), len(set(node_R))
+    cluster = Cluster.preset("h200", nodes=nodes, ranks_per_node=ranks // nodes, ep=ranks)
+    hidden, width = TINY
+    sizes = {"experts": ranks, "layers": 1, "top_k": 1, "hidden": hidden, "expert_width": width}
+    none_V, phase_V = np.zeros(2, dtype=np.int64), np.arange(2)
+    visits = Itinerary(
+        depth=1,
+        micro_step_V=none_V,
+        phase_V=phase_V,
+        layer_V=none_V,
+        pulls_V=none_V > 0,
+        buffer_V=none_V,
+        ready_from_V=phase_V,
+        resident_V=none_V > 0,
+    )
+    made = owners_plan(1, cluster=cluster, model=ModelShape.preset("qwen3-30b-a3b", **sizes))
+    return replace(made, itinerary=visits)

@@ -27,7 +27,8 @@ Only where several ranks measured at the same time (`equipoise calibrate --ranks
     ranks        count, nodes, and how far ranks differ: spread and median_spread over cells of the expert tables
     overheads    edge_fixed_ns: publish or collect of a layer without its experts' bytes, agreement included;
                  refresh_bytes_per_s: experts to the host store; counts_fixed_ns and counts_bytes_per_s: the counted
-                 rows of all ranks to all ranks; prepared_rows_per_s: rows of dispatches that are made ahead.
+                 rows of all ranks to all ranks; prepared_rows_per_s: rows of dispatches that are made ahead;
+                 window_fixed_ns: opening and closing a window in which nothing moves, missing in older files.
                  Without it they are free
 
 Invariants (asserted by the tests):
@@ -120,6 +121,8 @@ class Profile(Value):
     """Counted rows of all ranks to all ranks."""
     prepared_rows_per_s: int = 0
     """Rows of dispatches that are made ahead."""
+    window_fixed_ns: int = 0
+    """Opening and closing a window in which nothing moves."""
 
     def say_assumed(self, nodes: int) -> str:
         """Say which figures between ranks are assumed, in one line; nothing where none is.
@@ -208,6 +211,7 @@ class Profile(Value):
             is_shared="ranks" in data,
             relocation_bytes_per_s=int(edge.get("across_bytes_per_s", 0)),
             **{name: int(data["overheads"][name]) for name in OVERHEADS if "overheads" in data},
+            window_fixed_ns=int(data.get("overheads", {}).get("window_fixed_ns", 0)),
         )
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import equipoise as eq
-from benchmarks import node, node_cases
+from benchmarks import node, node_cases, node_links, node_parts, node_report, node_train
+from equipoise.cost import CostModel
 from equipoise.launch import run_ranks
 from tests.layer.cases import cluster_of, model_of, random_routing
 
@@ -27,18 +28,72 @@ def test_forced_uniform_routes_load_every_expert_alike():
     assert all(len(set(row)) == len(row) for row in case.uniform().reshape(-1, case.model.top_k).tolist())
 
 
+def test_the_plan_of_reactive_is_executed_in_the_open():
+    routing = random_routing(0, ranks=4, experts=16, tokens=60)
+    made = eq.plan(
+        routing.loads(), cluster=cluster_of(4), model=model_of(routing), slots=1, policy="reactive", objective="skew"
+    )
+    plan = node_cases.in_the_open(made)
+    assert len(plan.replica_table) and np.array_equal(plan.rank_load_MLR, made.rank_load_MLR)
+    forward_V = np.flatnonzero(plan.itinerary.phase_V == 0)
+    assert np.array_equal(plan.itinerary.ready_from_V[forward_V], forward_V), "a forward visit pulls nothing ahead"
+
+
+def test_predicted_parts_add_up_to_the_clocks_seconds():
+    work = node.smoke_works()[1]
+    for policy in (one for one in work.policies if one.predicted and one.plan.policy == "equipoise"):
+        cost = CostModel.of(work.cluster, work.case.model)
+        rows = policy.plan.loads.load_MLRE.sum(axis=3)
+        sending_s = cost.sending_ns(rows).mean(axis=2).sum() / 1e9
+        parts = sum(seconds for part, seconds in policy.predicted.items() if part != "accumulate")
+        assert parts == pytest.approx(policy.plan.seconds.total + sending_s), policy.name
+
+
+def test_parts_of_ranks_divide_meetings_into_exchange_and_waiting():
+    early, late = {"experts": [1.0], "meet": [3.0, 0.5]}, {"experts": [3.0], "meet": [1.0, 0.5]}
+    parts = node_parts.parts_of(6.0, [early, late])
+    assert parts == {"experts": 2.0, "exchange": 1.5, "waiting": 1.0, "exposed": 0.0, "rest": 1.5}
+
+
 @pytest.mark.dist(2)
-def test_all_policies_run_and_are_summarised():
-    works = node.smoke_works()
-    found = run_ranks(node.run_works, 2, works, 1, "cpu", show=lambda *words: None)[0]
-    rows, limits = node.summarise(found, works)
-    assert {row["policy"] for row in rows} >= {
-        "static",
-        "eplb-oracle",
-        "lplb",
-        "equipoise, 1 slot",
-        "uniform, prepared",
-        "mapped",
-    }
+def test_all_policies_run_and_are_summarised(tmp_path):
+    works = node.choose(
+        node.smoke_works(), [], ["mapped", "prepared", "plain", "static", "reactive", "equipoise, 1 slot"]
+    )
+    facts = {"commit": "a" * 40, "machine": "a CPU", "clock": "its own"}
+    keeper = node.Keeper(node_report.open_document(None, facts), tmp_path / "node.json")
+    node.run_all(works, keeper, rounds=1, device="cpu")
+    rows, parts, limits = node_report.summarise(keeper.document)
+    named = {(row["case"], row["policy"]) for row in rows}
+    assert {policy for _, policy in named} >= {"static", "reactive", "equipoise, 1 slot", "mapped", "attention alone"}
     assert all(row["window_s"] > 0 for row in rows)
-    assert any("mapped over prepared" in limit.name for limit in limits)
+    ours = {row["part"]: row["measured_s"] for row in parts if row["policy"] == "equipoise, 1 slot"}
+    assert min(ours.values()) >= 0 < ours["experts"]
+    found = {limit.name: limit for limit in limits}
+    assert "smoke, experts alone: mapped over prepared" in found and "smoke: exposed transfers" in found
+    assert found["smoke: gradients differ from static's by a share of"].value < 1e-6
+    assert keeper.document["cases"]["smoke"]["runs"]["reactive"][0]["planning_s"] > 0
+    # A second call adds to what the file holds, and another commit's results are refused.
+    again = node.Keeper(node_report.open_document(tmp_path / "node.json", facts), None)
+    again.expect(works)
+    again.show("more", "smoke", {"static": keeper.document["cases"]["smoke"]["runs"]["static"]})
+    assert len(again.document["cases"]["smoke"]["runs"]["static"]) == 4
+    with pytest.raises(SystemExit, match=r"holds results of commit aaaa.*, these are of bbbb"):
+        node_report.open_document(tmp_path / "node.json", facts | {"commit": "b" * 40})
+
+
+@pytest.mark.dist(2)
+def test_an_exchange_beside_pulls_is_compared_with_the_rule():
+    exchange, both = run_ranks(node_links.compare_links, 2, "cpu")[0]
+    # A CPU's thread runs one after the other, which is what the rule says.
+    assert exchange["over_rule"] > 0 and both["over_rule"] == pytest.approx(1, abs=0.9)
+
+
+def test_stages_of_training_steps_have_rates_without_the_warm_up():
+    slow = {"seconds": 9.0, "tokens_per_s": 1.0, "skew_after": 2.0, "displaced": 0, "replicas": 0}
+    stage_s = {"rollout": 1.0, "sync": 0.5, "recompute": 0.5, "update": 2.0}
+    steps = [slow | {"stage_s": dict.fromkeys(stage_s, 9.0)}] * 2
+    steps += [{**slow, "seconds": 4.0, "tokens_per_s": 100.0, "skew_after": 1.0, "stage_s": stage_s}] * 3
+    rows = {row["stage"]: row for row in node_train.stage_rows("static", steps)}
+    assert rows["update"]["tokens_per_s"] == 200 and rows["rollout"]["tokens_per_s"] == 400
+    assert rows["step"]["tokens_per_s"] == 100 and rows["step"]["skew_after"] == 1.0

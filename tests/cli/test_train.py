@@ -55,7 +55,7 @@ def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch
     ("arguments", "words"),
     [
         (["--set", "stepz=2"], "unknown setting stepz; did you mean steps?"),
-        (["--preset", "huge"], "no preset and no file 'huge'; presets: qwen3-30b-a3b-64gpu, small-gpu, tiny"),
+        (["--preset", "huge"], "no preset and no file 'huge'; presets: node-gpu, qwen3-30b-a3b-64gpu, small-gpu, tiny"),
         (["--ranks", "two"], "setting ranks is 'two'; expected `int`, got `str`"),
         (["--model", "2026-11-15", "-o", "new"], "no HF checkpoint at 2026-11-15: it has no config.json"),
         (["--report", "deep/page.html"], "deep/page.html cannot be written: there is no folder deep"),

@@ -16,7 +16,7 @@ def test_every_preset_is_read_and_written_back_the_same(name, tmp_path):
 
 
 def test_the_presets_are_the_promised_ones():
-    assert preset_names() == ["qwen3-30b-a3b-64gpu", "small-gpu", "tiny"]
+    assert preset_names() == ["node-gpu", "qwen3-30b-a3b-64gpu", "small-gpu", "tiny"]
 
 
 @settings(max_examples=40, deadline=None)
