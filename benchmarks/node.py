@@ -20,6 +20,7 @@ import gzip
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,8 @@ def mps(percent: int, clock: int | None) -> Iterator[None]:
         # NCCL joins ranks that share a GPU by sockets, where each names another host.
         places |= {"NCCL_HOSTID": "node", "NCCL_SOCKET_IFNAME": "lo"}
         os.environ.update(places, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=str(percent))
+        # `timeout` ends a run by a signal, which would leave the service behind.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
         if clock is not None:
             subprocess.run(["nvidia-smi", f"-lgc={clock},{clock}"], check=True)

@@ -8,6 +8,7 @@ inside it. The first window of a policy is not timed: it warms up, and its outpu
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ from equipoise.core.options import BalancerOptions, PlanOptions
 from equipoise.core.plan import Visit
 from equipoise.layer.expert_block import BlockOptions, expert_block
 from equipoise.layer.experts import BalancedExperts, LayerOptions
+from equipoise.planner.assemble import WindowTask
+from equipoise.planner.layer import layer_problem, plan_layer
+from equipoise.planner.replicas import LayerPlan
 from equipoise.transfer.node import ExpertWeights
 
 SEQUENCE = 1024
@@ -58,16 +62,13 @@ class FixedPlan:
 class LivePlanner:
     """Plans one micro-step of one layer between router and dispatch, from what all ranks' routers chose."""
 
-    def __init__(self, plan: Plan, *, group: Any, device: torch.device) -> None:
+    def __init__(self, plan: Plan, *, group: Any) -> None:
         """Take the prices of the window's plan.
 
         Args:
             group: exchanges tensors of the device
         """
-        from equipoise.planner.assemble import WindowTask
-        from equipoise.planner.layer import layer_problem, plan_layer
-
-        self._plan, self._group, self._device, self._plan_layer = plan, group, device, plan_layer
+        self._plan, self._group = plan, group
         given = {"cluster": plan.cluster, "model": plan.model, "slots": 1, "objective": plan.objective}
         task = WindowTask(loads=plan.loads, options=PlanOptions(), policy="reactive", **given)
         problem = layer_problem(task, budget=0)
@@ -76,6 +77,12 @@ class LivePlanner:
         self._owner_E = np.arange(plan.model.experts) // plan.home_slots
         self.planning_s = 0.0
         """Of the host, without the exchange of counts."""
+        # Compiled here: in a window, other ranks would wait for it.
+        self._make(np.array(plan.loads.load_MLRE[:1, 0]))
+
+    def _make(self, load_1RE: np.ndarray) -> LayerPlan:
+        none_EE = np.zeros((0, 0), dtype=np.int64)
+        return plan_layer(load_1RE, self._owner_E, none_EE, self._problem, self._tables)
 
     def plan(self, visit: Visit, ids_TK: Tensor) -> None:
         """Exchange counts, wait for them, and plan; raise if that is not the plan which is executed."""
@@ -85,8 +92,7 @@ class LivePlanner:
         dist.all_to_all_single(count_RE, count_E.repeat(ranks, 1), group=self._group)
         load_1RE = count_RE.cpu().numpy()[None]
         begin = time.monotonic()
-        none_EE = np.zeros((0, 0), dtype=np.int64)
-        made = self._plan_layer(load_1RE, self._owner_E, none_EE, self._problem, self._tables)
+        made = self._make(load_1RE)
         self.planning_s += time.monotonic() - begin
         table, at = self._plan.replica_table, visit.micro_step * self._plan.model.layers + visit.layer
         rows = table.rows_P[table.start_ML[at] : table.start_ML[at + 1]]
@@ -206,7 +212,8 @@ def run_case(
         found["products alone"] = time_products(group, case, net, bench)
     elif nodes == 1:
         net.has_experts = False
-        found["attention alone"] = run_policy(group, case, policies[0], work.cluster, net=net, bench=bench)
+        still = replace(policies[0], plan=None, is_live=False)
+        found["attention alone"] = run_policy(group, case, still, work.cluster, net=net, bench=bench)
         net.has_experts = True
     for number in range(rounds):
         for policy in policies:
@@ -268,7 +275,7 @@ def run_policy(
     given: dict[str, Any] = {"cluster": cluster, "model": model, "group": group, "options": options}
     worker: Any = FixedPlan(policy.plan)
     rows_group: Any = next(iter(layers.values())).group
-    net.live = LivePlanner(policy.plan, group=rows_group, device=bench.device) if policy.is_live else None
+    net.live = LivePlanner(policy.plan, group=rows_group) if policy.is_live else None
     runs = []
     with Balancer(layers, enabled=policy.plan is not None, worker=worker, **given) as balancer:
         for number in range(3 + has_parts):

@@ -39,7 +39,7 @@ from equipoise.transfer.host_store import HostStore, Refresher
 from equipoise.transfer.nccl import choose_transport
 from equipoise.transfer.node import NodeMemory, allocate_experts
 from equipoise.transfer.pulls import MappedPath, Need
-from equipoise.transfer.waits import Mark, OwnGroup
+from equipoise.transfer.waits import Mark, OwnGroup, Transfer
 
 MOVED = 16
 """Experts of each rank that change ranks, or are written to the host store, at once: enough bytes to take longer than
@@ -113,14 +113,14 @@ def measure_moving(
             **across,
         },
         "overheads": {
-            "edge_fixed_ns": round(tiny.weights),
+            "edge_fixed_ns": round((tiny.weights + tiny.gradients) / 2),
             "refresh_bytes_per_s": round(MOVED * size / beyond.refresh * 1e9),
             "counts_fixed_ns": round(empty_ns),
             "counts_bytes_per_s": round(_count_bytes(COUNTED, group) / max(whole_ns - empty_ns, 1.0) * 1e9),
             "prepared_rows_per_s": round(max(grid.moved_rows) / prepare_ns * 1e9),
             "window_fixed_ns": round(window_ns),
-            "source": f"measured on {group.size()} ranks at once, by the host's clock: publish or collect of a layer "
-            f"with experts of almost no bytes; {moved} to the host store; counts of a window of {COUNTED[0]} "
+            "source": f"measured on {group.size()} ranks at once, by the host's clock: mean of publish and collect of "
+            f"a layer with experts of almost no bytes; {moved} to the host store; counts of a window of {COUNTED[0]} "
             f"micro-steps and {COUNTED[1]} layers to all ranks, bytes of all of them counted; one dispatch of "
             f"{max(grid.moved_rows)} rows, made ahead; a window of one layer, opened and closed, in which nothing "
             "moves",
@@ -139,10 +139,16 @@ def time_experts(shape: tuple[int, int], count: int, *, group: Any, node_R: list
     weights = node.homes[0].map(torch.Tensor.detach)
     gradients = allocate_experts(node.layout, count, torch.float32, device=node.device)
     timed = partial(time_on_host, group=group, bench=bench)
+
+    def collect() -> None:
+        # Ranks first agree that nobody pulls from the homes any more.
+        node.agree([0], Transfer("collect", 0, path="p2p"))
+        relocator.relocate("collect", 0, inside, gradients)
+
     times = ExpertTimes(
         pull=time_pull(node, count, bench),
         weights=timed(partial(relocator.relocate, "publish", 0, inside, weights)),
-        gradients=timed(partial(relocator.relocate, "collect", 0, inside, gradients)),
+        gradients=timed(collect),
         across=timed(partial(relocator.relocate, "publish", 0, across, weights)),
         refresh=timed(partial(refresher.complete, version=1)),
     )

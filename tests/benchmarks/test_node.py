@@ -6,7 +6,6 @@ import pytest
 import equipoise as eq
 from benchmarks import node, node_cases, node_links, node_parts, node_report, node_train
 from equipoise.cost import CostModel
-from equipoise.launch import run_ranks
 from tests.layer.cases import cluster_of, model_of, random_routing
 
 
@@ -83,8 +82,8 @@ def test_all_policies_run_and_are_summarised(tmp_path):
 
 
 @pytest.mark.dist(2)
-def test_an_exchange_beside_pulls_is_compared_with_the_rule():
-    exchange, both = run_ranks(node_links.compare_links, 2, "cpu")[0]
+def test_an_exchange_beside_pulls_is_compared_with_the_rule(pool):
+    exchange, both = pool.run(node_links.compare_links, 2, "cpu")[0]
     # A CPU's thread runs one after the other, which is what the rule says.
     assert exchange["over_rule"] > 0 and both["over_rule"] == pytest.approx(1, abs=0.9)
 
