@@ -189,6 +189,14 @@ class Balancer(AbstractContextManager["Balancer"]):
         self.report = meter.report()
         return self.report
 
+    def layers_home(self) -> list[int]:
+        """Return the indices of layers whose gradients have come home since the last call; does not wait."""
+        return self._engine.layers_home()
+
+    def abort(self, reason: str) -> None:
+        """Make the other ranks of the node leave the open window too, naming this rank; then close the balancer."""
+        self._engine.abort(reason)
+
     @contextmanager
     def window(self, routes: WindowRoutes | None = None, *, stage: Stage = "update") -> Iterator[None]:
         """Begin and end a window around a `with` block; submits `routes` first where given."""

@@ -65,7 +65,7 @@ class LentMoE(MoETokenDispatcher):
             layer: the transformer layer
             index: of the layer in plans
         """
-        self._moe, self._found, self._index, self._handle = layer.mlp, found, index, handle
+        self._moe, self._found, self.index, self._handle = layer.mlp, found, index, handle
         self._kept: MoETokenDispatcher = self._moe.token_dispatcher
         # Not initialised like Megatron's: what others read of a dispatcher is what the kept one has.
         self.__dict__.update({name: value for name, value in vars(self._kept).items() if name not in vars(self)})
@@ -88,9 +88,14 @@ class LentMoE(MoETokenDispatcher):
         self._hook.append(self._layer.register_forward_pre_hook(self._before_layer))
 
     @property
+    def chunk(self) -> int:
+        """Index of the layer's model chunk."""
+        return self._found.chunk
+
+    @property
     def path(self) -> str:
         """The layer's path, with its chunk."""
-        return f"chunk {self._found.chunk} {self._found.path}"
+        return f"chunk {self.chunk} {self._found.path}"
 
     @property
     def weights(self) -> tuple[SlotTensors, SlotTensors]:
@@ -191,9 +196,9 @@ class LentMoE(MoETokenDispatcher):
             # Computed again: of the forward passes in flight Megatron's schedules run backward the oldest first.
             micro_step = self._in_flight.popleft()
         else:
-            micro_step = self._handle.micro_steps[self._found.chunk]
+            micro_step = self._handle.micro_steps[self.chunk]
             self._in_flight.append(micro_step)
-        visit = Visit(micro_step, "forward", self._index)
+        visit = Visit(micro_step, "forward", self.index)
         return visit, self.balanced.enter(visit)
 
     @torch.no_grad()
@@ -205,6 +210,20 @@ class LentMoE(MoETokenDispatcher):
         for total, gradient in zip(totals, working.grad, strict=True):
             total.add_(gradient)
         working.grad = None
+        self._handle.release(self._handle.balancer.layers_home())
+
+    def release(self, chunk: Any) -> bool:
+        """Tell DDP that these experts' gradients are complete, where it reduces a bucket as soon as all of it is.
+
+        Returns: False where DDP does not listen, because the chunk's last micro-step has not begun
+        """
+        parameters = [weight for weights in self.weights for weight in weights if weight.requires_grad]
+        groups = [chunk.param_to_bucket_group[parameter] for parameter in parameters]
+        if not all(group.is_last_microbatch for group in groups):
+            return False
+        for parameter, group in zip(parameters, groups, strict=True):
+            group.register_grad_ready(parameter, chunk.force_all_reduce)
+        return True
 
 
 class MegatronHandle:
@@ -219,6 +238,10 @@ class MegatronHandle:
         """Micro-step of the last forward pass of each chunk."""
         self._gradients: dict[Tensor, SlotTensors] = {}
         self._finalize: Any = None
+        self._unreleased: list[LentMoE] = []
+        """Layers of the open window whose gradients DDP does not reduce yet, the last one first."""
+        self._home: set[int] = set()
+        self._is_failed = False
         bares = [bare(chunk) for chunk in model_chunks]
         self._config = get_model_config(bares[0])
         layers = [bares[one.chunk].get_submodule(one.path) for one in found.layers]
@@ -272,6 +295,8 @@ class MegatronHandle:
         for lent in self._lent:
             lent.begin()
             self._gradients.update(lent.gradients())
+        self._home = set()
+        self._unreleased = [lent for lent in reversed(self._lent) if self._is_early(lent.chunk)]
         # Weights need not return: Megatron's own parameters stayed at their owners.
         self.balancer.begin(with_weights=False)
         self._finalize, self._config.finalize_model_grads_func = self._config.finalize_model_grads_func, self._reduce
@@ -279,7 +304,7 @@ class MegatronHandle:
     def end(self) -> None:
         """End the window, if Megatron's gradient reduction has not: gradients go to their owners."""
         if self.balancer.is_open:
-            self._config.finalize_model_grads_func, self._finalize = self._finalize, None
+            self._unwrap()
             self.balancer.end()
 
     @contextmanager
@@ -288,20 +313,51 @@ class MegatronHandle:
         if routes is not None:
             self.submit(routes, stage=stage)
         self.begin()
-        yield
+        try:
+            yield
+        except BaseException as error:
+            self.abort(f"left the window with an error: {error!r}")
+            raise
         self.end()
+
+    def abort(self, reason: str) -> None:
+        """Give up the open window, on all ranks of the node: uninstall, load a checkpoint and install again."""
+        self._is_failed = True
+        self._unwrap()
+        self.balancer.abort(reason)
+
+    def _unwrap(self) -> None:
+        """Give Megatron back its function that reduces gradients."""
+        if self._config.finalize_model_grads_func == self._reduce:
+            self._config.finalize_model_grads_func, self._finalize = self._finalize, None
 
     def suspended(self) -> AbstractContextManager[None]:
         """Stop all transfers while buffers are offloaded and reloaded. Every rank must enter."""
         return self.balancer.suspended()
 
     def _check_begin(self) -> None:
-        is_early = any(getattr(getattr(c, "ddp_config", None), "overlap_grad_reduce", False) for c in self.model_chunks)
+        if self._is_failed:
+            raise AdapterError("a window was left with an error; uninstall, load a checkpoint and install again")
+        is_early = any(self._is_early(chunk) for chunk in range(len(self.model_chunks)))
         if is_early and self._config.grad_sync_func is not None:
             raise AdapterError(
                 "config.grad_sync_func starts the reduction of expert gradients before they are home; leave it None "
                 "(align_grad_reduce=False) with overlap_grad_reduce"
             )
+
+    def _is_early(self, chunk: int) -> bool:
+        """Whether DDP reduces the gradients of a chunk's buckets while backward still runs."""
+        config = getattr(self.model_chunks[chunk], "ddp_config", None)
+        return bool(getattr(config, "overlap_grad_reduce", False))
+
+    def release(self, home: Sequence[int]) -> None:
+        """Let DDP reduce the gradients of layers that are home, always in the same order: its ranks must agree."""
+        self._home.update(home)
+        while self._unreleased and self._unreleased[0].index in self._home:
+            lent = self._unreleased[0]
+            if not lent.release(self.model_chunks[lent.chunk]):
+                return
+            self._unreleased.pop(0)
 
     def _count(self, chunk: int, *_: Any) -> None:
         """Count the forward passes of a chunk."""
@@ -312,24 +368,13 @@ class MegatronHandle:
         """Take the place of `config.finalize_model_grads_func` in a window: gradients must be home to be reduced."""
         finalize = self._finalize
         self.end()
-        self._release()
+        self.release(range(len(self._lent)))
         if finalize is not None:
             finalize(model, *args, **kwargs)
 
-    def _release(self) -> None:
-        """Tell DDP that expert gradients are complete, where it reduces a bucket as soon as all of it is."""
-        for chunk in self.model_chunks:
-            groups = getattr(chunk, "param_to_bucket_group", {})
-            if not getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
-                continue
-            owned = (w for lent in self._lent for weights in lent.weights for w in weights)
-            for parameter in owned:
-                if parameter.requires_grad and parameter in groups:
-                    groups[parameter].register_grad_ready(parameter, chunk.force_all_reduce)
-
     def uninstall(self) -> None:
         """Restore the model chunks and free what was added. Every rank must call this, with no window open."""
-        if self.balancer.is_open:
+        if self.balancer.is_open and not self._is_failed:
             raise AdapterError("a window is open; end it before experts are uninstalled")
         for hook in self._hooks:
             hook.remove()

@@ -277,7 +277,7 @@ def _add_columns(mapped: MappedRows, tables: MappedTables, gates_TK: Tensor | No
     fused = fused_for(own.rows_PD, *(() if gates_TK is None else (gates_TK,)), kernels="triton_rows")
     if fused is not None:
         return fused.add_columns(mapped, place_TK, gates_TK, stride=stride)
-    dtype = own.rows_PD.dtype if gates_TK is None else torch.promote_types(own.rows_PD.dtype, gates_TK.dtype)
+    dtype = torch.promote_types(own.rows_PD.dtype, torch.float32 if gates_TK is None else gates_TK.dtype)
     total_TD = own.rows_PD.new_zeros((place_TK.shape[0], own.rows_PD.shape[1]), dtype=dtype)
     for column, place_T in enumerate(place_TK.unbind(1)):
         part_TD = own.rows_PD.new_empty(total_TD.shape)

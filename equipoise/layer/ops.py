@@ -71,13 +71,14 @@ def combine_rows(rows_ND: Tensor, gates_TK: Tensor, *, index_TK: Tensor) -> Tens
 def add_columns(rows_ND: Tensor, index_TK: Tensor, gates_TK: Tensor | None = None) -> Tensor:
     """Add `rows_ND[index_TK[:, k]]`, times the gates where given, for k = 0, 1, ... in that order.
 
-    An index one past the last row means that the token has no row in this column.
+    Without gates sums are kept in float32, as kernels and torch's own scatter do, and rounded once. An index one past
+    the last row means that the token has no row in this column.
     """
     rows_ND = _with_zeros(rows_ND, index_TK.numel())
     fused = fused_for(rows_ND) if gates_TK is None else fused_for(rows_ND, gates_TK)
     if fused is not None:
         return fused.add_columns(rows_ND, index_TK, gates_TK)
-    dtype = rows_ND.dtype if gates_TK is None else torch.promote_types(rows_ND.dtype, gates_TK.dtype)
+    dtype = torch.promote_types(rows_ND.dtype, torch.float32 if gates_TK is None else gates_TK.dtype)
     total_TD = rows_ND.new_zeros((index_TK.shape[0], rows_ND.shape[1]), dtype=dtype)
     for column in range(index_TK.shape[1]):
         part_TD = rows_ND.index_select(0, index_TK[:, column])

@@ -13,6 +13,7 @@ A transfer that does not finish raises on every rank within the bound, naming ra
 `close`, also after a failure, parameters live in memory of their own and nothing shared is left.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -168,6 +169,8 @@ class TransferEngine:
         self._progress: LayerProgress | None = None
         self._published_L: list[Future[None]] = []
         self._collected: set[int] = set()
+        self._done: deque[tuple[int, Future[None] | None]] = deque()
+        """Layers that are done, and what collects them; None where nothing of them moves."""
         self._crossings: dict[int, list[Crossing]] = {}
 
     @property
@@ -195,6 +198,7 @@ class TransferEngine:
         # Step 3: layers are published one after the other in the background, in layer order.
         self._plan, self._schedule, self._progress = plan, schedule, LayerProgress(plan)
         self._collected, self._window = set(), self._window + 1
+        self._done.clear()
         self._mailboxes.open_window(self._window)
         self._start_version()
         layers = range(self._node.layout.layers)
@@ -265,11 +269,30 @@ class TransferEngine:
     def layer_done(self, layer: int) -> None:
         """Collect a layer in the background: its last visit is over, and its gradients are complete."""
         if not self._edges.moves_anything(layer):
+            self._done.append((layer, None))
             return
         if self._progress is not None and self._progress.has_gradients:
             self._edges.complete(layer)
         self._collected.add(layer)
-        self._jobs.submit(partial(self.collect_layer, layer), after=Mark.now(self._node.device))
+        collect = partial(self.collect_layer, layer)
+        self._done.append((layer, self._jobs.submit(collect, after=Mark.now(self._node.device))))
+
+    def layers_home(self) -> list[int]:
+        """Return the layers whose gradients are complete and with their owners, in the order they were done, each once.
+
+        Called in the thread that trains; does not wait. The last layers of a window are home when it has ended.
+        """
+        found = list[int]()
+        while self._done and (self._done[0][1] is None or self._done[0][1].done()):
+            layer, collected = self._done.popleft()
+            if collected is not None:
+                collected.result()
+            found.append(layer)
+        return found
+
+    def abort(self, reason: str) -> None:
+        """Make all ranks of the node leave their window with an error that names this rank and the reason."""
+        self._node.watchdog.abort(reason)
 
     def collect_layer(self, layer: int) -> None:
         """Move a layer to its owners once nobody reads its homes. Runs in the background, on every rank."""
@@ -483,6 +506,13 @@ class NoTransfers:
     def close_window(self) -> None:
         """Forget the window."""
         self._is_open = False
+
+    def layers_home(self) -> list[int]:
+        """Return none: nothing moves, and nothing says when gradients are complete."""
+        return []
+
+    def abort(self, reason: str) -> None:
+        """Do nothing: no rank waits for another here."""
 
     def wait_for(self, visit: Visit) -> None:
         """Check that a window is open; home weights are always there."""
