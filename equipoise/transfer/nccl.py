@@ -84,6 +84,7 @@ class NcclGroup:
             with _environment(_LEFT_TO_US):
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=timeout_s)
+                options.global_ranks_in_group = dist.get_process_group_ranks(group)
                 self._nccl: Any = dist.ProcessGroupNCCL(store, self.rank, size, options)
             # The communicator is made by the first call, in which all ranks must take part.
             self._finish(self._nccl.allreduce([torch.zeros(1, device=device)]), wait)
