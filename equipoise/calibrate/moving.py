@@ -132,7 +132,7 @@ def time_experts(shape: tuple[int, int], count: int, *, group: Any, node_R: list
     """Time everything that moves experts of one shape, `count` of every rank. Every rank of `group` must call this."""
     node = open_node(shape, slots=count, group=group, node_R=node_R, bench=bench)
     store = HostStore(node.layout, experts=node.num_experts, group=group, node_R=node_R, timeout_s=TIMEOUT_S)
-    refresher, relocator = Refresher(node, store), Relocator(node, MappedPath(node).copier)
+    refresher, relocator = Refresher(node, store), Relocator(node)
     across = ring_moves(node_R, count, is_across=True)
     # Where every rank is a node of its own, all relocations leave it.
     inside = ring_moves(node_R, count) or across

@@ -23,8 +23,7 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan
-from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, SlotTensors
-from equipoise.transfer.pulls import Copier, Copy, PlainCopies, expert_copies
+from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, SlotTensors, copy_expert
 from equipoise.transfer.waits import STAGED, WRITTEN, Message, Transfer
 
 EdgeKind = Literal["publish", "collect"]
@@ -131,12 +130,8 @@ class Relocator:
     landing of their target.
     """
 
-    def __init__(self, node: NodeMemory, copier: Copier | None = None) -> None:
-        """
-        Args:
-            copier: how experts are copied inside the node, if not one after the other
-        """
-        self._node, self._boxes, self._copier = node, node.layout.boxes, copier or PlainCopies()
+    def __init__(self, node: NodeMemory) -> None:
+        self._node, self._boxes = node, node.layout.boxes
         self.number = int(node.cells[node.rank][WRITTEN])
         """Rounds begun so far."""
 
@@ -178,7 +173,6 @@ class Relocator:
         """Copy to the outbox what stays in the node, and send to and receive from other nodes."""
         node, dtype = self._node, tensors.gate_up_SFD.dtype
         outbox, landing = node.outbox(node.rank, dtype), node.landings[dtype]
-        copies: list[Copy] = []
         messages: list[Message] = []
         transfers: list[Transfer] = []
         # Both sides go through the moves in the same order.
@@ -186,14 +180,13 @@ class Relocator:
             is_leaving = move.source == node.rank
             if not self.crosses(move):
                 if is_leaving:
-                    copies += expert_copies(outbox, box, tensors, move.source_slot)
+                    copy_expert(outbox, box, tensors, move.source_slot)
             elif is_leaving or move.target == node.rank:
                 experts, slot = (tensors, move.source_slot) if is_leaving else (landing, box)
                 peer = move.target if is_leaving else move.source
                 messages += node.messages(experts, slot, peer=peer, is_leaving=is_leaving)
                 name = whole._replace(expert=move.expert, path="p2p", peer=peer)
                 transfers += [name] * (len(messages) - len(transfers))
-        self._copy(copies)
         if messages:
             node.exchange(messages, transfers)
 
@@ -205,23 +198,14 @@ class Relocator:
 
     def _write(self, written: Sequence[Boxed], tensors: ExpertWeights) -> None:
         """Copy to this rank's slots what its node's outboxes and its landing hold for it."""
-        node, dtype, copies = self._node, tensors.gate_up_SFD.dtype, list[Copy]()
+        node, dtype = self._node, tensors.gate_up_SFD.dtype
         for move, box in written:
             if move.target != node.rank:
                 continue
             is_across = self.crosses(move)
             boxes = node.landings[dtype] if is_across else node.outbox(move.source, dtype)
-            own = expert_copies(tensors, move.target_slot, boxes, box)
-            copied = sum(int(into.nbytes) for into, _ in own)
+            copied = copy_expert(tensors, move.target_slot, boxes, box)
             node.counters.arrive("p2p" if is_across else node.direct_path, copied if move.source != node.rank else 0)
-            copies += own
-        self._copy(copies)
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        """Copy all at once, or one by one where memory of the host is read or someone's gradient is not contiguous."""
-        device = self._node.device
-        is_alike = all(tensor.device == device and tensor.is_contiguous() for copy in copies for tensor in copy)
-        (self._copier if is_alike else PlainCopies()).copy(copies)
 
 
 class _KnownGradient(NamedTuple):
@@ -250,17 +234,9 @@ class _KnownGradient(NamedTuple):
 class WindowEdges:
     """Publishes weights to homes and collects gradients to owners, for all layers of one EP group."""
 
-    def __init__(
-        self,
-        node: NodeMemory,
-        *,
-        copier: Copier | None = None,
-        gradient_of: GradientOf | None = None,
-        names: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, node: NodeMemory, *, gradient_of: GradientOf | None = None, names: Sequence[str] = ()) -> None:
         """
         Args:
-            copier: how experts are copied inside the node, if not one after the other
             gradient_of: where gradients lie, if not in `grad`; they must be there before the first window
             names: what errors call the layers; left out: by index
         """
@@ -282,7 +258,7 @@ class WindowEdges:
         self._with_weights = True
         self._published: set[int] = set()
         self._collected: dict[int, list[_KnownGradient]] = {}
-        self._relocator = Relocator(node, copier)
+        self._relocator = Relocator(node)
         self.path = node.direct_path
         """What counters call the path that experts take at this window's edges."""
 

@@ -148,8 +148,7 @@ class TransferEngine:
         self.counters: Counters = self._node.counters
         self.transport = self._node.transport
         """What moves experts between nodes: `nccl` or `gloo`."""
-        peer = MappedPath(self._node)
-        self._paths: dict[str, PullPath] = {"peer": peer, **(paths or {})}
+        self._paths: dict[str, PullPath] = {"peer": MappedPath(self._node), **(paths or {})}
         if options.path == "peer":
             self._paths = dict.fromkeys(PATHS, self._paths["peer"])
         self._host_paths = {"host": PATHS, "plan": ("host",), "peer": ()}[options.path]
@@ -157,7 +156,7 @@ class TransferEngine:
         self._store: HostStore | None = None
         self._refresher: Refresher | None = None
         self._puller = Puller(self._node, self._paths)
-        self._edges = WindowEdges(self._node, copier=peer.copier, gradient_of=gradient_of, names=names)
+        self._edges = WindowEdges(self._node, gradient_of=gradient_of, names=names)
         self._mailboxes = Mailboxes(self._node, gradient_of=gradient_of)
         self._jobs = JobQueue(self._node.watchdog, self._node.device)
         self._mapped: MappedRows | None = None

@@ -107,10 +107,13 @@ class ExpertWeights(NamedTuple):
 
 
 def copy_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
-    """Copy one expert between slots, on the current stream, and return its bytes."""
+    """Copy one expert between slots, on the current stream, and return its bytes.
+
+    Through `data`: torch does not count these writes, so those that it counts in a gradient are others'.
+    """
     num_bytes = 0
     for into, out_of in zip(target.tensors(), source.tensors(), strict=True):
-        into[target_slot].copy_(out_of[source_slot], non_blocking=True)
+        into[target_slot].data.copy_(out_of[source_slot], non_blocking=True)
         num_bytes += int(into[target_slot].nbytes)
     return num_bytes
 

@@ -106,15 +106,6 @@ class ParallelCopies:
 Copier = PlainCopies | KernelCopies | ParallelCopies
 
 
-def expert_copies(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> list[Copy]:
-    """The copies of one expert between slots.
-
-    Through `data`: torch does not count these writes, so those that it counts in a gradient are others'.
-    """
-    pairs = zip(target.tensors(), source.tensors(), strict=True)
-    return [Copy(into[target_slot].data, out_of[source_slot].data) for into, out_of in pairs]
-
-
 def make_copier(device: torch.device, method: CopyMethod = "auto", *, sources: Iterable[torch.Tensor] = ()) -> Copier:
     """Choose how copies inside a node are made, and log it.
 
@@ -203,7 +194,7 @@ class MappedPath:
         """
         self._node, self.name = node, node.direct_path
         homes = (node.home[rank][0].gate_up_SFD for rank in node.peers)
-        self.copier = copier or make_copier(node.device, node.options.copies, sources=homes)
+        self._copier = copier or make_copier(node.device, node.options.copies, sources=homes)
 
     def is_ready(self, need: Need, version: int) -> bool:
         """Whether the home has announced the version."""
@@ -211,13 +202,12 @@ class MappedPath:
 
     def pull(self, needs: Mapping[int, Need], buffer: ExpertWeights) -> int:
         """Copy all experts at once."""
-        home = self._node.home
         copies = [
-            copy
+            Copy(into[slot], out_of[need.source_slot])
             for slot, need in needs.items()
-            for copy in expert_copies(buffer, slot, home[need.source][need.layer], need.source_slot)
+            for into, out_of in zip(buffer.tensors(), self._node.home[need.source][need.layer].tensors(), strict=True)
         ]
-        self.copier.copy(copies)
+        self._copier.copy(copies)
         return sum(int(copy.into.nbytes) for copy in copies)
 
 

@@ -1,8 +1,7 @@
 """One Triton kernel that copies any number of pieces of a device's memory: one launch, one ramp.
 
 `pulls.make_copier` chooses when to use it. Its programs share the device's processors with whatever else runs, so it is
-for memory of the same device, where a plain copy does so too. A launch beside a product of the layers waits until the
-product ends, and so would every single copy of a row of them.
+for memory of the same device, where a plain copy does so too.
 """
 
 from collections.abc import Sequence
