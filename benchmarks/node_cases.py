@@ -24,7 +24,9 @@ from equipoise.cost.window import Edges, price_window
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.baselines import fill_slots
 
-MICRO_STEPS, LAYERS = 4, 4
+MICRO_STEPS, LAYERS = 8, 4
+DISTINCT = 4
+"""Micro-steps with tokens of their own, as many as the traces have; a window runs them in turn until it is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ def build_cases(folder: Path = FOLDER, *, ranks: int, tokens: int) -> list[NodeC
     # Two layers of 64 experts side by side, the first four choices of each: Qwen3's 128 experts and top-8.
     wide = np.concatenate([esft[..., ::2, :4], esft[..., 1::2, :4] + 64], axis=-1)
     qwen = ModelShape.preset("qwen3-30b-a3b", layers=LAYERS)
-    oss = np.stack([_tokens(gpt, ranks=ranks, tokens=tokens, start=m * ranks * tokens) for m in range(MICRO_STEPS)])
+    oss = np.stack([_tokens(gpt, ranks=ranks, tokens=tokens, start=m * ranks * tokens) for m in range(DISTINCT)])
     shapes = [
         ("ESFT, DeepSeek-V2-Lite", lite, _layers(esft)),
         ("ESFT, Qwen3-30B-A3B", qwen, _layers(wide)),
@@ -86,9 +88,10 @@ def _tokens(trace: Trace, *, ranks: int, tokens: int, start: int = 0) -> np.ndar
 
 
 def _layers(ids_MRTLK: np.ndarray) -> np.ndarray:
-    """[M, L, R, T, K] a few layers, spread over the model."""
+    """[M, L, R, T, K] a few layers, spread over the model, and micro-steps in turn."""
     at = np.linspace(1, ids_MRTLK.shape[3] - 1, LAYERS).astype(int)
-    return ids_MRTLK[:, :, :, at].transpose(0, 3, 1, 2, 4)
+    in_turn = np.arange(MICRO_STEPS) % len(ids_MRTLK)
+    return ids_MRTLK[in_turn][:, :, :, at].transpose(0, 3, 1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
