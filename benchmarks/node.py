@@ -240,7 +240,7 @@ def gpu_name() -> str:
 
 
 def smoke_works() -> list[NodeWork]:
-    """Two ranks, two layers, a few tokens."""
+    """Two ranks, and four on two declared nodes; two layers, a few tokens."""
     import numpy as np
 
     from benchmarks import node_cases as cases
@@ -248,14 +248,14 @@ def smoke_works() -> list[NodeWork]:
 
     model = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2, hidden=32, expert_width=16)
     rng = np.random.default_rng(0)
-    shape = (2, 2, 2, 16)
-    ids = np.argsort(rng.random((*shape, 8)) * np.arange(1, 9), axis=-1)[..., :2].astype(np.int64)
-    case = cases.NodeCase(name="smoke", model=model, routes_MLRTK=ids)
-    cluster = Cluster.preset("h200", nodes=1, ranks_per_node=2, ep=2)
-    given: dict[str, Any] = {"case": case, "cluster": cluster}
+    ids = np.argsort(rng.random((2, 2, 4, 16, 8)) * np.arange(1, 9), axis=-1)[..., :2].astype(np.int64)
+    one, two = (Cluster.preset("h200", nodes=nodes, ranks_per_node=2, ep=2 * nodes) for nodes in (1, 2))
+    case = cases.NodeCase(name="smoke", model=model, routes_MLRTK=ids[:, :, :2])
+    far = cases.NodeCase(name="smoke, two nodes", model=model, routes_MLRTK=ids)
     return [
-        NodeWork(policies=cases.exchanges_of(case, cluster), is_bare=True, key="exchange", **given),
-        NodeWork(policies=cases.policies_of(case, cluster), key="lite", **given),
+        NodeWork(case=case, policies=cases.exchanges_of(case, one), cluster=one, key="exchange", is_bare=True),
+        NodeWork(case=case, policies=cases.policies_of(case, one), cluster=one, key="lite"),
+        NodeWork(case=far, policies=cases.crossings_of(far, two), cluster=two, key="nodes"),
     ]
 
 

@@ -54,23 +54,24 @@ def test_parts_of_ranks_divide_meetings_into_exchange_and_waiting():
     assert parts == {"experts": 2.0, "exchange": 1.5, "waiting": 1.0, "exposed": 0.0, "rest": 1.5}
 
 
-@pytest.mark.dist(2)
+@pytest.mark.dist(4)
 def test_all_policies_run_and_are_summarised(tmp_path):
-    works = node.choose(
-        node.smoke_works(), [], ["mapped", "prepared", "plain", "static", "reactive", "equipoise, 1 slot"]
-    )
+    mixed = "equipoise, 1 slot, skew, mapped inside nodes"
+    asked = ["mapped", "prepared", "plain", "static", "reactive", "equipoise, 1 slot", mixed]
+    works = node.choose(node.smoke_works(), [], asked)
     facts = {"commit": "a" * 40, "machine": "a CPU", "clock": "its own"}
     keeper = node.Keeper(node_report.open_document(None, facts), tmp_path / "node.json")
     node.run_all(works, keeper, rounds=1, device="cpu")
     rows, parts, limits = node_report.summarise(keeper.document)
     named = {(row["case"], row["policy"]) for row in rows}
-    assert {policy for _, policy in named} >= {"static", "reactive", "equipoise, 1 slot", "mapped", "attention alone"}
+    assert {policy for _, policy in named} >= {*asked, "attention alone"}
     assert all(row["window_s"] > 0 for row in rows)
     ours = {row["part"]: row["measured_s"] for row in parts if row["policy"] == "equipoise, 1 slot"}
     assert min(ours.values()) >= 0 < ours["experts"]
     found = {limit.name: limit for limit in limits}
     assert "smoke, experts alone: mapped over prepared" in found and "smoke: exposed transfers" in found
-    assert found["smoke: gradients differ from static's by a share of"].value < 1e-6
+    for case in ("smoke", "smoke, two nodes"):
+        assert found[f"{case}: gradients differ from static's by a share of"].value < 1e-6
     assert keeper.document["cases"]["smoke"]["runs"]["reactive"][0]["planning_s"] > 0
     # A second call adds to what the file holds, and another commit's results are refused.
     again = node.Keeper(node_report.open_document(tmp_path / "node.json", facts), None)
