@@ -3,7 +3,7 @@
     python -m benchmarks.node calibrate profile.json                # prices of this node, on the machine with the GPU
     python -m benchmarks.node plan work.pkl --profile profile.json  # plans, where the planner is compiled
     python -m benchmarks.node run work.pkl --out node.json          # windows, on the machine with the GPU
-    python -m benchmarks.node run work.pkl --out node.json --cases lite --policies static reactive --rounds 3
+    python -m benchmarks.node run work.pkl --out node.json --cases qwen "lite:static;reactive" --rounds 3
     python -m benchmarks.node links --out node.json                 # an exchange beside pulls
     python -m benchmarks.node train --out node.json                 # whole training steps
     python -m benchmarks.node smoke                                 # tiny sizes on a CPU, to try the benchmark itself
@@ -76,15 +76,15 @@ def run_works(
 
     found = {str(group.size()): neighbours(group)} if with_neighbours else {}
     show(f"neighbours: {found}", None, found)
-    for work in works:
+    for number, work in enumerate(works):
         begin = time.monotonic()
-        run_case(group, work, rounds=rounds, device=device, tell=partial(_tell, show, work.name))
+        run_case(group, work, rounds=rounds, device=device, tell=partial(_tell, show, number))
         show(f"{work.name}: {time.monotonic() - begin:.1f} s")
     return found
 
 
-def _tell(show: Any, name: str, line: str, runs: dict[str, Any]) -> None:
-    show(line, name, runs)
+def _tell(show: Any, number: int, line: str, runs: dict[str, Any]) -> None:
+    show(line, number, runs)
 
 
 class Keeper:
@@ -92,19 +92,19 @@ class Keeper:
 
     def __init__(self, document: report.Document, path: Path | None) -> None:
         self.document, self._path = document, path
-        self._works: dict[str, NodeWork] = {}
-        self._before: dict[str, report.Document] = {}
+        self._works: list[NodeWork] = []
+        self._before: dict[int, report.Document] = {}
 
     def expect(self, works: list[NodeWork]) -> None:
         """Runs that are shown next are of these works."""
-        self._works, self._before = {work.name: work for work in works}, {}
+        self._works, self._before = works, {}
 
-    def show(self, line: str, name: str | None = None, found: Any = None) -> None:
-        """Print a line, and keep what was found: all runs of the work called `name`, or else neighbours."""
+    def show(self, line: str, number: int | None = None, found: Any = None) -> None:
+        """Print a line, and keep what was found: all runs so far of the work with that number, or else neighbours."""
         print(line, flush=True)
-        if name is not None:
-            before = self._before.setdefault(name, self.document)
-            self.document = report.add_runs(before, self._works[name], found)
+        if number is not None:
+            before = self._before.setdefault(number, self.document)
+            self.document = report.add_runs(before, self._works[number], found)
         elif found:
             self.document["neighbours"] |= found
         if self._path is not None:
@@ -143,19 +143,19 @@ def calibrate_node(ranks: int, commit: str | None) -> dict[str, Any]:
     return calibrate_ranks(grid, ranks=ranks, nvlink_bytes_per_s=link, runs=5, commit=commit, tell=show_line)
 
 
-def choose(works: list[NodeWork], cases: list[str], policies: list[str]) -> list[NodeWork]:
-    """The works with these keys, and of them the policies with these names; all where none is given."""
-    keys, names = [work.key for work in works], {policy.name for work in works for policy in work.policies}
-    for what, asked, known in (("case", cases, keys), ("policy", policies, names)):
-        for one in asked:
-            if one not in known:
-                raise SystemExit(f"no {what} {one!r} in the work file; it has {', '.join(sorted(known))}")
-    chosen = [work for work in works if work.key in (cases or keys)]
-    kept = [
-        replace(work, policies=[policy for policy in work.policies if policy.name in (policies or names)])
-        for work in chosen
-    ]
-    return [work for work in kept if work.policies]
+def choose(works: list[NodeWork], cases: list[str]) -> list[NodeWork]:
+    """The works that are asked for, in that order: `key`, or `key:policy;policy` for some policies; all by default."""
+    known, chosen = {work.key: work for work in works}, []
+    for one in cases or known:
+        key, _, names = one.partition(":")
+        if key not in known:
+            raise SystemExit(f"no case {key!r} in the work file; it has {', '.join(known)}")
+        policies = {policy.name: policy for policy in known[key].policies}
+        for name in (asked := names.split(";") if names else list(policies)):
+            if name not in policies:
+                raise SystemExit(f"no policy {name!r} of case {key!r}; it has {'; '.join(policies)}")
+        chosen.append(replace(known[key], policies=[policies[name] for name in asked]))
+    return chosen
 
 
 def main() -> int:
@@ -167,8 +167,7 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, help="folder of the routing traces")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank in a micro-step")
-    parser.add_argument("--cases", nargs="*", default=[], help="keys of the cases to plan or to run; all by default")
-    parser.add_argument("--policies", nargs="*", default=[], help="names of the policies to run; all by default")
+    parser.add_argument("--cases", nargs="*", default=[], help="keys, or key:policy;policy to run; all by default")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each policy, of two timed windows each")
     parser.add_argument("--steps", type=int, default=8, help="training steps of `train`, of which two warm up")
     parser.add_argument("--percent", type=int, default=PERCENT, help="of the GPU's processors for each rank")
@@ -201,7 +200,7 @@ def main() -> int:
     keeper = Keeper(report.open_document(args.out, facts), args.out)
     with mps(args.percent, args.clock):
         if args.part == "run":
-            works = choose(pickle.loads(gzip.decompress(args.work.read_bytes())), args.cases, args.policies)
+            works = choose(pickle.loads(gzip.decompress(args.work.read_bytes())), args.cases)
             run_all(works, keeper, rounds=args.rounds, device="cuda")
         elif args.part == "links":
             from benchmarks.node_links import compare_links

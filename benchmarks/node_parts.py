@@ -6,8 +6,8 @@
     exposed    transfers that layers wait for, and opening and closing the window
     rest       attention, norms, and gradients added to those of earlier micro-steps
 
-Functions of the package are wrapped for one window that is not timed otherwise: an event in front, an event behind. An
-inner function's time is not its caller's. Parts are means over ranks, so they add up to the window.
+Functions of the package are wrapped for one window: an event in front, an event behind, which takes the device next to
+nothing. An inner function's time is not its caller's. Parts are means over ranks, so they add up to the window.
 """
 
 import time

@@ -262,7 +262,7 @@ def time_products(group: Any, case: Any, net: Decoder, bench: Bench) -> list[dic
 def run_policy(
     group: Any, case: Any, policy: Any, cluster: Cluster, *, net: Decoder, bench: Bench, has_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """One window that warms up, two timed ones, and one whose parts are timed instead where asked for."""
+    """One window that warms up and two timed ones, of which the second is watched by part where asked for."""
     rank, model = group.rank(), case.model
     routes = [[ids_RTK[rank] for ids_RTK in by_layer] for by_layer in policy.routes_MLRTK]
     ids = [[torch.from_numpy(a).to(bench.device, torch.int64) for a in by_layer] for by_layer in routes]
@@ -278,27 +278,27 @@ def run_policy(
     net.live = LivePlanner(policy.plan, group=rows_group) if policy.is_live else None
     runs = []
     with Balancer(layers, enabled=policy.plan is not None, worker=worker, **given) as balancer:
-        for number in range(3 + has_parts):
+        for number in range(3):
             balancer.submit(routes, stage=case.stage)
             wait_until_prepared(balancer, len(routes) - 1, model.layers - 1)
-            clock = PartClock(is_gpu=bench.is_gpu)
-            with clock.watching() if number == 3 else nullcontext():
+            clock, is_watched = PartClock(is_gpu=bench.is_gpu), has_parts and number == 2
+            with clock.watching() if is_watched else nullcontext():
                 run = run_window(group, case, balancer, net, hidden, ids, gates, bench)
             if number == 0:
-                sums = check_sums(group, case, net, hidden, gates)
-            elif number < 3:
-                runs.append({**run, **sums})
+                sums = check_sums(group, case, net, gates)
             else:
+                runs.append({**run, **sums})
+            if is_watched:
                 every: list[Any] = [None] * group.size()
                 dist.all_gather_object(every, clock.seconds(), group=group)
-                runs[0]["parts"] = parts_of(run["mean_rank_s"], every)
+                runs[-1]["parts"] = parts_of(run["mean_rank_s"], every)
             for parameter in (*net.parameters(), *(one for by_layer in gates for one in by_layer)):
                 parameter.grad = None
     net.live = None
     return runs
 
 
-def check_sums(group: Any, case: Any, net: Decoder, hidden: Any, gates: Any) -> dict[str, float]:
+def check_sums(group: Any, case: Any, net: Decoder, gates: Any) -> dict[str, float]:
     """Sums of squares over all ranks: of gradients of experts, and of gates, which depend on every output.
 
     The same for all policies of the same routes, up to rounding.

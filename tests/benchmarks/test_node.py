@@ -57,14 +57,15 @@ def test_parts_of_ranks_divide_meetings_into_exchange_and_waiting():
 @pytest.mark.dist(4)
 def test_all_policies_run_and_are_summarised(tmp_path):
     mixed = "equipoise, 1 slot, skew, mapped inside nodes"
-    asked = ["mapped", "prepared", "plain", "static", "reactive", "equipoise, 1 slot", mixed]
-    works = node.choose(node.smoke_works(), [], asked)
+    asked = ["static", "reactive", "equipoise, 1 slot", mixed]
+    lite = ";".join(asked[:3])
+    works = node.choose(node.smoke_works(), ["exchange", f"lite:{lite}", "lite:static", f"nodes:static;{mixed}"])
     facts = {"commit": "a" * 40, "machine": "a CPU", "clock": "its own"}
     keeper = node.Keeper(node_report.open_document(None, facts), tmp_path / "node.json")
     node.run_all(works, keeper, rounds=1, device="cpu")
     rows, parts, limits = node_report.summarise(keeper.document)
     named = {(row["case"], row["policy"]) for row in rows}
-    assert {policy for _, policy in named} >= {*asked, "attention alone"}
+    assert {policy for _, policy in named} >= {*asked, "mapped", "plain", "attention alone"}
     assert all(row["window_s"] > 0 for row in rows)
     ours = {row["part"]: row["measured_s"] for row in parts if row["policy"] == "equipoise, 1 slot"}
     assert min(ours.values()) >= 0 < ours["experts"]
@@ -76,8 +77,8 @@ def test_all_policies_run_and_are_summarised(tmp_path):
     # A second call adds to what the file holds, and another commit's results are refused.
     again = node.Keeper(node_report.open_document(tmp_path / "node.json", facts), None)
     again.expect(works)
-    again.show("more", "smoke", {"static": keeper.document["cases"]["smoke"]["runs"]["static"]})
-    assert len(again.document["cases"]["smoke"]["runs"]["static"]) == 4
+    again.show("more", 1, {"static": keeper.document["cases"]["smoke"]["runs"]["static"]})
+    assert len(again.document["cases"]["smoke"]["runs"]["static"]) == 8, "two works of two windows, twice"
     with pytest.raises(SystemExit, match=r"holds results of commit aaaa.*, these are of bbbb"):
         node_report.open_document(tmp_path / "node.json", facts | {"commit": "b" * 40})
 

@@ -13,11 +13,13 @@ pytestmark = [
 
 
 def test_windows_of_rivals_have_the_gradients_of_static_on_a_device():
-    asked = ["mapped", "static", "lplb", "reactive", "equipoise, 1 slot, skew"]
+    asked = ["static", "lplb", "reactive", "equipoise, 1 slot, skew"]
     facts = {"commit": "a" * 40, "machine": "a GPU", "clock": "its own"}
     keeper = node.Keeper(node_report.open_document(None, facts), None)
     keeper.document["neighbours"] = {"2": {"alone_ms": 1.0, "beside_ms": 1.0}}
-    node.run_all(node.choose(node.smoke_works()[:2], [], asked), keeper, rounds=1, device="cuda")
+    node.run_all(
+        node.choose(node.smoke_works(), ["exchange", f"lite:{';'.join(asked)}"]), keeper, rounds=1, device="cuda"
+    )
     rows, parts, limits = node_report.summarise(keeper.document)
     assert {row["policy"] for row in rows} >= set(asked)
     assert {limit.name: limit.value for limit in limits}["smoke: gradients differ from static's by a share of"] < 0.01
