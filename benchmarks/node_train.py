@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,21 @@ WARM = 2
 STAGES = ("rollout", "sync", "recompute", "update")
 
 
-def train_modes(
-    *, steps: int, show: Callable[[str], None], preset: str = "node-gpu", settings: tuple[str, ...] = ()
+def train_mode(
+    mode: str, *, steps: int, preset: str = "node-gpu", settings: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Train in every mode and return one row per mode and stage.
+    """Train in one mode and return one row per stage.
 
     Args:
         steps: in all, of which `WARM` are left out
         settings: `a.b=value` each, see `equipoise train --set`
     """
-    rows = []
-    for mode in MODES:
-        with tempfile.TemporaryDirectory(prefix="node-train-") as folder:
-            changed = (f"steps={steps}", f"balance.mode={mode}", *settings)
-            command = [sys.executable, "-m", "equipoise", "train", "--preset", preset, "--out", folder, "--json"]
-            subprocess.run([*command, *(word for one in changed for word in ("--set", one))], check=True)
-            lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        rows += stage_rows(mode, [json.loads(line) for line in lines])
-        for row in rows[-len(STAGES) - 1 :]:
-            show(f"{row}")
-    return rows
+    with tempfile.TemporaryDirectory(prefix="node-train-") as folder:
+        changed = (f"steps={steps}", f"balance.mode={mode}", *settings)
+        command = [sys.executable, "-m", "equipoise", "train", "--preset", preset, "--out", folder, "--json"]
+        subprocess.run([*command, *(word for one in changed for word in ("--set", one))], check=True)
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return stage_rows(mode, [json.loads(line) for line in lines])
 
 
 def stage_rows(mode: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
