@@ -203,7 +203,8 @@ def _collect(
 def _importance(failure: BaseException) -> int:
     """Order failures by cause: a rank that raised, then one that died, then one that lost its connection to another."""
     if isinstance(failure, RankDiedError):
-        return 1
+        # Torch aborts a process whose NCCL connection broke.
+        return 2 if signal.SIGABRT.name in str(failure) else 1
     return 2 if type(failure) is TransferError else 0
 
 

@@ -86,6 +86,16 @@ def test_ranks_answer_in_order_and_report_what_failed():
         run_ranks(rank_squared, 2, 1, context=preloaded_context())
 
 
+def be_killed_or_abort(group):
+    """Rank 1 is killed, and torch ends rank 0, as where NCCL joined them."""
+    os.kill(os.getpid(), signal.SIGKILL if group.rank() else signal.SIGABRT)
+
+
+def test_of_a_rank_that_was_killed_and_one_that_torch_aborted_for_it_the_first_is_named():
+    with pytest.raises(TransferError, match="rank 1 died of SIGKILL"):
+        run_ranks(be_killed_or_abort, 2, context=preloaded_context())
+
+
 def test_of_a_rank_that_failed_and_one_that_died_of_it_the_first_is_named():
     with pytest.raises(TransferError, match=r"(?s)rank 1 failed:.*ValueError: it was me"):
         run_ranks(die_of_another, 2, context=preloaded_context())

@@ -5,7 +5,7 @@ the keys of HF `config.json` files.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -161,19 +161,25 @@ class ModelShape(Value):
         text_config = config.get("text_config")
         figures = {**config, **text_config} if isinstance(text_config, Mapping) else dict(config)
         title = name or str(figures.get("_name_or_path") or figures.get("model_type") or "model")
+        if figures.get("enable_moe_block") is False or figures.get("model_type") == "doge":
+            raise TopologyError(f"model {title!r}: this config has no routed experts; give that of an MoE model")
+        if figures.get("num_hidden_layers") is None and _hybrid_blocks(figures):
+            figures["num_hidden_layers"] = len(_hybrid_blocks(figures))
         hidden_layers = _figure(figures, title, "num_hidden_layers", high=_MOST_LAYERS)
+        kinds = figures.get("mlp_layer_types")
+        hashed = [n for n, kind in enumerate(kinds) if kind == "hash_moe"] if isinstance(kinds, list) else []
         return cls(
             name=title,
-            experts=_figure(figures, title, "num_experts", "n_routed_experts", "num_local_experts"),
-            top_k=_figure(figures, title, "num_experts_per_tok", "moe_topk", "moe_router_topk"),
+            experts=_figure(figures, title, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+            top_k=_figure(figures, title, *_TOP_K),
             layer_numbers=_moe_layer_numbers(figures, title, hidden_layers),
             hidden_layers=hidden_layers,
             hidden=_figure(figures, title, "hidden_size"),
             expert_width=_figure(figures, title, "moe_intermediate_size", "intermediate_size"),
-            shared_experts=_count(figures, title, "n_shared_experts", "num_shared_experts"),
+            shared_experts=_count(figures, title, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
             **_attention(figures, title),
             mtp_layers=_count(figures, title, "num_nextn_predict_layers"),
-            hash_layers=tuple(range(_count(figures, title, "num_hash_layers", high=hidden_layers))),
+            hash_layers=tuple(hashed or range(_count(figures, title, "num_hash_layers", high=hidden_layers))),
             expert_bias=figures.get("model_type") == "gpt_oss",
             source="config.json",
         )
@@ -194,6 +200,8 @@ class ModelShape(Value):
         return replace(shape, source=str(path))
 
 
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_router_topk", "num_experts_per_token", "moe_k", "top_k_experts")
+"""What families call the number of experts per token."""
 _MOST_LAYERS = 10_000
 """Above every real model; a broken file must not produce a list of 10^30 layer numbers."""
 
@@ -239,23 +247,92 @@ def _count(figures: Mapping[str, Any], title: str, *keys: str, high: int | None 
     return _figure(figures, title, *given, low=0, high=high) if given else 0
 
 
+_DENSE_FIRST = (
+    "afmoe axk1 axk2 deepseek_v3 deepseek_v32 ernie4_5_moe ernie4_5_vl_moe ernie4_5_vl_moe_text exaone_moe glm4_moe "
+    "glm4_moe_lite glm4v_moe glm4v_moe_text glm5_next glm5_next_text glm_moe_dsa hy_v3 hy_v4 jamba kimi_linear laguna "
+    "lfm2_moe mimo_v2_flash nemotron_h step3p5 step3p7"
+)
+"""Families of transformers 5.17 in which some layers are dense although no key of the config says so."""
+
+
 def _moe_layer_numbers(figures: Mapping[str, Any], title: str, hidden_layers: int) -> tuple[int, ...]:
-    """Find the MoE layers: by a dense prefix, a stride, a list of dense layers, or a flag per layer."""
-    flags = figures.get("moe_layer_freq")
-    if isinstance(flags, list):
-        if len(flags) != hidden_layers or any(flag not in (0, 1) for flag in flags):
-            raise TopologyError(f"model {title!r}: moe_layer_freq must be one 0 or 1 per layer, or a stride")
-        return tuple(n for n, flag in enumerate(flags) if flag)
-    first = _count(figures, title, "first_k_dense_replace")
+    """Find the MoE layers: by what the config says of every layer, else by dense layers in front and strides."""
+    listed = dict(_listed_layers(figures, title, hidden_layers))
+    if len(set(listed.values())) > 1:
+        raise TopologyError(f"model {title!r}: {' and '.join(listed)} name different MoE layers; remove all but one")
+    if listed:
+        return next(iter(listed.values()))
+    # (step, which layers of each step are MoE); some count layers from 1.
+    strides = [
+        (_count(figures, title, key), -1)
+        for key in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+    ]
+    strides.append((_count(figures, title, "moe_layer_freq"), 0))
+    strides.append((_count(figures, title, "expert_layer_period"), _count(figures, title, "expert_layer_offset")))
+    first = [_count(figures, title, key) for key in _FIRST if figures.get(key) is not None]
     dense = figures.get("mlp_only_layers")
     if not isinstance(dense, list | None):
         raise TopologyError(f"model {title!r}: mlp_only_layers must be a list of layer numbers, got {dense!r}")
     for number in dense or ():
         require_int(f"model {title!r}: an entry of mlp_only_layers", number, low=0, error=TopologyError)
-    # decoder_sparse_step counts layers from 1, moe_layer_freq from 0.
-    offset = 1 if figures.get("decoder_sparse_step") else 0
-    stride = _count(figures, title, "decoder_sparse_step" if offset else "moe_layer_freq") or 1
-    return tuple(n for n in range(first, hidden_layers) if n not in (dense or ()) and (n + offset) % stride == 0)
+    if (
+        not first
+        and dense is None
+        and not any(step for step, _ in strides)
+        and str(figures.get("model_type")) in _DENSE_FIRST.split()
+    ):
+        raise TopologyError(
+            f"model {title!r}: some layers of {figures['model_type']} are dense, and this config does not say which; "
+            f"add mlp_layer_types (one 'dense' or 'sparse' per layer) or {_FIRST[0]}"
+        )
+    end = figures.get("moe_layer_end_index")
+    last = hidden_layers - 1 if end in (None, -1) else _figure(figures, title, "moe_layer_end_index")
+    return tuple(
+        n
+        for n in range(max(first, default=0), last + 1)
+        if n not in (dense or ()) and all((n - offset) % step == 0 for step, offset in strides if step)
+    )
+
+
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "dense_mlp_idx", "moe_layer_start_index")
+"""Keys that give the number of dense layers in front."""
+_KINDS = {"dense": False, "sparse": True, "moe": True, "hash_moe": True, "mlp": False}
+"""Entries of `mlp_layer_types` and `layers_block_type`, and whether they are MoE layers; those of attention are not."""
+
+
+def _listed_layers(figures: Mapping[str, Any], title: str, hidden_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the keys that say of every layer whether it is MoE, with the MoE layers by each."""
+    kinds = figures.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != hidden_layers or any(kind not in _KINDS for kind in kinds):
+            raise TopologyError(
+                f"model {title!r}: mlp_layer_types must have one of {', '.join(_KINDS)} per layer for {hidden_layers} "
+                f"layers, got {kinds!r}"
+            )
+        yield "mlp_layer_types", tuple(n for n, kind in enumerate(kinds) if _KINDS[kind])
+    flags = figures.get("moe_layer_freq")
+    if isinstance(flags, list):
+        if len(flags) != hidden_layers or any(flag not in (0, 1) for flag in flags):
+            raise TopologyError(f"model {title!r}: moe_layer_freq must be one 0 or 1 per layer, or a stride")
+        yield "moe_layer_freq", tuple(n for n, flag in enumerate(flags) if flag)
+    for key in ("moe_layers", "moe_layers_enum"):
+        numbers = figures.get(key)
+        if isinstance(numbers, str):
+            numbers = [int(part) if part.strip().isdecimal() else part for part in numbers.split(",")]
+        if numbers is not None:
+            # Those past the last layer are of MTP layers.
+            yield key, tuple(n for n in _entries(f"model {title!r}: {key}", numbers) if n < hidden_layers)
+    blocks = _hybrid_blocks(figures)
+    if "moe" in blocks:
+        yield "layers_block_type", tuple(n for n, block in enumerate(blocks) if block == "moe")
+
+
+def _hybrid_blocks(figures: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of layers of a hybrid model in which attention and MLPs are layers of their own, else []."""
+    blocks = figures.get("layers_block_type") or figures.get("hybrid_override_pattern")
+    if isinstance(blocks, str):
+        blocks = ["moe" if letter == "E" else letter for letter in blocks]
+    return blocks if isinstance(blocks, list) else []
 
 
 def _attention(figures: Mapping[str, Any], title: str) -> dict[str, int]:
@@ -265,7 +342,7 @@ def _attention(figures: Mapping[str, Any], title: str) -> dict[str, int]:
     if rank:
         # Widths of one head: query and key without and with rotation, and value.
         keys = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        nope, rope, value = (_figure(figures, title, key) for key in keys)
+        nope, rope, value = (_figure(figures, title, key, low=0) for key in keys)
         query = heads * (nope + rope)
         params = hidden * q_rank + q_rank * query if q_rank else hidden * query
         params += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden

@@ -38,6 +38,7 @@ from equipoise.core import ModelShape, RoutesError
 from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array
 from equipoise.routes.wire import (
+    LeftOut,
     Response,
     choice_name,
     decode_base64,
@@ -57,20 +58,32 @@ WIRE_DTYPE = np.dtype("<i4")
 
 
 def matches_native(source: Source) -> bool:
-    """Whether the first record has a payload in its `meta_info` and no choices."""
-    record = source.first()
-    return field(record, "choices") is None and _is_payload(field(field(record, "meta_info"), "routed_experts"))
+    """Whether a record has a payload in its `meta_info` and no choices; aborted requests may come before."""
+    return any(
+        field(record, "choices") is None and _is_payload(field(field(record, "meta_info"), "routed_experts"))
+        for record in source.firsts()
+    )
 
 
 def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
-    """Decode native responses."""
+    """Decode native responses; those without routes are left out where most have some."""
+    left_out = LeftOut()
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
+        if field(meta, "routed_experts") is None:
+            left_out.add(place)
+            continue
+        left_out.read += 1
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
         prompt, generated = find_field("input_ids", record, field(record, "request")), field(record, "output_ids")
         name = given_name(field(meta, "id"), place=place)
         response = _response(record, meta, name=name, counts=meta, prompt=prompt, generated=generated, place=place)
         yield from recordings(rows, response)
+    left_out.finish(
+        source.name,
+        why="was the request sent with return_routed_experts to a server with --enable-return-routed-experts? Drop "
+        "the record or record again",
+    )
 
 
 def matches_openai(source: Source) -> bool:

@@ -1,10 +1,14 @@
-"""`Source`: a dump to read (a file, a folder, or an object in memory), and values as integer arrays.
+"""`Source`: a dump to read (a file, a folder, a pattern, or an object in memory), and values as integer arrays.
 
-Files are opened by suffix and never unpickled: `.json`, `.jsonl`, `.npy`, `.npz`, `.txt`, `.pt`. Whatever is wrong with
-a container becomes a `RoutesError` that names the file and the place; no other error is raised, and no code is run.
+Files are opened by suffix, never unpickled: `.json`, `.jsonl`, `.npy`, `.npz`, `.txt`, `.pt`; with pyarrow `.parquet`
+and `.arrow`; the text ones also packed, as `.gz` or, with zstandard, `.zst`. Of a folder, the files of its commonest
+suffix are read; others are named in a warning and skipped. Whatever is wrong with a container becomes a `RoutesError`
+that names the file and the place; no other error is raised, and no code is run.
 """
 
+import gzip
 import json
+import logging
 import math
 import os
 import pickle
@@ -13,6 +17,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -24,8 +29,14 @@ import numpy as np
 from equipoise.core import RoutesError
 from equipoise.core.value import holds_bool
 
-SUFFIXES = (".json", ".jsonl", ".npy", ".npz", ".pt", ".txt")
+SUFFIXES = (".json", ".jsonl", ".npy", ".npz", ".pt", ".txt", ".parquet", ".arrow")
 _WHOLE_FILE = (".json", ".npy", ".npz", ".pt")
+_TABLES = (".parquet", ".arrow")
+_PACKED = (".gz", ".zst")
+_LOOKED = 8
+"""Records that may come before the first one with routes, such as aborted requests."""
+
+_log = logging.getLogger(__name__)
 
 # What json, numpy, zipfile and torch are known to raise on damaged bytes; the fuzz tests hold this list.
 _DAMAGE = (
@@ -56,6 +67,8 @@ class Source:
     """How messages refer to it."""
     path: Path | None = None
     content: Any = None
+    files: tuple[Path, ...] = ()
+    """Of a folder or a pattern, in order."""
 
     @classmethod
     def of(cls, dump: Any) -> "Source":
@@ -72,17 +85,22 @@ class Source:
                 f"no dump at {str(path)[:99]!r}: {error.strerror}; to pass text, put it in a list"
             ) from error
         if not exists:
-            raise RoutesError(f"no dump at {path}")
+            pattern = str(path.relative_to(path.anchor))
+            files = tuple(sorted(file for file in Path(path.anchor or ".").glob(pattern) if file.is_file()))
+            if not files:
+                raise RoutesError(f"no dump at {path}")
+            return cls(name=str(path), files=_alike(files, where=str(path)))
         if not os.access(path, os.R_OK):
             raise RoutesError(f"{path} may not be read; check its permissions")
-        return cls(name=str(path), path=path)
+        files = _alike(tuple(sorted(path.iterdir())), where=str(path)) if path.is_dir() else ()
+        return cls(name=str(path), path=path, files=files)
 
     @property
     def suffix(self) -> str:
-        """Lower-case suffix of the file, "/" for a folder, "" for an object."""
-        if self.path is None:
+        """Lower-case suffix of the file, what it is packed in left out; "/" for several files, "" for an object."""
+        if self.path is None and not self.files:
             return ""
-        return "/" if self.path.is_dir() else self.path.suffix.lower()
+        return "/" if self.path is None or self.path.is_dir() else _suffix(self.path)
 
     def opened(self) -> "Source":
         """Return this source with a whole-file container read, so that each format need not read it again."""
@@ -95,14 +113,16 @@ class Source:
 
         A top-level JSON list, and a list or tuple object, yields its items; a dict, an array or a tensor is one record.
         """
-        if self.path is None or self.content is not None:
-            yield from _items(self.content)
-        elif self.path.is_dir():
-            for file in sorted(p for p in self.path.iterdir() if p.suffix.lower() in SUFFIXES):
+        if self.suffix == "/":
+            for file in self.files:
                 for place, record in Source.of(file).records():
                     yield f"{file.name} {place}".strip(), record
+        elif self.path is None or self.content is not None:
+            yield from _items(self.content)
         elif self.suffix in (".jsonl", ".txt"):
             yield from _lines(self.path, parse=self.suffix == ".jsonl")
+        elif self.suffix in _TABLES:
+            yield from _rows(self.path)
         else:
             yield from _items(_load(self.path, self.suffix))
 
@@ -117,6 +137,16 @@ class Source:
         except RoutesError:
             return None
         return found[0][1] if found else None
+
+    def firsts(self) -> list[Any]:
+        """Return the first few records, one of which identifies a format; of a broken container, those before it."""
+        found: list[Any] = []
+        try:
+            for _, record in islice(self.records(), _LOOKED):
+                found.append(record)
+        except RoutesError:
+            return found
+        return found
 
     def nonempty_records(self) -> Iterator[tuple[str, Any]]:
         """Yield `records()`, or raise if there is none."""
@@ -174,18 +204,80 @@ def _items(content: Any) -> Iterator[tuple[str, Any]]:
         yield f"record {i}", item
 
 
+def _suffix(path: Path) -> str:
+    """Return the suffix of what a file holds: `.jsonl` of `a.jsonl.gz`."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else (suffixes or [""])[-1]
+
+
+def _alike(files: tuple[Path, ...], *, where: str) -> tuple[Path, ...]:
+    """Return the files of the commonest suffix that is read; name the others in a warning."""
+    read = [file for file in files if file.is_file() and _suffix(file) in SUFFIXES and not file.name.startswith(".")]
+    counts = Counter(_suffix(file) for file in read)
+    alike = tuple(file for file in read if counts[_suffix(file)] == max(counts.values()))
+    strays = [file.name for file in files if file not in alike]
+    if alike and strays:
+        _log.warning("%s: %d of %d entries are not read: %s", where, len(strays), len(files), ", ".join(strays[:5]))
+    return alike
+
+
+def _open_text(path: Path) -> Any:
+    """Open a file of lines, unpacked."""
+    packed = path.suffix.lower()
+    opened: Any = path.open("rb") if packed not in _PACKED else None
+    if packed == ".gz":
+        opened = gzip.open(path, "rb")  # noqa: SIM115  # the caller closes it
+    if packed == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise RoutesError(f"{path} needs zstandard to be read; pip install zstandard, or unpack it") from error
+        opened = zstandard.open(path, "rb")
+    return opened
+
+
 def _lines(path: Path, *, parse: bool) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            place = f"line {number}"
-            try:
-                text = raw.decode("utf-8")
-                record = json.loads(text) if parse else text.strip()
-            except (ValueError, RecursionError) as error:
-                raise RoutesError(f"{path}: {place} is not {'JSON' if parse else 'UTF-8 text'}: {error}") from error
-            yield place, record
+    try:
+        with _open_text(path) as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield from _line(path, f"line {number}", raw, parse=parse)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RoutesError(f"{path} cannot be unpacked: {error}") from error
+
+
+def _line(path: Path, place: str, raw: bytes, *, parse: bool) -> Iterator[tuple[str, Any]]:
+    try:
+        text = raw.decode("utf-8")
+        record = json.loads(text) if parse else text.strip()
+    except (ValueError, RecursionError) as error:
+        raise RoutesError(f"{path}: {place} is not {'JSON' if parse else 'UTF-8 text'}: {error}") from error
+    # A batched request is answered by a list of responses.
+    if isinstance(record, list) and record and all(isinstance(item, dict) for item in record):
+        yield from ((f"{place} item {at}", item) for at, item in enumerate(record))
+    else:
+        yield place, record
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a parquet or arrow file as dicts."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise RoutesError(
+            f"{path} needs pyarrow to be read; pip install pyarrow, or write it as .jsonl (dataset.to_json)"
+        ) from error
+    try:
+        if path.suffix.lower() == ".parquet":
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        else:
+            batches = pyarrow.ipc.open_stream(path.open("rb"))
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RoutesError(f"{path} cannot be read as {path.suffix}: {error}") from error
 
 
 def _load(path: Path, suffix: str) -> Any:
@@ -197,8 +289,11 @@ def _load(path: Path, suffix: str) -> Any:
         )
     if suffix not in _WHOLE_FILE:
         raise RoutesError(
-            f"{path} has suffix {suffix!r}; known: .eqr, {', '.join(SUFFIXES)}, or a folder of such files"
+            f"{path} has suffix {suffix!r}; known: .eqr, {', '.join(SUFFIXES)}, the text ones also as .gz and .zst, or "
+            "a folder of such files"
         )
+    if path.suffix.lower() in _PACKED and suffix != ".json":
+        raise RoutesError(f"{path} is a packed {suffix} file; unpack it")
     try:
         if suffix == ".json":
             return _load_json(path)
@@ -213,7 +308,8 @@ def _load(path: Path, suffix: str) -> Any:
 
 def _load_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        with _open_text(path) as file:
+            return json.loads(file.read())
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             raise RoutesError("it holds several JSON values; one per line makes a .jsonl: rename it") from error
@@ -250,13 +346,24 @@ def load_torch(path: Path) -> Any:
     stubs += [(_no_bytes, "builtins.bytes"), (_no_bytes, "__builtin__.bytes")]
     try:
         with torch.serialization.safe_globals(stubs):
-            return _unwrapped(torch.load(path, map_location="cpu", weights_only=True))
+            try:
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                if "NJT" not in str(error):
+                    raise
+                # torch allows its jagged tensors once these are imported, which takes seconds.
+                import torch._dynamo
+                import torch.nested
+
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
+            return _unwrapped(loaded)
     except pickle.UnpicklingError as error:
         # torch's own message advises, at length, to trust the file.
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f"holds a pickled {named[1]}" if named else "is damaged or holds pickled objects"
         raise RoutesError(
-            f"it {what}; only tensors, arrays and plain values are read, others could run code"
+            f"it {what}; only tensors, arrays and plain values are read, others could run code: save a TensorDict or "
+            "DataProto as torch.save({key: batch[key] for key in ('routed_experts', 'attention_mask', 'input_ids')})"
         ) from error
 
 

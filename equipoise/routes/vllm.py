@@ -9,6 +9,8 @@ Format `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated 
     dense layers    zeros
     `.npy`          one sample; a folder of them: one sample per file, named after the file
     `.npz`          one array per sample, named by its key; `<name>_tokens` holds the token ids of `<name>`
+                    or `routed_experts` of several samples one behind the other, with `lengths` (rows of each, or its
+                    tokens, one more than rows) or `offsets`, `cu_seqlens` (where each begins, and the end)
     object          an array, a list of arrays, or `RequestOutput`s (objects or dicts): `request_id`,
                     `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`;
                     or its outputs alone, whose `token_ids` lack the prompt's and are not used
@@ -31,6 +33,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source, integer_array
 from equipoise.routes.wire import (
     NPY_MAGIC_BASE64,
+    LeftOut,
     Response,
     choice_name,
     decode_base64,
@@ -79,10 +83,35 @@ def read_offline(source: Source, model: ModelShape) -> Iterator[Recording]:
             yield from _read_archive(record, place=place)
         elif field(record, "routed_experts") is not None:
             rows = integer_array(f"{place}: routed_experts", field(record, "routed_experts"), ndim=3)
-            yield from recordings(rows, Response(name=place, versions=field(record, "weight_versions")))
+            parts = _parts(record, len(rows), place=place)
+            if parts is None:
+                yield from recordings(rows, Response(name=place, versions=field(record, "weight_versions")))
+            for at, part in enumerate(parts or ()):
+                yield from recordings(rows[part], Response(name=f"sample {at} of {place}"))
         else:
             name = place.removesuffix(" record 0").removesuffix(".npy")
             yield from recordings(integer_array(place, record, ndim=3), Response(name=name))
+
+
+def _parts(record: Any, num_rows: int, *, place: str) -> list[slice] | None:
+    """Return the rows of each sample where a record says how several lie one behind the other; None for one sample."""
+    ends = field(record, "offsets") if field(record, "offsets") is not None else field(record, "cu_seqlens")
+    if ends is not None:
+        bounds = integer_array(f"{place}: offsets", ends, ndim=1).astype(np.int64)
+    elif field(record, "lengths") is not None:
+        lengths = integer_array(f"{place}: lengths", field(record, "lengths"), ndim=1).astype(np.int64)
+        # The last token of a sample has no row, so lengths in tokens are one more each.
+        if lengths.sum() == num_rows + len(lengths) and lengths.min(initial=1) > 0:
+            lengths = lengths - 1
+        bounds = np.concatenate([[0], lengths.cumsum()])
+    else:
+        return None
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != num_rows or (np.diff(bounds) < 0).any():
+        raise RoutesError(
+            f"{place}: lengths or offsets cut routed_experts into {max(0, len(bounds) - 1)} samples that end at "
+            f"{bounds[-1:].tolist()}, but it has {num_rows} rows; give the rows of each sample, or its tokens"
+        )
+    return [slice(a, b) for a, b in pairwise(bounds.tolist())]
 
 
 def _is_archive(record: Mapping[Any, Any]) -> bool:
@@ -127,28 +156,30 @@ def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
 
 
 def matches_http(source: Source) -> bool:
-    """Whether the first record is a response whose first choice carries a base64 `.npy` payload."""
-    choices = field(source.first(), "choices")
-    if not isinstance(choices, list | tuple) or not choices:
-        return False
-    payload = field(choices[0], "routed_experts")
-    return isinstance(payload, str) and payload.startswith(NPY_MAGIC_BASE64)
+    """Whether a response's first choice carries a base64 `.npy` payload; those of aborted requests may come before."""
+    choices = [field(record, "choices") for record in source.firsts()]
+    payloads = [field(found[0], "routed_experts") for found in choices if isinstance(found, list | tuple) and found]
+    return any(isinstance(payload, str) and payload.startswith(NPY_MAGIC_BASE64) for payload in payloads)
 
 
 def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
-    """Decode every choice of every response."""
+    """Decode every choice of every response; those without routes are left out where most have some."""
+    left_out = LeftOut()
     for place, record in source.nonempty_records():
         choices = items(record, "choices", place=place)
         for position, choice in enumerate(choices):
             where = choice_name(place, choice, position=position, count=len(choices))
             payload = field(choice, "routed_experts")
             if payload is None:
-                raise RoutesError(
-                    f"{where} has no routed_experts: the request was aborted, or the server runs without "
-                    "--enable-return-routed-experts; drop the record or record again"
-                )
+                left_out.add(where)
+                continue
+            left_out.read += 1
             rows = decode_npy(decode_base64(payload, place=where), place=where)
             yield from recordings(rows, http_response(record, choice, position=position, place=place))
+    left_out.finish(
+        source.name,
+        why="requests were aborted, or the server runs without --enable-return-routed-experts; record again",
+    )
 
 
 def http_response(record: Any, choice: Any, *, position: int, place: str) -> Response:

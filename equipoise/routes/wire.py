@@ -12,6 +12,7 @@ before the prompt's last one to the first span.
 import base64
 import binascii
 import io
+import logging
 import math
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from equipoise.routes.source import integer_array, plain_array
 
 NPY_MAGIC_BASE64 = "k05VTVBZ"
 """Base64 of the first six bytes of every `.npy` file."""
+
+_log = logging.getLogger(__name__)
 
 MAX_TOKENS = 2**31 - 1
 """Most tokens of a sample; a larger count is damage, and must not become the size of an array."""
@@ -237,3 +240,27 @@ def _describe(value: Any) -> str:
     """Describe a value for an error message, in short."""
     text = repr(value) if isinstance(value, str | int | float | bool | None) else ""
     return f"{type(value).__name__} {text[:40]}".strip()
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Records without routes, such as aborted requests: counted, named and left out, where most have some."""
+
+    read: int = 0
+    count: int = 0
+    first: str = ""
+
+    def add(self, place: str) -> None:
+        """Leave one out."""
+        self.first = self.first or place
+        self.count += 1
+
+    def finish(self, name: str, *, why: str) -> None:
+        """Warn of those left out, or raise if they are not the smaller part."""
+        if self.count and self.count >= self.read:
+            raise RoutesError(
+                f"{self.first} has no routed_experts, as {self.count} of {self.count + self.read} records: {why}"
+            )
+        if self.count:
+            total = self.count + self.read
+            _log.warning("%s: %d of %d have no routes and are left out, first %s", name, self.count, total, self.first)

@@ -226,9 +226,9 @@ class _KnownGradient(NamedTuple):
 
     def is_changed(self, now: torch.Tensor | None, *, writes: int = 0) -> bool:
         """Whether another gradient is in its place, or it was written otherwise than `writes` times since."""
-        if now is None or now is not self.gradient or self.version is None:
+        if now is None or self.version is None or now is not self.gradient:
             return now is not self.gradient
-        return now._version != self.version + writes
+        return bool(now._version != self.version + writes)
 
 
 class WindowEdges:

@@ -19,6 +19,7 @@ import resource
 import secrets
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -95,23 +96,34 @@ def fetch_fds(address: str, count: int, use: Callable[[int], None], *, source: i
         address: of the server
         count: descriptors to fetch
         source: rank of the server, for the error
+        timeout_s: bound on each wait; the server may serve others first
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
+        what = f"shared memory: rank {source} of this node"
         try:
             connection.connect(address)
             for start in range(0, count, MOST_FDS):
                 _receive(connection, min(MOST_FDS, count - start), use)
+        except TimeoutError as error:
+            raise TransferError(
+                f"{what} did not hand it over within {timeout_s:g} s; look for what keeps that rank busy, or raise "
+                "timeout_s"
+            ) from error
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise TransferError(f"{what} ended or gave up before it handed it over; its own error says why") from error
         except OSError as error:
             raise TransferError(
-                f"shared memory: rank {source} of this node could not be reached ({error}); "
-                "ranks of one node must share a network namespace"
+                f"{what} has no open socket for it ({error}); it has ended, or the two ranks do not share a network "
+                "namespace: start the ranks of one node in one container"
             ) from error
 
 
 def _receive(connection: socket.socket, count: int, use: Callable[[int], None]) -> None:
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+    sent, descriptors, _, _ = socket.recv_fds(connection, 1, count)
     try:
+        if not sent:
+            raise ConnectionResetError("the server closed the connection")
         if len(descriptors) != count:
             raise TransferError(
                 f"shared memory: {len(descriptors)} descriptors came instead of {count}; another rank of this node "
@@ -188,17 +200,21 @@ def share_memory(
 
         # Step 1: the first rank of each node reserves the memory; if one cannot, all ranks raise.
         addresses = all_or_none(make, partial(gather_objects, group=group))
-        # Step 2: it hands the descriptor to the others, which map it.
-        if made:
-            descriptor, server = made[0]
-            server.serve([partial(os.dup, descriptor)], times=len(peers) - 1, timeout_s=timeout_s)
-            return SharedMemory(descriptor, num_bytes, is_locked=is_locked)
+        # Step 2: it hands the descriptor to the others, which map it; if one cannot, all ranks raise.
         found: list[SharedMemory] = []
 
         def use(descriptor: int) -> None:
             found.append(SharedMemory(descriptor, num_bytes, is_locked=is_locked))
 
-        fetch_fds(addresses[first], 1, use, source=first, timeout_s=timeout_s)
+        def hand_over() -> None:
+            if made:
+                descriptor, server = made[0]
+                server.serve([partial(os.dup, descriptor)], times=len(peers) - 1, timeout_s=timeout_s)
+                use(descriptor)
+            else:
+                fetch_fds(addresses[first], 1, use, source=first, timeout_s=timeout_s * len(peers))
+
+        all_or_none(hand_over, partial(gather_objects, group=group))
         return found[0]
 
 
@@ -428,13 +444,20 @@ def share_pages(
         all_or_none(lambda: pager.check(sum(sizes), sharers=len(peers)), gather)
         # Step 2: every rank makes its pages.
         addresses = all_or_none(make, gather)
-        # Step 3: rank by rank, each hands its descriptors over, and the others of its node map the pages.
-        for source in peers:
+        # Step 3: rank by rank, each hands its descriptors over, and the others of its node map the pages. All begin a
+        # turn together, so that a rank waits for those of its own turn alone, at most once for each of them.
+        bound_s = timeout_s * len(peers)
+
+        def hand_over(turn: int) -> None:
+            source = peers[turn] if turn < len(peers) else None
             if source == rank:
                 spans[rank] = [pager.map([pages]) for pages in own]
                 server.serve([pages.export for pages in own], times=len(peers) - 1, timeout_s=timeout_s)
-            else:
-                spans[source] = _map_pages_of(source, addresses[source], sizes, pager=pager, timeout_s=timeout_s)
+            elif source is not None:
+                spans[source] = _map_pages_of(source, addresses[source], sizes, pager=pager, timeout_s=bound_s)
+
+        for turn in range(max(Counter(node_R).values())):
+            all_or_none(partial(hand_over, turn), gather)
         # From here on the caller releases them.
         released.pop_all()
     return NodePages(own, spans)

@@ -389,3 +389,51 @@ def test_a_config_nested_without_end_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(TopologyError, match="not a readable JSON file"):
         ModelShape.from_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("figures", "layers"),
+    [
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, (1, 2)),
+        ({"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]}, (0, 1, 2, 3)),
+        ({"num_dense_layers": 3}, (3,)),
+        ({"interleave_moe_layer_step": 2}, (1, 3)),
+        ({"interleave_moe_layer_step": 2, "moe_layers": [0, 3]}, (0, 3)),
+        ({"moe_layers_enum": "1,2,3,4"}, (1, 2, 3)),
+        ({"expert_layer_period": 2, "expert_layer_offset": 0}, (0, 2)),
+        ({"moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 2}, (1, 2)),
+        ({"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": -1}, (1, 3)),
+        ({"hybrid_override_pattern": "ME*E"}, (1, 3)),
+    ],
+    ids=str,
+)
+def test_moe_layers_by_the_keys_of_every_family(figures, layers):
+    base = {
+        key: value for key, value in QWEN3_30B_CONFIG.items() if key not in ("mlp_only_layers", "decoder_sparse_step")
+    }
+    shape = ModelShape.from_config({**base, "num_hidden_layers": 4, **figures})
+    assert shape.layer_numbers == layers
+    assert shape.hash_layers == ((0,) if "hash_moe" in str(figures) else ())
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types must have one of dense, sparse"),
+        ({"mlp_layer_types": ["sparse", "mamba", "sparse", "sparse"]}, "mlp_layer_types must have one of dense"),
+        (
+            {"mlp_layer_types": ["dense"] + ["sparse"] * 3, "moe_layers": [0]},
+            "mlp_layer_types and moe_layers name diff",
+        ),
+        ({"moe_layers_enum": "1,x"}, "moe_layers_enum must be a whole number, got 'x'"),
+        ({"model_type": "hy_v3"}, "some layers of hy_v3 are dense, and this config does not say which"),
+        ({"enable_moe_block": False}, "has no routed experts"),
+    ],
+    ids=str,
+)
+def test_layers_that_a_config_leaves_open_or_contradicts_are_refused(figures, words):
+    base = {
+        key: value for key, value in QWEN3_30B_CONFIG.items() if key not in ("mlp_only_layers", "decoder_sparse_step")
+    }
+    with pytest.raises(TopologyError, match=words):
+        ModelShape.from_config({**base, "num_hidden_layers": 4, **figures})

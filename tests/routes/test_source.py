@@ -140,9 +140,9 @@ def test_without_torch_a_pt_file_says_what_it_needs(tmp_path, monkeypatch):
 
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path):
-    path = tmp_path / "a.parquet"
-    path.write_bytes(b"PAR1")
-    with pytest.raises(RoutesError, match=r"suffix '.parquet'; known: .eqr, .json, .jsonl"):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"1,2")
+    with pytest.raises(RoutesError, match=r"suffix '.csv'; known: .eqr, .json, .jsonl"):
         list(Source.of(path).records())
 
 

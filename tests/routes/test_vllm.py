@@ -332,3 +332,32 @@ def test_outputs_without_their_request_are_read(as_object):
     assert sample.ids_TLK.tolist() == rows[:, 1:].tolist()
     assert (sample.num_tokens, sample.tokens_T, sample.segments[0].weight_version) == (3, None, "9")
     assert (sample.name, other.name) == ("record 0", "record 1")
+
+
+@pytest.mark.parametrize(
+    ("cuts", "expected"),
+    [
+        ({"lengths": [2, 1]}, [2, 1]),
+        ({"lengths": [3, 2]}, [2, 1]),  # in tokens: the last one has no row
+        ({"offsets": [0, 1, 3]}, [1, 2]),
+        ({"cu_seqlens": [0, 3, 3]}, [3, 0]),
+    ],
+    ids=str,
+)
+def test_samples_one_behind_the_other_are_cut_as_the_archive_says(tmp_path, cuts, expected):
+    rows = np.array([*ROWS, ROWS[0]], dtype=np.uint8)
+    np.savez(tmp_path / "batch.npz", routed_experts=rows, **{name: np.array(ends) for name, ends in cuts.items()})
+    found = read(OFFLINE, tmp_path / "batch.npz", model_of())
+    assert [len(one.rows) for one in found] == expected
+    assert len({one.name for one in found}) == 2
+    assert np.concatenate([one.rows for one in found]).tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize(
+    "cuts", [{"lengths": [1, 1]}, {"lengths": [4, -1]}, {"offsets": [1, 3]}, {"offsets": []}], ids=str
+)
+def test_lengths_that_do_not_fit_the_rows_are_refused(cuts):
+    record = {"routed_experts": np.array([*ROWS, ROWS[0]], dtype=np.uint8)}
+    record |= {name: np.array(ends, dtype=np.int64) for name, ends in cuts.items()}
+    with pytest.raises(RoutesError, match=r"lengths or offsets cut routed_experts into .* samples .* 3 rows"):
+        read(OFFLINE, record, model_of())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from equipoise.core import TransferError
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.edges import Move, WindowEdges, plan_rounds
+from equipoise.transfer.edges import Move, WindowEdges, owner_to_home, plan_rounds
 from equipoise.transfer.node import ExpertWeights, NodeMemory
 from tests.transfer.windows import (
     LAYOUTS,
@@ -247,6 +247,28 @@ def different_plans(group, plans):
 def test_different_plans_are_refused_before_anything_moves(pool):
     words = pool.run(different_plans, 2, [random_plan((0, 0), seed=s) for s in (1, 2)])
     assert all("ranks differ in placement" in text for text in words), words
+
+
+def different_moves(group, plan):
+    """Relocate a layer by other moves on rank 1: what each rank says, and whether its slots are untouched."""
+    case = Case(group, plan, 9)
+    moves = owner_to_home(plan, 0)
+    assert len(moves) > 1
+    try:
+        case.edges._relocator.relocate("publish", 0, moves[group.rank() :], case.node.home[group.rank()][0])
+    except TransferError as error:
+        case.assert_owners_hold()
+        return str(error)
+    finally:
+        case.node.close()
+    return "relocated"
+
+
+@pytest.mark.dist(2)
+def test_ranks_compare_their_moves_before_any_of_them_writes(pool):
+    # One expert changes places with another, in the same rank and in the other one.
+    words = pool.run(different_moves, 2, random_plan((0, 0), seed=2, home_slots=3))
+    assert all("ranks differ in moves" in text for text in words), words
 
 
 def misuse(group, plan, other):

@@ -69,8 +69,19 @@ def test_a_process_that_ends_before_it_takes_anything_is_told(server):
 
 
 def test_nobody_at_the_counter_is_told_within_the_bound(server):
-    with pytest.raises(TransferError, match="rank 3 of this node could not be reached"):
+    with pytest.raises(TransferError, match=r"rank 3 of this node did not hand it over within 0\.2 s"):
         fetch_fds(server.address, 1, lambda fd: None, source=3, timeout_s=0.2)
+
+
+def test_a_server_that_gives_up_is_named_and_not_the_network():
+    server = FdServer()
+    clerk = threading.Timer(0.2, server.close)
+    clerk.start()
+    with pytest.raises(TransferError, match="rank 3 of this node ended or gave up before it handed it over"):
+        fetch_fds(server.address, 1, lambda fd: None, source=3, timeout_s=20)
+    with pytest.raises(TransferError, match=r"rank 3 of this node has no open socket for it .* network namespace"):
+        fetch_fds(server.address, 1, lambda fd: None, source=3, timeout_s=20)
+    clerk.join()
 
 
 def test_too_few_descriptors_name_the_limit(server):
