@@ -15,6 +15,9 @@ import torch.distributed as dist
 from equipoise.core import TransferError
 from equipoise.core.options import TransferOptions
 from equipoise.transfer.nccl import NcclGroup, choose_transport
+from tests.balancer.work import balancer_of
+from tests.parity.case import ParityCase
+from tests.parity.stack import SmallStack
 from tests.transfer.own_ranks import run_ranks
 from tests.transfer.play import play_windows
 from tests.transfer.test_faults import late_for_an_exchange
@@ -100,6 +103,19 @@ def test_windows_have_every_bit(pool):
     results = pool.run(by_nccl, 4, play_windows, plans, {})
     assert [(moved["transport"], ended) for moved, ended in results] == [("nccl", ("shut down",))] * 4
     assert all(moved["bytes"]["p2p"] > 0 and moved["is_clean"] for moved, _ in results)
+
+
+def planned_with(group, case):
+    """What a balancer's plans price as the way of experts between nodes."""
+    with balancer_of(SmallStack(case, group), case, group) as balancer:
+        return balancer._planner._options.transport
+
+
+@pytest.mark.dist(2)
+def test_a_balancer_plans_with_what_it_uses(pool):
+    case = ParityCase(ranks=2, nodes=2, layers=1, tokens=8)
+    assert pool.run(planned_with, 2, case) == ["gloo"] * 2
+    assert pool.run(by_nccl, 2, planned_with, case) == [("nccl", ("shut down",))] * 2
 
 
 def test_an_exchange_that_never_finishes_is_aborted_within_the_bound():
