@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ __all__ = ["inspect", "install", "uninstall", "MegatronHandle"]
 
 KEPT = "_equipoise"
 """Attribute of an installed model chunk that holds its handle."""
+Kept = Literal["copy", "in place"]
+"""Where the weights are that experts compute with."""
 LAYER = LayerOptions(gates="activation", combine_order="expert", products="loop", has_gaps=True)
 """How Megatron's `SequentialMLP` and its dispatchers compute."""
 
@@ -59,12 +61,13 @@ class LentMoE(MoETokenDispatcher):
     State is kept between the calls of one forward pass, as Megatron's own dispatchers do.
     """
 
-    def __init__(self, layer: Any, found: FoundMoE, *, index: int, handle: "MegatronHandle") -> None:
+    def __init__(self, layer: Any, found: FoundMoE, *, index: int, handle: "MegatronHandle", weights: Kept) -> None:
         """
         Args:
             layer: the transformer layer
             index: of the layer in plans
         """
+        self._is_copy = weights == "copy"
         self._moe, self._found, self.index, self._handle = layer.mlp, found, index, handle
         self._kept: MoETokenDispatcher = self._moe.token_dispatcher
         # Not initialised like Megatron's: what others read of a dispatcher is what the kept one has.
@@ -75,12 +78,14 @@ class LentMoE(MoETokenDispatcher):
         self._now: tuple[Tensor, Visit, ExpertWeights] | None = None
         """Ids, visit and home weights of the pass between `dispatch_preprocess` and `combine_postprocess`."""
         self._rows: VisitRows | None = None
-        home = ExpertWeights(*(torch.stack([w.detach() for w in weights]) for weights in self.weights))
+        combine = torch.stack if self._is_copy else SlotTensors
+        home = ExpertWeights(*(combine([same_memory(w) for w in weights]) for weights in self.weights))
         self.balanced = BalancedExperts(home, layer=index, group=self._moe.ep_group, options=LAYER)
-        for working, weights in zip(self.balanced.home.tensors(), self.weights, strict=True):
-            working.requires_grad_(weights[0].requires_grad)
-            if working.requires_grad:
-                working.register_post_accumulate_grad_hook(self._accumulate)
+        if self._moe.experts.local_experts[0].linear_fc1.weight.requires_grad:
+            for leaf in self.balanced.home.flat():
+                leaf.requires_grad_().register_post_accumulate_grad_hook(self._accumulate)
+        else:
+            self.balanced.requires_grad_(False)
 
     def put(self) -> None:
         """Take the place of the layer's dispatcher and of its experts' forward."""
@@ -106,21 +111,25 @@ class LentMoE(MoETokenDispatcher):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Fill the working copy with this rank's own experts, as they are now."""
+        """Forget the last window, and fill the working copy with this rank's own experts as they are now."""
         self._in_flight.clear()
         self._entered = self._now = self._rows = None
+        if not self._is_copy:
+            return
         for working, weights in zip(self.balanced.home.tensors(), self.weights, strict=True):
             for slot, weight in enumerate(weights):
                 working[slot].copy_(weight)
 
-    def gradients(self) -> dict[Tensor, SlotTensors]:
-        """Return where the gradients of the working copy accumulate, by its parameters."""
-        pairs = zip(self.balanced.home.tensors(), self.weights, strict=True)
-        return {
-            working: SlotTensors(weight.main_grad for weight in weights)
-            for working, weights in pairs
-            if working.requires_grad
-        }
+    def gradients(self) -> dict[Any, SlotTensors]:
+        """Return where gradients accumulate, by what experts compute with: all slots, and each where it is apart."""
+        found: dict[Any, SlotTensors] = {}
+        for home, weights in zip(self.balanced.home.tensors(), self.weights, strict=True):
+            if not weights[0].requires_grad:
+                continue
+            found[home] = SlotTensors(weight.main_grad for weight in weights)
+            if isinstance(home, SlotTensors):
+                found.update({leaf: SlotTensors([total]) for leaf, total in zip(home, found[home], strict=True)})
+        return found
 
     def restore(self) -> None:
         """Give the layer back its dispatcher and its experts their forward."""
@@ -207,7 +216,7 @@ class LentMoE(MoETokenDispatcher):
         assert working.grad is not None, "called after accumulation"
         totals = self._handle.gradient_of(working)
         assert totals is not None, "only parameters with an accumulated gradient have this hook"
-        for total, gradient in zip(totals, working.grad, strict=True):
+        for total, gradient in zip(totals, working.grad if self._is_copy else [working.grad], strict=True):
             total.add_(gradient)
         working.grad = None
         self._handle.release(self._handle.balancer.layers_home())
@@ -230,13 +239,20 @@ class MegatronHandle:
     """Model chunks whose experts are balanced, seen from one rank."""
 
     def __init__(
-        self, model_chunks: Sequence[nn.Module], found: FoundChunks, *, cluster: Cluster, options: BalancerOptions
+        self,
+        model_chunks: Sequence[nn.Module],
+        found: FoundChunks,
+        *,
+        cluster: Cluster,
+        options: BalancerOptions,
+        weights: Kept,
     ) -> None:
         """Made by `install`."""
+        self._weights = weights
         self.model_chunks, self.found = tuple(model_chunks), found
         self.micro_steps = [-1] * len(model_chunks)
         """Micro-step of the last forward pass of each chunk."""
-        self._gradients: dict[Tensor, SlotTensors] = {}
+        self._gradients: dict[Any, SlotTensors] = {}
         self._finalize: Any = None
         self._unreleased: list[LentMoE] = []
         """Layers of the open window whose gradients DDP does not reduce yet, the last one first."""
@@ -253,7 +269,9 @@ class MegatronHandle:
             gradient_of=self.gradient_of,
         )
         pairs = zip(layers, found.layers, strict=True)
-        self._lent = [LentMoE(layer, one, index=at, handle=self) for at, (layer, one) in enumerate(pairs)]
+        self._lent = [
+            LentMoE(layer, one, index=at, handle=self, weights=weights) for at, (layer, one) in enumerate(pairs)
+        ]
         self._hooks: list[Any] = []
 
     def put(self, worker: PlanWorker | None) -> None:
@@ -268,10 +286,11 @@ class MegatronHandle:
     @property
     def extra_bytes(self) -> Mapping[str, int]:
         """Bytes of this rank beyond what Megatron holds, by what they are for."""
-        copies = sum(tensor.nbytes for lent in self._lent for tensor in lent.balanced.home.tensors())
+        held = [tensor.nbytes for lent in self._lent for tensor in lent.balanced.home.tensors()]
+        copies = sum(held) if self._weights == "copy" else 0
         return {"working copy of the weights": copies, "balancer": self.balancer.extra_bytes}
 
-    def gradient_of(self, working: Tensor) -> SlotTensors | None:
+    def gradient_of(self, working: Any) -> SlotTensors | None:
         """Return where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""
         return self._gradients.get(working)
 
@@ -297,8 +316,8 @@ class MegatronHandle:
             self._gradients.update(lent.gradients())
         self._home = set()
         self._unreleased = [lent for lent in reversed(self._lent) if self._is_early(lent.chunk)]
-        # Weights need not return: Megatron's own parameters stayed at their owners.
-        self.balancer.begin(with_weights=False)
+        # A working copy need not return: Megatron's own parameters stayed at their owners.
+        self.balancer.begin(with_weights=self._weights == "in place")
         self._finalize, self._config.finalize_model_grads_func = self._config.finalize_model_grads_func, self._reduce
 
     def end(self) -> None:
@@ -390,6 +409,7 @@ def install(
     *,
     cluster: Cluster,
     options: BalancerOptions | None = None,
+    weights: Kept = "copy",
     worker: PlanWorker | None = None,
 ) -> MegatronHandle:
     """Balance the experts of these model chunks from now on, in windows. Every rank of the model must call this.
@@ -398,6 +418,8 @@ def install(
         model_chunks: as Megatron's schedules take them, wrapped in its DistributedDataParallel
         cluster: of one EP group
         options: slots and the rest; order of execution, pipeline stage and the gradients' dtype are filled in here
+        weights: `in place`: experts move in Megatron's own parameters, whose memory the ranks of a node share (CPU
+            only); `copy`: on a working copy of them
         worker: a planning process to use, instead of an own one
     """
     group = parallel_state.get_expert_model_parallel_group()
@@ -405,7 +427,7 @@ def install(
     gather = partial(gather_objects, group=group)
     found = all_or_none(partial(_checked, model_chunks, cluster), gather)[group.rank()]
     options = _filled_in(options or BalancerOptions(), model_chunks, found)
-    handle = MegatronHandle(model_chunks, found, cluster=cluster, options=options)
+    handle = MegatronHandle(model_chunks, found, cluster=cluster, options=options, weights=weights)
     handle.put(worker)
     return handle
 
@@ -413,6 +435,12 @@ def install(
 def uninstall(handle: MegatronHandle) -> None:
     """Restore the model chunks of a handle. Every rank must call this."""
     handle.uninstall()
+
+
+def same_memory(parameter: Tensor) -> Tensor:
+    """Return a tensor over the same memory that autograd knows nothing of: DDP's hooks do not see its gradient."""
+    place = parameter.storage_offset(), parameter.shape, parameter.stride()
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(parameter.untyped_storage(), *place)
 
 
 def distinct(ids: Any) -> np.ndarray:

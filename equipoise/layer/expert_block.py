@@ -139,7 +139,7 @@ def expert_block(
 
     Returns: [N, D]
     """
-    return _ExpertBlock.apply(rows_ND, gates_N, groups, transfers, visit, options, *home)
+    return _ExpertBlock.apply(rows_ND, gates_N, groups, transfers, visit, options, home.form(), *home.flat())
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -152,18 +152,19 @@ class _ExpertBlock(torch.autograd.Function):
         transfers: LayerTransfers,
         visit: Visit,
         options: BlockOptions,
-        *tensors: Tensor | None,
+        form: ExpertWeights,
+        *tensors: Tensor,
     ) -> Tensor:
         # A forward that runs inside a backward is activation recomputation, part of the layer's backward visit.
         now = visit._replace(phase="backward") if _TRACKER.is_bw else visit
-        home = ExpertWeights(*tensors)
+        home = form.filled(tensors)
         transfers.wait_for(now)
         joined = transfers.joined(now)
-        ctx.groups, ctx.transfers, ctx.visit, ctx.options = groups, transfers, visit, options
+        ctx.groups, ctx.transfers, ctx.visit, ctx.options, ctx.form = groups, transfers, visit, options, form
         if joined is not None:
             out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options, gates_N)
             # As many tensors as where they are apart, for the reason above.
-            ctx.save_for_backward(rows_ND, gates_N, pre_NF, pre_NF[:0], *home)
+            ctx.save_for_backward(rows_ND, gates_N, pre_NF, pre_NF[:0], *tensors)
             return out_ND
         home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
         gates_home_N, gates_replica_N = _split_gates(gates_N, groups)
@@ -174,26 +175,26 @@ class _ExpertBlock(torch.autograd.Function):
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
         out_replica_ND, pre_replica_NF = apply_experts(replica_ND, replica, held_S, options, gates_replica_N)
-        ctx.save_for_backward(rows_ND, gates_N, pre_home_NF, pre_replica_NF, *home)
+        ctx.save_for_backward(rows_ND, gates_N, pre_home_NF, pre_replica_NF, *tensors)
         return torch.cat([out_home_ND, out_replica_ND]) if groups.num_replica_rows else out_home_ND
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, gates_N, pre_home_NF, pre_replica_NF, *tensors = ctx.saved_tensors
         groups, visit, grad_ND = ctx.groups, ctx.visit._replace(phase="backward"), grad_ND.contiguous()
-        has_training = any(ctx.needs_input_grad[6:])
+        has_training = any(ctx.needs_input_grad[7:])
         ctx.transfers.wait_for(visit)
         joined = ctx.transfers.joined(visit)
         if joined is not None:
             part = _Part(rows_ND, gates_N, pre_home_NF, joined, _joined_ends(groups, joined))
             grad_rows_ND, grad_gates_N, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
-            return grad_rows_ND, grad_gates_N, None, None, None, None, *(own or (None,) * 4)
+            return grad_rows_ND, grad_gates_N, *(None,) * 5, *_slot_gradients(own, ctx.form)
         replica = ctx.transfers.weights(visit)
         sizes = [groups.num_home_rows, groups.num_replica_rows]
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
         gates_home_N, gates_replica_N = _split_gates(gates_N, groups)
-        home_part = _Part(home_ND, gates_home_N, pre_home_NF, ExpertWeights(*tensors), groups.home_end_S)
+        home_part = _Part(home_ND, gates_home_N, pre_home_NF, ctx.form.filled(tensors), groups.home_end_S)
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
         replica_part = _Part(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
@@ -204,7 +205,12 @@ class _ExpertBlock(torch.autograd.Function):
         of_homes, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
         pairs = zip(of_homes, of_replicas, strict=True)
         grads = tuple(None if h is None else torch.cat([h, r]) if groups.num_replica_rows else h for h, r in pairs)
-        return *grads, None, None, None, None, *(own or (None,) * 4)
+        return *grads, *(None,) * 5, *_slot_gradients(own, ctx.form)
+
+
+def _slot_gradients(own: ExpertWeights | None, form: ExpertWeights) -> list[Any]:
+    """Gradients of the home weights, as they were given to the block; None where experts do not train."""
+    return [None] * len(form.flat()) if own is None else own.split_like(form)
 
 
 class _Part(NamedTuple):

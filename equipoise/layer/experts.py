@@ -51,7 +51,7 @@ from equipoise.layer.ops import (
 from equipoise.layer.relay import DirectDispatch, NodeRanks, Swap, send_by_relay
 from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.mapped_rows import MappedRows
-from equipoise.transfer.node import ExpertWeights
+from equipoise.transfer.node import ExpertWeights, SlotTensors
 
 DETERMINISTIC_PAD = 96
 """Rows that groups are filled up to. Products in fp32 on CPU give a row other bits where a block of rows is not full;
@@ -162,7 +162,7 @@ class BalancedExperts(nn.Module):
         """Keep this rank's home experts as parameters.
 
         Args:
-            home: [home_slots, ...] weights, in slot order
+            home: [home_slots, ...] weights, in slot order; `SlotTensors` stay as they are and are no parameters
             layer: the layer's index in plans
             group: the expert-parallel group
         """
@@ -173,9 +173,18 @@ class BalancedExperts(nn.Module):
         self.pad = DETERMINISTIC_PAD if self.options.is_deterministic else 1
         self.window: Window | None = None
         for name, tensor in zip(("gate_up", "down", "gate_up_bias", "down_bias"), home, strict=True):
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+            if isinstance(tensor, SlotTensors):
+                setattr(self, name, tensor)
+            else:
+                self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         device = None if home.gate_up_SFD.is_meta else home.gate_up_SFD.device
         self.register_buffer("mismatches", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+        is_apart = isinstance(home.gate_up_SFD, SlotTensors)
+        if is_apart and (self.options.products == "grouped" or self.options.is_deterministic):
+            raise TopologyError(
+                f"layer index {layer}: experts kept one tensor per slot are computed one by one, without padding; use "
+                "products='loop' and is_deterministic=False"
+            )
         _, hidden, width = home.down_SDF.shape
         step = 16 // home.down_SDF.element_size()
         if self.options.products == "grouped" and (width % step or hidden % step):

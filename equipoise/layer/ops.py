@@ -250,14 +250,15 @@ def enter_home(home: ExpertWeights, transfers: LayerTransfers, visit: Visit) -> 
         transfers: returns the gradients of their replicas
         visit: of the layer; its phase does not matter
     """
-    entered = iter(_EnterHome.apply(transfers, visit, *home.tensors()))
-    return home.map(lambda _: next(entered))
+    return home.filled(_EnterHome.apply(transfers, visit, home.form(), *home.flat()))
 
 
 class _EnterHome(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfers: LayerTransfers, visit: Visit, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.visit = transfers, visit
+    def forward(
+        ctx: Any, transfers: LayerTransfers, visit: Visit, form: ExpertWeights, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.transfers, ctx.visit, ctx.form = transfers, visit, form
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
@@ -268,5 +269,5 @@ class _EnterHome(torch.autograd.Function):
             g.clone(memory_format=torch.contiguous_format) if g._use_count() > 1 or not g.is_contiguous() else g
             for g in gradients
         )
-        ctx.transfers.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ExpertWeights(*own))
-        return None, None, *own
+        ctx.transfers.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ctx.form.filled(own))
+        return None, None, None, *own

@@ -4,7 +4,8 @@ Two kinds of memory, each rank having its own part:
     control    on the CPU: int64 cells, see `waits`, one tag per mailbox at the end; two ballots, see `agree`; and why
                this rank gave up
     pages      where the parameters are, see `pages`:
-        homes      per layer and matrix one piece, [home_slots, ...] at its end, so that replica slots can follow
+        homes      per layer and matrix one piece, [home_slots, ...] at its end, so that replica slots can follow;
+                   none where parameters stay in memory that a framework owns, which ranks map instead
         the rest   biases; outbox [boxes, ...], experts that change slots at a window's edge, a few at a time;
                    mailboxes [mailboxes, ...], replica gradients on their way to their homes
 Where there are several nodes, each rank also has a landing [boxes, ...] of its own for what other nodes send: on its
@@ -15,11 +16,12 @@ anything may be read or written is decided by `edges`, `returns` and `engine`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +34,7 @@ from equipoise.core.errors import EquipoiseError, TransferError
 from equipoise.core.options import TransferOptions, aligned, edge_boxes
 from equipoise.transfer.cuda_pages import CudaPager
 from equipoise.transfer.nccl import NcclGroup, choose_transport
-from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, whole
+from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, share_storages, whole
 from equipoise.transfer.waits import (
     AGREED,
     MESSAGE_BYTES,
@@ -57,9 +59,37 @@ class SlotTensors(tuple[Tensor, ...]):
     """
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """As of one tensor."""
+        return (len(self), *self[0].shape)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of all of them."""
         return self[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all of them."""
+        return self[0].device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether they are on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether they have no memory."""
+        return self.device.type == "meta"
+
+    def element_size(self) -> int:
+        """Bytes of one number."""
+        return self.dtype.itemsize
+
+    def transpose(self, one: int, other: int) -> "SlotTensors":
+        """Exchange two axes behind that of slots."""
+        return SlotTensors(tensor.transpose(one - 1, other - 1) for tensor in self)
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +135,24 @@ class ExpertWeights(NamedTuple):
         """Apply a function to the tensors that exist."""
         return ExpertWeights(*(None if tensor is None else change(tensor) for tensor in self))
 
+    def form(self) -> "ExpertWeights":
+        """The same without tensors, for `filled` and `split_like`."""
+        return self.map(lambda t: SlotTensors([None] * len(t)) if isinstance(t, SlotTensors) else 0)  # type: ignore[list-item]  # holds places, not tensors
+
+    def flat(self) -> list[Tensor]:
+        """The tensors that exist, slot by slot where slots are kept one by one."""
+        return [part for tensor in self.tensors() for part in (tensor if isinstance(tensor, SlotTensors) else [tensor])]
+
+    def filled(self, tensors: Iterable[Tensor]) -> "ExpertWeights":
+        """The same form with other tensors, which are in the order of `flat`."""
+        left = iter(tensors)
+        return self.map(lambda t: SlotTensors(islice(left, len(t))) if isinstance(t, SlotTensors) else next(left))
+
+    def split_like(self, form: "ExpertWeights") -> list[Tensor]:
+        """The tensors that exist, cut into slots where `form` keeps slots one by one."""
+        pairs = zip(self.tensors(), form.tensors(), strict=True)
+        return [part for t, like in pairs for part in (t.unbind(0) if isinstance(like, SlotTensors) else [t])]
+
 
 def copy_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
     """Copy one expert between slots, on the current stream, and return its bytes.
@@ -131,6 +179,8 @@ class ExpertLayout:
     slots: int
     depth: int
     nodes: int = 1
+    is_in_place: bool = False
+    """Whether homes stay in memory that a framework owns, one tensor per slot."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
@@ -152,6 +202,7 @@ class ExpertLayout:
             slots=options.slots,
             depth=options.depth,
             nodes=nodes,
+            is_in_place=isinstance(first.gate_up_SFD, SlotTensors),
             device=first.gate_up_SFD.device,
         )
 
@@ -228,7 +279,7 @@ class ExpertLayout:
         """Bytes of each piece of a rank's pages: per layer its two matrices, then biases, outbox and mailboxes."""
         matrices = [whole(self.matrix_bytes(field, self.home_slots), granule) for field in (0, 1)]
         rest = self.layers * self.bias_bytes + self.outbox_bytes + self.mailbox_bytes
-        return [*matrices * self.layers, whole(rest, granule)]
+        return [*matrices * (0 if self.is_in_place else self.layers), whole(rest, granule)]
 
 
 def view_experts(
@@ -353,7 +404,7 @@ def make_buffers(
 ) -> SeparateBuffers | Arena:
     """Make the buffers that the options ask for."""
     is_arena = options.buffers == "arena" or (options.buffers == "auto" and layout.device.type == "cuda")
-    if not is_arena or layout.slots == 0:
+    if not is_arena or layout.slots == 0 or layout.is_in_place:
         return SeparateBuffers(layout)
     return Arena(layout, pager=pager, homes=homes)
 
@@ -450,8 +501,19 @@ class NodeMemory:
         return self._outboxes[rank, dtype]
 
     def adopt(self, *, version: int) -> None:
-        """Move the parameters and their values into shared memory; those already there stay as they are."""
+        """Move the parameters and their values into shared memory; those already there stay as they are.
+
+        Parameters that stay in place are shared where they are; every rank of the group must call this then.
+        """
         registrations = []
+        if self.layout.is_in_place:
+            self._share_in_place()
+            for layer, weights in enumerate(self.homes):
+                for slot, tensor in enumerate(weights.flat()):
+                    name = f"layer index {layer}, tensor {slot}"
+                    registrations.append(Registration(name, tensor.data_ptr(), tensor.nbytes, version))
+            self.registrations = tuple(registrations)
+            return
         for layer, weights in enumerate(self.homes):
             views = self.home[self.rank][layer]
             for part, tensor, view in zip(weights._fields, weights, views, strict=True):
@@ -470,7 +532,7 @@ class NodeMemory:
 
     def check(self) -> None:
         """Raise if a parameter is no longer where it was registered."""
-        tensors = [tensor for weights in self.homes for tensor in weights.tensors()]
+        tensors = [tensor for weights in self.homes for tensor in weights.flat()]
         for tensor, known in zip(tensors, self.registrations, strict=True):
             if tensor.data_ptr() != known.pointer or tensor.nbytes != known.num_bytes:
                 raise TransferError(
@@ -568,7 +630,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Move the parameters out into memory of their own and let go of the node's. Closing twice is allowed."""
-        for weights in self.homes if self.registrations else ():
+        for weights in self.homes if self.registrations and not self.layout.is_in_place else ():
             for tensor in weights.tensors():
                 tensor.data = tensor.detach().clone()
         self.registrations = ()
@@ -616,10 +678,11 @@ class NodeMemory:
         all_or_none(make, partial(gather_objects, group=self.group))
         self.buffers = made[0]
         rest = {rank: spans[-1].view for rank, spans in shared.spans.items()}
-        self.home = {
-            rank: tuple(self._home(rank, layer, spans, sizes) for layer in range(layout.layers))
-            for rank, spans in shared.spans.items()
-        }
+        if not layout.is_in_place:
+            self.home = {
+                rank: tuple(self._home(rank, layer, spans, sizes) for layer in range(layout.layers))
+                for rank, spans in shared.spans.items()
+            }
         offset = layout.layers * layout.bias_bytes
         self._outboxes = {
             (rank, dtype): view_experts(layout, view, offset, layout.boxes, dtype)
@@ -631,6 +694,15 @@ class NodeMemory:
             rank: view_experts(layout, view, offset, layout.num_mailboxes, layout.return_dtype)
             for rank, view in rest.items()
         }
+
+    def _share_in_place(self) -> None:
+        """Let the node's ranks map the memory in which this rank's parameters are, and map theirs."""
+        tensors = [tensor for weights in self.homes for tensor in weights.flat()]
+        shared = share_storages(tensors, group=self.group, node_R=self.node_R, timeout_s=self.options.timeout_s)
+        self.home = {}
+        for rank, views in shared.items():
+            left = iter(views)
+            self.home[rank] = tuple(weights.filled(left) for weights in self.homes)
 
     def _home(self, rank: int, layer: int, spans: Sequence[Span], sizes: Sequence[int]) -> ExpertWeights:
         """[home_slots, ...] one layer of a rank: matrices at the end of their pieces, biases among the rest."""

@@ -5,6 +5,7 @@
     Pages, Span    physical memory without an address, and a range of addresses that shows one or more pages in a row
     Pager          makes both: `HostPager` here (memfd, mmap), `CudaPager` in `cuda_pages` (CUDA's virtual memory)
     share_pages    every rank of a node makes pages, and maps those of all the others
+    share_storages the same with memory that a framework owns already, under the tensors that are in it
 
 The same pages may be mapped in several spans: that is how replica slots lie behind the home slots of every layer
 (`node.Arena`).
@@ -475,3 +476,59 @@ def _map_pages_of(source: int, address: str, sizes: Sequence[int], *, pager: Pag
 
     fetch_fds(address, len(sizes), map_next, source=source, timeout_s=timeout_s)
     return spans
+
+
+def share_storages(
+    tensors: Sequence[torch.Tensor], *, group: Any, node_R: Sequence[int], timeout_s: float
+) -> dict[int, list[torch.Tensor]]:
+    """Let the node's ranks map the memory that these tensors are in, whoever owns it. Every rank of `group` must call.
+
+    The memory of a storage is replaced by shared memory under all tensors that see it, with the same values; nothing is
+    copied after that.
+
+    Args:
+        tensors: contiguous, on the CPU; as many on every rank, of the same shapes and dtype
+
+    Returns: by rank of the node, this one included: its tensors, seen from here
+    """
+    rank, gather = dist.get_rank(group), partial(gather_objects, group=group)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    server = FdServer()
+
+    def share() -> tuple[str, list[int], list[tuple[int, int]]]:
+        wrong = next((t for t in tensors if t.device.type != "cpu" or not t.is_contiguous()), None)
+        if wrong is not None:
+            raise TransferError(
+                f"a {list(wrong.shape)} tensor on {wrong.device} cannot be shared where it is; only contiguous ones on "
+                "the CPU can: use a working copy of the weights"
+            )
+        places = [
+            (list(storages).index(t.untyped_storage().data_ptr()), t.storage_offset() * t.element_size())
+            for t in tensors
+        ]
+        return server.address, [storage.nbytes() for storage in storages.values()], places
+
+    try:
+        # Step 1: every rank says what it has; none changes anything if one cannot.
+        facts = all_or_none(share, gather)
+        descriptors = [storage._share_fd_cpu_()[0] for storage in storages.values()]
+        # Step 2: rank by rank, each hands its descriptors over, and all of its node map the memory.
+        shared: dict[int, list[torch.Tensor]] = {}
+        peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
+        for source in peers:
+            address, sizes, places = facts[source]
+            if source == rank:
+                server.serve([partial(os.dup, one) for one in descriptors], times=len(peers) - 1, timeout_s=timeout_s)
+                owned = [HostPages(os.dup(one), size) for one, size in zip(descriptors, sizes, strict=True)]
+                spans = [HostPager().map([pages]) for pages in owned]
+                for pages in owned:
+                    pages.release()
+            else:
+                spans = _map_pages_of(source, address, sizes, pager=HostPager(), timeout_s=timeout_s)
+            shared[source] = [
+                spans[at].view(offset, tensor.shape, tensor.dtype)
+                for tensor, (at, offset) in zip(tensors, places, strict=True)
+            ]
+        return shared
+    finally:
+        server.close()
