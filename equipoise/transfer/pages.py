@@ -430,7 +430,7 @@ def share_pages(
     """
     rank, gather = dist.get_rank(group), partial(gather_objects, group=group)
     peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
-    own, spans = list[Pages](), dict[int, list[Span]]()
+    own = list[Pages]()
     with ExitStack() as opened, ExitStack() as released:
         server = FdServer()
         opened.callback(server.close)
@@ -445,23 +445,59 @@ def share_pages(
         all_or_none(lambda: pager.check(sum(sizes), sharers=len(peers)), gather)
         # Step 2: every rank makes its pages.
         addresses = all_or_none(make, gather)
-        # Step 3: rank by rank, each hands its descriptors over, and the others of its node map the pages. All begin a
-        # turn together, so that a rank waits for those of its own turn alone, at most once for each of them.
-        bound_s = timeout_s * len(peers)
-
-        def hand_over(turn: int) -> None:
-            source = peers[turn] if turn < len(peers) else None
-            if source == rank:
-                spans[rank] = [pager.map([pages]) for pages in own]
-                server.serve([pages.export for pages in own], times=len(peers) - 1, timeout_s=timeout_s)
-            elif source is not None:
-                spans[source] = _map_pages_of(source, addresses[source], sizes, pager=pager, timeout_s=bound_s)
-
-        for turn in range(max(Counter(node_R).values())):
-            all_or_none(partial(hand_over, turn), gather)
+        # Step 3: each hands its pages over, and the others of its node map them.
+        hands = _Hands(server, addresses, rank=rank, node_R=node_R, gather=gather, timeout_s=timeout_s)
+        spans = hands.around(own, [sizes] * len(node_R), pager=pager)
         # From here on the caller releases them.
         released.pop_all()
     return NodePages(own, spans)
+
+
+class _Hands:
+    """The ranks of an EP group while they hand pages over inside their nodes."""
+
+    def __init__(
+        self,
+        server: FdServer,
+        addresses: Sequence[str],
+        *,
+        rank: int,
+        node_R: Sequence[int],
+        gather: Callable[[Any], list],
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            addresses: of all ranks' servers
+            gather: gives every rank's object to all
+        """
+        self._server, self._addresses, self._rank = server, addresses, rank
+        self._node_R, self._gather, self._timeout_s = node_R, gather, timeout_s
+
+    def around(self, own: Sequence[Any], sizes_R: Sequence[Sequence[int]], *, pager: Any) -> dict[int, list[Span]]:
+        """Hand over own pages and map those of the node, by rank. Every rank of the group must call this.
+
+        All begin a turn together, so that a rank waits for those of its own turn alone, at most once for each of them.
+
+        Args:
+            sizes_R: bytes of each rank's pages
+        """
+        peers = [r for r, node in enumerate(self._node_R) if node == self._node_R[self._rank]]
+        spans = dict[int, list[Span]]()
+
+        def hand_over(turn: int) -> None:
+            source = peers[turn] if turn < len(peers) else None
+            if source == self._rank:
+                spans[source] = [pager.map([pages]) for pages in own]
+                exports = [pages.export for pages in own]
+                self._server.serve(exports, times=len(peers) - 1, timeout_s=self._timeout_s)
+            elif source is not None:
+                bound = {"pager": pager, "timeout_s": self._timeout_s * len(peers)}
+                spans[source] = _map_pages_of(source, self._addresses[source], sizes_R[source], **bound)
+
+        for turn in range(max(Counter(self._node_R).values())):
+            all_or_none(partial(hand_over, turn), self._gather)
+        return spans
 
 
 def _map_pages_of(source: int, address: str, sizes: Sequence[int], *, pager: Pager, timeout_s: float) -> list[Span]:
@@ -511,24 +547,19 @@ def share_storages(
     try:
         # Step 1: every rank says what it has; none changes anything if one cannot.
         facts = all_or_none(share, gather)
-        descriptors = [storage._share_fd_cpu_()[0] for storage in storages.values()]
-        # Step 2: rank by rank, each hands its descriptors over, and all of its node map the memory.
-        shared: dict[int, list[torch.Tensor]] = {}
-        peers = [r for r, node in enumerate(node_R) if node == node_R[rank]]
-        for source in peers:
-            address, sizes, places = facts[source]
-            if source == rank:
-                server.serve([partial(os.dup, one) for one in descriptors], times=len(peers) - 1, timeout_s=timeout_s)
-                owned = [HostPages(os.dup(one), size) for one, size in zip(descriptors, sizes, strict=True)]
-                spans = [HostPager().map([pages]) for pages in owned]
-                for pages in owned:
-                    pages.release()
-            else:
-                spans = _map_pages_of(source, address, sizes, pager=HostPager(), timeout_s=timeout_s)
-            shared[source] = [
-                spans[at].view(offset, tensor.shape, tensor.dtype)
-                for tensor, (at, offset) in zip(tensors, places, strict=True)
-            ]
-        return shared
+        # Step 2: each hands its memory over, and all of its node map it.
+        own = [HostPages(os.dup(one._share_fd_cpu_()[0]), one.nbytes()) for one in storages.values()]
+        addresses, sizes_R, places_R = zip(*facts, strict=True)
+        hands = _Hands(server, addresses, rank=rank, node_R=node_R, gather=gather, timeout_s=timeout_s)
+        spans = hands.around(own, sizes_R, pager=HostPager())
+        for pages in own:
+            pages.release()
     finally:
         server.close()
+    return {
+        source: [
+            there[at].view(offset, tensor.shape, tensor.dtype)
+            for tensor, (at, offset) in zip(tensors, places_R[source], strict=True)
+        ]
+        for source, there in spans.items()
+    }

@@ -10,6 +10,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups, prepare_dispatch
 from equipoise.layer.expert_block import BlockOptions, expert_block
 from equipoise.layer.experts import BalancedExperts, LayerOptions
+from equipoise.transfer.node import SlotTensors
 from tests.layer.cases import random_plan, random_routing, static_plan, with_gaps
 from tests.layer.stack import Run, logical_grads, run_stack
 from tests.layer.test_expert_block import JoinedBank, OneBank, weights_of
@@ -30,10 +31,10 @@ def megatron_experts(rows_ND, gates_N, weights):
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("is_joined", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("kind", ["apart", "joined", "one tensor per slot"])
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=["fp32 gates", "bf16 gates"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_output_and_every_gradient_have_the_bits_of_autograd(dtype, gate_dtype, is_joined):
+def test_output_and_every_gradient_have_the_bits_of_autograd(dtype, gate_dtype, kind):
     both = [t for t in weights_of(4, seed=3, dtype=dtype, has_bias=False) if t is not None]
     make = torch.Generator().manual_seed(0)
     rows_ND = torch.randn((sum(LENGTHS), both[1].shape[1]), generator=make).to(dtype)
@@ -45,7 +46,9 @@ def test_output_and_every_gradient_have_the_bits_of_autograd(dtype, gate_dtype, 
 
     home = weights_of(4, seed=3, dtype=dtype, has_bias=False).map(lambda t: t[:2].clone().requires_grad_())
     replicas = weights_of(4, seed=3, dtype=dtype, has_bias=False).map(lambda t: t[2:].clone())
-    bank = JoinedBank(home, replicas) if is_joined else OneBank(replicas)
+    bank = JoinedBank(home, replicas) if kind == "joined" else OneBank(replicas)
+    if kind == "one tensor per slot":
+        home = home.map(lambda t: SlotTensors(one.detach().clone().requires_grad_() for one in t))
     ends = torch.tensor(LENGTHS).view(2, 2).cumsum(1).to(torch.int32)
     groups = Groups(home_end_S=ends[0], replica_end_S=ends[1], num_home_rows=5, num_replica_rows=10, num_replicas=2)
     rows_ND.requires_grad_()
@@ -64,7 +67,8 @@ def test_output_and_every_gradient_have_the_bits_of_autograd(dtype, gate_dtype, 
     assert torch.equal(rows_ND.grad, wanted_in[0].grad)
     assert torch.equal(gates_N.grad, wanted_in[1].grad)
     for own, back, wanted in zip(home.tensors(), bank.returned.tensors(), wanted_in[2:], strict=True):
-        assert torch.equal(torch.cat([own.grad, back]), wanted.grad)
+        own_grad = torch.stack([t.grad for t in own]) if isinstance(own, SlotTensors) else own.grad
+        assert torch.equal(torch.cat([own_grad, back]), wanted.grad)
 
 
 @pytest.mark.dist(4)
@@ -92,6 +96,13 @@ def test_gaps_are_refused_where_rows_are_mapped_or_gaps_were_not_announced():
         prepare_dispatch(ids_TK, plan, (0, 0), rank=0, is_mapped=True, has_gaps=True)
     with pytest.raises(RoutesError, match=r"expert -1; ids are 0\.\.7"):
         prepare_dispatch(ids_TK, plan, (0, 0), rank=0)
+
+
+def test_experts_kept_one_by_one_are_computed_one_by_one():
+    apart = weights_of(2, seed=0, has_bias=False).map(SlotTensors)
+    with pytest.raises(TopologyError, match="one tensor per slot are computed one by one"):
+        BalancedExperts(apart, layer=0, group=None)
+    assert list(BalancedExperts(apart, layer=0, group=None, options=AS_MEGATRON).parameters()) == []
 
 
 def test_a_bias_behind_the_gates_is_refused():

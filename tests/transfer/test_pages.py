@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equipoise.core import TransferError
-from equipoise.transfer.pages import HostPager, share_pages, whole
+from equipoise.transfer.pages import HostPager, share_pages, share_storages, whole
 from tests.transfer.test_memory import held
 
 PAGE = HostPager.granule
@@ -105,3 +105,43 @@ def test_pages_that_do_not_fit_are_refused_on_every_rank(pool):
     for words, is_clean in pool.run(share_and_tell, 4, (0, 0, 1, 1), [PAGE, 2**50]):
         assert "rank 0: shared memory: 2,251,799,813,693,440 bytes are needed on this node" in words
         assert is_clean, "mappings or descriptors are left"
+
+
+def share_in_place(group, node_R, is_spoilt):
+    """Each rank shares parts of two buffers that exist already, reads its node's and writes to the next rank's."""
+    import torch.distributed as dist
+
+    before, rank = held(), group.rank()
+    flat, other = torch.arange(100.0) + 1000 * rank, torch.full((7,), float(rank))
+    parts = [flat[10:30].view(4, 5), flat[64:70], other]
+    if is_spoilt and rank == 2:
+        parts[1] = flat[64:76:2]
+    place = flat.data_ptr()
+    try:
+        shared = share_storages(parts, group=group, node_R=node_R, timeout_s=20)
+    except TransferError as error:
+        return str(error), flat.data_ptr() == place and held() == before
+    seen = {source: [float(t.reshape(-1)[0]) for t in tensors] for source, tensors in shared.items()}
+    dist.barrier(group)
+    peers = sorted(shared)
+    shared[peers[peers.index(rank) - 1]][0][3, 4] = -1.0 - rank
+    dist.barrier(group)
+    writer = peers[(peers.index(rank) + 1) % len(peers)]
+    assert flat[29] == parts[0][3, 4] == -1.0 - writer, "every tensor over the buffer sees what another rank wrote"
+    assert flat[28] == 28 + 1000 * rank, "values stay when the memory is replaced"
+    dist.barrier(group)
+    del shared, parts, flat, other
+    return seen, held() == before
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_memory_that_others_own_is_shared_under_the_tensors_that_are_in_it(pool, is_spoilt):
+    node_R = (0, 1, 0, 0)
+    for rank, (said, is_clean) in enumerate(pool.run(share_in_place, 4, node_R, is_spoilt)):
+        if is_spoilt:
+            assert "rank 2: a [6] tensor on cpu cannot be shared where it is" in said
+        else:
+            peers = [r for r in range(4) if node_R[r] == node_R[rank]]
+            assert said == {peer: [10.0 + 1000 * peer, 64.0 + 1000 * peer, float(peer)] for peer in peers}
+        assert is_clean, "mappings or descriptors are left, or memory was replaced by a call that was refused"
