@@ -8,7 +8,7 @@ How every wait stays bounded:
    and the calling thread waits for that without a bound.
 2. Whoever waits asks whether a batch is finished (`is_completed`) and never synchronizes.
 3. Torch's `abort` ends a batch that will not finish: NCCL's kernels return, and the device goes on.
-4. Torch would end the whole process when a connection breaks. It is told not to, for this group alone.
+4. Torch's own watchdog would end the whole process when a connection breaks. This group alone has none.
 
 NCCL's own buffers are not counted in any budget: it makes them for each pair of ranks, as it does for the training.
 """
@@ -28,12 +28,8 @@ from equipoise.transfer.waits import Message, all_or_none, fresh_store, gather_o
 
 Wait = Callable[[Callable[[], bool]], object]
 """Waits, bounded, until a call returns True, or raises TransferError."""
-_LEFT_TO_US = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-"""What torch reads when it makes a group: neither its watchdog nor the monitor of that may end the process."""
+_NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""What torch reads when it makes a group: errors are for those who wait, and no thread looks for them."""
 
 
 def choose_transport(asked: Transport, *, group: Any, device: torch.device, nodes: int) -> Transport:
@@ -81,7 +77,7 @@ class NcclGroup:
         self._is_aborted = False
         store = fresh_store(group)
         try:
-            with _environment(_LEFT_TO_US):
+            with _environment(_NO_WATCHDOG):
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=timeout_s)
                 options.global_ranks_in_group = dist.get_process_group_ranks(group)
@@ -124,7 +120,7 @@ class NcclGroup:
     def _finish(self, work: Any, wait: Wait) -> None:
         try:
             wait(work.is_completed)
-            # Raises where NCCL found an error.
+            # Returns at once, or raises where NCCL found an error.
             work.wait()
         except RuntimeError:
             self._abort()

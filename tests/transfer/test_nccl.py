@@ -23,7 +23,7 @@ from tests.transfer.play import play_windows
 from tests.transfer.test_faults import late_for_an_exchange
 from tests.transfer.windows import LAYOUTS, random_plan
 
-HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+HANDLING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Batch:
@@ -58,7 +58,7 @@ class GlooAsNccl:
     """How the groups of this process ended."""
 
     def __init__(self, store, rank, size, options):
-        assert os.environ[HANDLING] == "0", "torch would end the process"
+        assert os.environ[HANDLING] == "1", "torch's watchdog would end the process"
         self.gloo, self.batch = dist.ProcessGroupGloo(store, rank, size, options._timeout), None
 
     def allreduce(self, tensors):
