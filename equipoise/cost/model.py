@@ -207,7 +207,8 @@ class CostModel(Value):
     def edge_slow_ns(self, *, inside_experts: int, across_experts: int, edge: str) -> int:
         """How much longer the compute beside a publish or collect takes.
 
-        What stays in the node passes through staging memory at a peer's rate; what leaves it goes through the host.
+        What stays in the node passes through staging memory at a peer's rate. What leaves it is charged like pulls from
+        the host, which is how gloo moves it; what NCCL slows was not measured.
         """
         inside, across = self._link_ns(inside_experts, across_experts, edge)
         return (inside * self.profile.peer_slowdown_permille + across * self.profile.host_slowdown_permille) // 1000
