@@ -14,10 +14,10 @@ What `install` changes on this rank, and `uninstall` takes back; no class or fun
    the graph before attention.
 3. While an update window is open, `config.finalize_model_grads_func` first ends the window, then reduces gradients.
 
-Parameters, `main_grad`, DDP's buffers and the optimizer's shards stay where they are. Ranks of a node share the memory
-that expert parameters are in, and experts move between these parameters for the length of a window; on devices they
-compute on a working copy of the weights, filled when a window begins. Gradients are added to `main_grad`, as DDP's
-hooks do. `extra_bytes` names what this takes. MTP's layers are left alone.
+Parameters, `main_grad`, DDP's buffers and the optimizer's shards stay where they are. Experts compute on a working copy
+of the weights, filled when a window begins; or in place, without a copy: ranks of a node share the memory that expert
+parameters are in, and experts move between these parameters for the length of a window. Gradients are added to
+`main_grad`, as DDP's hooks do. `extra_bytes` names what this takes. MTP's layers are left alone.
 """
 
 from collections import deque
@@ -353,6 +353,12 @@ class MegatronHandle:
 
     def suspended(self) -> AbstractContextManager[None]:
         """Stop all transfers while buffers are offloaded and reloaded. Every rank must enter."""
+        if self._weights == "in place":
+            # A storage that torch has shared has no allocator any more: resizing it from zero ends the process.
+            raise AdapterError(
+                "torch cannot free and allocate the memory of parameters again once it is shared in place; install with "
+                "weights='copy' to offload between windows"
+            )
         return self.balancer.suspended()
 
     def _check_begin(self) -> None:
@@ -410,7 +416,7 @@ def install(
     *,
     cluster: Cluster,
     options: BalancerOptions | None = None,
-    weights: Literal["auto", "copy", "in place"] = "auto",
+    weights: Kept = "copy",
     worker: PlanWorker | None = None,
 ) -> MegatronHandle:
     """Balance the experts of these model chunks from now on, in windows. Every rank of the model must call this.
@@ -419,8 +425,8 @@ def install(
         model_chunks: as Megatron's schedules take them, wrapped in its DistributedDataParallel
         cluster: of one EP group
         options: slots and the rest; order of execution, pipeline stage and the gradients' dtype are filled in here
-        weights: `in place`: experts move between Megatron's own parameters, whose memory the ranks of a node share;
-            `copy`: on a working copy of them; `auto`: in place on the CPU, a copy on devices
+        weights: `copy`: experts compute on a working copy of the weights; `in place`: they move between Megatron's own
+            parameters, whose memory the ranks of a node share, on the CPU alone
         worker: a planning process to use, instead of an own one
     """
     group = parallel_state.get_expert_model_parallel_group()
@@ -428,9 +434,7 @@ def install(
     gather = partial(gather_objects, group=group)
     found = all_or_none(partial(_checked, model_chunks, cluster), gather)[group.rank()]
     options = _filled_in(options or BalancerOptions(), model_chunks, found)
-    is_device = any(parameter.is_cuda for parameter in model_chunks[0].parameters())
-    kept: Kept = weights if weights != "auto" else "copy" if is_device else "in place"
-    handle = MegatronHandle(model_chunks, found, cluster=cluster, options=options, weights=kept)
+    handle = MegatronHandle(model_chunks, found, cluster=cluster, options=options, weights=weights)
     handle.put(worker)
     return handle
 
