@@ -356,8 +356,8 @@ class MegatronHandle:
         if self._weights == "in place":
             # A storage that torch has shared has no allocator any more: resizing it from zero ends the process.
             raise AdapterError(
-                "torch cannot free and allocate the memory of parameters again once it is shared in place; install with "
-                "weights='copy' to offload between windows"
+                "torch cannot free and allocate the memory of parameters again once it is shared in place; install "
+                "with weights='copy' to offload between windows"
             )
         return self.balancer.suspended()
 
