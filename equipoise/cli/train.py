@@ -90,7 +90,7 @@ def train(
     Settings and presets: docs/training.md. Metrics: docs/metrics.md.
     """
     # Refuse options that exclude each other.
-    several = {"--report": report, "--record": record, "--resume": resume, "--out": out}
+    several = {"--report": report, "--record": record, "--resume": resume}
     _refuse_together("--compare", compare, several, why="is of one run, --compare trains several and keeps none")
     _refuse_together("--resume", resume, {"--out": out, "--preset": preset}, why="is the resumed run's own")
     require_installed("train", "torch", "transformers", extra="train")
@@ -114,7 +114,7 @@ def train(
             view.print(*forecast(config).lines())
             raise TopologyError(message)
         if compare:
-            raise typer.Exit(_compare(config, compare, view))
+            raise typer.Exit(_compare(config, compare, view, out=out))
         places = {"record": record, "report": report}
         raise typer.Exit(_train(config, folder, view, is_resumed=resume is not None, **places))
 
@@ -161,8 +161,8 @@ def _train(
     return 0
 
 
-def _compare(config: "TrainConfig", modes: str, view: "RunView") -> int:
-    """Train in several modes, and print how their steps differ; returns the exit code."""
+def _compare(config: "TrainConfig", modes: str, view: "RunView", *, out: Path | None) -> int:
+    """Train in several modes, print how their steps and seconds differ; returns the exit code."""
     from equipoise.rl.compare import parse_modes, run_comparison
     from equipoise.rl.preflight import check_settings
     from equipoise.rl.train import launch
@@ -174,6 +174,10 @@ def _compare(config: "TrainConfig", modes: str, view: "RunView") -> int:
         # Not the first of the ranks that torchrun started: the first one prints.
         return 0
     view.print(*comparison.lines())
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "comparison.json").write_text(json.dumps(comparison.to_dict(), indent=1) + "\n")
+        view.print(f"Written: {out / 'comparison.json'}")
     if view.as_json:
         print_json(comparison.to_dict())
     return 0 if comparison.is_good else 1

@@ -33,6 +33,8 @@ from equipoise.rl.train import Experience, Trainer, show_warm_up, start_planner
 LIMITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 """Largest difference between two modes, by the weights' dtype; in bf16 one step of its rounding, since modes that
 multiply in another order round differently from the first product on."""
+TRAINED = ("recompute", "update")
+"""Stages whose seconds are compared; all modes but the first train on given rollouts."""
 PLACED = "equipoise, no replicas"
 """The leg that `static` must equal bit for bit."""
 
@@ -51,6 +53,18 @@ class Leg:
     displaced: int = 0
     replicas: int = 0
     reward: float = 0.0
+    seconds: tuple[float, ...] = ()
+    """Measured, per step: log-prob pass and update on the slowest rank, without the rollout."""
+    tokens: tuple[int, ...] = ()
+    """Trained in each step, by all ranks."""
+
+    @property
+    def speed(self) -> dict[str, float]:
+        """Seconds per step and tokens per second, without the first step where there are more: it compiles."""
+        from_step = 1 if len(self.seconds) > 1 else 0
+        seconds, tokens = sum(self.seconds[from_step:]), sum(self.tokens[from_step:])
+        steps = max(1, len(self.seconds) - from_step)
+        return {"step_s": seconds / steps, "tokens_per_s": tokens / max(seconds, 1e-9)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +95,7 @@ class Comparison:
     """All legs, their differences and the verdict."""
 
     legs: Sequence[Mapping[str, Any]]
-    """Per leg: name, loss, grad_norm per step, displaced, replicas, reward."""
+    """Per leg: name, loss, grad_norm per step, displaced, replicas, reward, step_s, tokens_per_s."""
     pairs: Sequence[Pair]
     is_free: bool
     problems: Sequence[str] = ()
@@ -101,6 +115,9 @@ class Comparison:
                 name = leg["name"] if step == 0 else ""
                 lines.append(f"{name:>24}{step:>6}{loss:>12.6f}{norm:>12.6f}" + "".join(f"{g:>10.1e}" for g in gaps))
             lines.append(f"{'':>24}displaced {leg['displaced']}, replicas {leg['replicas']}")
+        lines.append("Measured here, log-prob pass and update, rollout left out:")
+        for leg in self.legs:
+            lines.append(f"{leg['name']:>24}{leg['step_s']:>10.3f} s per step{leg['tokens_per_s']:>12,.0f} tokens/s")
         if self.is_free:
             return [*lines, "every mode made its own rollouts: no verdict"]
         for pair in self.pairs:
@@ -196,6 +213,7 @@ def build_comparison(legs: Sequence[Leg], *, is_free: bool, limit: float) -> Com
             "displaced": leg.displaced,
             "replicas": leg.replicas,
             "reward": leg.reward,
+            **leg.speed,
         }
         for leg in legs
     ]
@@ -248,4 +266,6 @@ def _train_leg(trainer: Trainer, *, name: str, given: Sequence[Experience] | Non
         displaced=sum(m["displaced"] for m in metrics),
         replicas=sum(m["replicas"] for m in metrics),
         reward=metrics[-1]["reward"],
+        seconds=tuple(sum(s for stage, s in m["stage_s"].items() if stage in TRAINED) for m in metrics),
+        tokens=tuple(round(m["tokens_per_s"] * m["seconds"]) for m in metrics),
     )

@@ -42,13 +42,17 @@ def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_p
 
 
 @pytest.mark.parametrize(("loss", "code"), [(0.5, 0), (0.6, 1)], ids=["they agree", "they differ"])
-def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch, loss, code):
+def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch, tmp_path, loss, code):
     comparison = build_comparison([leg("off"), leg("equipoise", loss=loss)], is_free=False, limit=1e-5)
     monkeypatch.setattr("equipoise.rl.train.launch", lambda *arguments, show: comparison)
     shown = equipoise("train", "--compare", "off,equipoise", "--ranks", 2)
     assert shown.code == code
     assert shown.out.splitlines()[-1] == ("TRAINING DIFFERS" if code else "training is unchanged")
-    assert equipoise("train", "--compare", "off,equipoise", "--json").document["is_good"] is not bool(code)
+    folder = tmp_path / "compared"
+    assert equipoise("train", "--compare", "off,equipoise", "--json", "-o", folder).document["is_good"] is not bool(
+        code
+    )
+    assert json.loads((folder / "comparison.json").read_text())["legs"][0]["name"] == "off"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ def check(comparison, steps):
     bits = [pair for pair in comparison.pairs if pair.must_be_bit_equal]
     assert [pair.names for pair in bits] == [("static", PLACED)] and bits[0].is_bit_equal
     assert max(bits[0].weight_gap) == 0.0
+    assert all(leg["step_s"] > 0 and leg["tokens_per_s"] > 0 for leg in comparison.legs)
+    assert sum("tokens/s" in line for line in comparison.lines()) == len(comparison.legs)
 
 
 @pytest.mark.dist(2)
@@ -38,6 +40,12 @@ def test_ten_steps_on_four_ranks_of_two_nodes_learn_the_same(pool):
     # One layer, one window of two micro-steps per stage: several of them are compared above.
     config = work.small(steps=10, ranks=4, ranks_per_node=2, model={"layers": 1}, update={"mini_batches": 1})
     check(pool.run(work.compare_run, 4, config, ALL, timeout_s=600)[0], 10)
+
+
+def test_the_first_step_is_left_out_of_the_speed_where_there_are_more():
+    one, two = (replace(leg("off"), seconds=s, tokens=t) for s, t in (((9.0,), (90,)), ((9.0, 2.0, 4.0), (9, 30, 30))))
+    assert one.speed == {"step_s": 9.0, "tokens_per_s": 10.0}
+    assert two.speed == {"step_s": 3.0, "tokens_per_s": 10.0}
 
 
 @pytest.mark.dist(2)
