@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import shutil
 import signal
 import sys
 import tempfile
@@ -112,7 +113,8 @@ def run_ranks(
         shown = None if show is None else show if place.rank == 0 else _show_nothing
         return [_call(function, args, place=place, init="env://", options=options, show=shown)]
     context = context or multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="equipoise-ranks-") as folder:
+    remove_left_folders()
+    with tempfile.TemporaryDirectory(prefix=f"{_folder_prefix()}{os.getpid()}-") as folder:
         pipes: list[Connection] = []
         processes: list[Any] = []
         try:
@@ -135,6 +137,21 @@ def run_ranks(
                 process.join(_GRACE_S if is_patient else 0)
                 process.kill()
                 process.join()
+
+
+def remove_left_folders() -> None:
+    """Remove the temporary folders of runs whose starting process was killed; all other memory ends with its ranks."""
+    prefix = _folder_prefix()
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        starter = folder.name.removeprefix(prefix).partition("-")[0]
+        if starter.isdecimal() and not Path(f"/proc/{starter}").exists():
+            # Another start may be removing it too.
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_prefix() -> str:
+    """How the names of temporary folders begin: process ids mean something in their own namespace alone."""
+    return f"equipoise-ranks-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 @contextmanager
@@ -194,7 +211,13 @@ def _collect(
                 failures[rank] = value
                 end = min(end, time.monotonic() + _GRACE_S)
     if failures:
-        raise min(failures.items(), key=lambda item: (_importance(item[1]), item[0]))[1]
+        cause = min(failures.items(), key=lambda item: (_importance(item[1]), item[0]))[1]
+        silent = sorted(waiting.values())
+        if silent and _importance(cause) == 2:
+            # No rank raised or died: those that say nothing are what the others waited for.
+            names = " and ".join(map(str, silent))
+            raise TransferError(f"rank {names} stood still for longer than the time-out; {cause}")
+        raise cause
     if waiting:
         raise TransferError(f"ranks {sorted(waiting.values())} gave no result within {limit_s:g} s")
     return results
@@ -242,9 +265,18 @@ def _serve(
     except EquipoiseError as error:
         send("failed", error)
     except Exception as error:  # noqa: BLE001  # the starting process shows it, whatever it is
-        is_lost = isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
-        kind = TransferError if is_lost else _BrokeError
-        send("failed", kind(f"rank {place.rank} failed:\n{traceback.format_exc()}"))
+        if isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error)):
+            reason = str(error).strip().splitlines()[0]
+            send("failed", TransferError(f"rank {place.rank} waited in vain in {_place_of(error)}: {reason}"))
+        else:
+            send("failed", _BrokeError(f"rank {place.rank} failed:\n{traceback.format_exc()}"))
+
+
+def _place_of(error: BaseException) -> str:
+    """Name the calls of this package, or else of the user, that an error went through, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    return " > ".join(f"{Path(frame.filename).stem}.{frame.name}" for frame in ours[-3:]) or "its start"
 
 
 def _call(

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from equipoise.core import TopologyError, TransferError
-from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, run_ranks
+from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, remove_left_folders, run_ranks
 from tests.pool import preloaded_context
 
 HEARS = "import signal; print(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
@@ -146,3 +147,35 @@ def test_ranks_that_share_a_gpu_are_different_hosts_to_nccl(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     given = nccl_environment(Torchrun(1, 4, 1, 4), devices=1)
     assert given == {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": "eth0"}
+
+
+def stand_still(group):
+    """Rank 1 sleeps while rank 0 waits for it."""
+    import torch.distributed as dist
+
+    if group.rank() == 1:
+        time.sleep(300)
+    dist.barrier(group)
+
+
+def test_a_rank_that_stands_still_is_named_in_one_line_with_the_place_where_others_waited():
+    with pytest.raises(TransferError) as error:
+        run_ranks(stand_still, 2, options=RankOptions(timeout_s=5.0), context=preloaded_context())
+    words = str(error.value)
+    assert words.startswith("rank 1 stood still for longer than the time-out; rank 0 waited in vain in ")
+    assert "test_launch.stand_still" in words
+    assert "\n" not in words
+
+
+def test_the_next_start_removes_the_folder_of_a_run_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = Path("/proc/self/ns/pid").stat().st_ino
+    ours = [f"equipoise-ranks-{here}-{pid}-abc" for pid in (ended.pid, os.getpid())]
+    names = [*ours, f"equipoise-ranks-{here + 1}-{ended.pid}-abc", "equipoise-ranks-other", "mine"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store").touch()
+    remove_left_folders()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
