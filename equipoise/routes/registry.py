@@ -6,6 +6,7 @@
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,17 +137,21 @@ def write_routes(routes: Routes, path: str | Path, *, format: str = "equipoise")
 
 
 def resolve_model(model: ModelShape | str | Path | None) -> ModelShape:
-    """Return the shape that is given, or read it from a preset name or the path of a HF config.json."""
+    """Return the shape that is given, or read it from a preset name, a HF id of one, or the path of a config.json."""
     if isinstance(model, ModelShape):
         return model
     if model is None:
         raise RoutesError("this format does not name its model; give a preset name or a HF config.json")
     if not isinstance(model, str | Path):
         raise RoutesError(f"model must be a shape, a preset name or a path, got a {type(model).__name__}")
-    is_preset = isinstance(model, str) and model.lower().replace("_", "-") in preset_names()
+    name = str(model).lower().replace("_", "-")
+    if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        # A HF id: owner, and a name that may say what the weights were tuned for, which changes no figure.
+        name = re.sub(r"(-(base|instruct|thinking|chat|hf|bf16|\d{4}))+$", "", name.rpartition("/")[2])
+    is_preset = name in preset_names()
     # Something that looks like a path is not answered with a list of presets.
     is_path = Path(model).exists() or Path(model).suffix == ".json" or os.sep in str(model)
-    return ModelShape.from_config(Path(model)) if is_path and not is_preset else ModelShape.preset(str(model))
+    return ModelShape.from_config(Path(model)) if is_path and not is_preset else ModelShape.preset(name)
 
 
 def _open(dump: Any, format: str | None) -> tuple[Source, Format]:

@@ -311,3 +311,13 @@ def test_what_is_of_another_kind_is_not_written(tmp_path):
         write_routes([], tmp_path / "x.eqr", format="equipoise")
     with pytest.raises(RoutesError, match="path is a int; it must be a str or a Path"):
         write_routes(good_routes(), 5, format="equipoise")
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_30b_a3b"])
+def test_a_model_may_be_named_by_its_hub_id(name):
+    assert resolve_model(name).name == "qwen3-30b-a3b"
+
+
+def test_an_unknown_hub_id_is_refused():
+    with pytest.raises(TopologyError, match="no model config at Qwen/Qwen9-30B"):
+        resolve_model("Qwen/Qwen9-30B")
