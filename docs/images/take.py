@@ -1,6 +1,6 @@
 """Take the pictures of this folder from the page of a result, in light and in dark.
 
-    equipoise simulate --demo -o out/demo.json
+    equipoise simulate --demo --ep 16 -o out/demo.json
     python docs/images/take.py out/demo.json
 
 Shows the page from its top to the end of its second chart, and writes the figures it shows to report.json, so that a
@@ -19,7 +19,7 @@ from equipoise.report import write_report
 
 HERE = Path(__file__).parent
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
-COMMAND = "equipoise simulate --demo -o out/demo.json"
+COMMAND = "equipoise simulate --demo --ep 16 -o out/demo.json"
 WIDTH = 1160
 LAST = "#section-cost-parts .plot"
 

@@ -43,7 +43,7 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Model preset such as qwen3-30b-a3b, or a HF config.json. Stores and counts name theirs, loads do not.",
+        help="Model preset such as qwen3-30b-a3b, its HF id, or a config.json; stores and counts name theirs.",
     ),
 ]
 FormatOption = Annotated[
@@ -63,10 +63,16 @@ CrossNodeFlag = Annotated[
         "experts.",
     ),
 ]
+Sends = Literal["rows", "tokens"]
 SendsOption = Annotated[
-    Literal["rows", "tokens"],
-    typer.Option("--sends", help="What crosses nodes: every row (Megatron), or a token once per node (DeepEP)."),
+    Sends,
+    typer.Option(
+        "--sends",
+        help="What crosses nodes: a token once per node (DeepEP, HybridEP), or every row (Megatron's alltoall).",
+    ),
 ]
+DEFAULT_SENDS: Sends = "tokens"
+"""Of every verb: large runs across nodes use DeepEP or HybridEP."""
 HistoryOption = Annotated[
     Path | None, typer.Option("--history", help="Loads of an earlier step (.npz), for the policy eplb-history.")
 ]

@@ -314,6 +314,10 @@ def seconds_notes(analysis: "Analysis") -> Table:
     if seconds.has_all_to_all:
         share = "a measured" if profile.is_shared else "an assumed"
         notes["all-to-all"] = f"busiest link at {share} share of its published rate, against even spread"
+        notes["sends"] = {
+            "tokens": "assumed: a token once to each node and rank, as in DeepEP; Megatron's alltoall: --sends rows",
+            "rows": "assumed: every row on its own, as in Megatron's alltoall; DeepEP: --sends tokens",
+        }[analysis.sends]
     else:
         notes["all-to-all"] = "not priced: source ranks are not the ranks of the EP group"
     if trial is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from equipoise.cli.options import (
+    DEFAULT_SENDS,
     CrossNodeFlag,
     ForceFlag,
     HistoryOption,
@@ -28,7 +29,7 @@ from equipoise.cli.options import (
     refuse_existing,
 )
 from equipoise.cli.output import print_json, screen, show_plan
-from equipoise.core import InfeasiblePlanError, LoadMatrix, ModelShape
+from equipoise.core import InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 
 if TYPE_CHECKING:
     from equipoise.core import Cluster, Plan
@@ -52,7 +53,7 @@ class PlanFlags:
         typer.Option(help="equipoise, or a baseline: static, lpt, eplb-oracle, lplb, relibra, balanced ..."),
     ] = "equipoise"
     cross_node: CrossNodeFlag = False
-    sends: SendsOption = "rows"
+    sends: SendsOption = DEFAULT_SENDS
     history: HistoryOption = None
     pairs: Annotated[
         Path | None,
@@ -120,7 +121,9 @@ def plan(
 ) -> None:
     """Plan one window from its loads."""
     from equipoise.cli.step_loads import model_of_loads
+    from equipoise.sim.summary import CROSSING
 
+    loads = _find_window(loads)
     refuse_existing(out, force=force, read=(loads, planning.history, planning.pairs))
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _parse_entry(explain)
@@ -143,12 +146,22 @@ def plan(
         show_plan(made, figures, console, source=loads.name)
     else:
         console.print(str(explanation), soft_wrap=True)
+    console.print(CROSSING[planning.sends], soft_wrap=True)
     if figures["assumed"]:
         console.print(figures["assumed"], soft_wrap=True)
     if out is not None:
         console.print(f"Written: {out}", soft_wrap=True)
     if as_json:
         print_json(figures)
+
+
+def _find_window(loads: Path) -> Path:
+    """Return the file, or the one update window that `convert --to loads -o FILE` wrote beside it."""
+    windows = [] if loads.exists() else sorted(loads.parent.glob(f"{loads.stem}-*-update*{loads.suffix}"))
+    if len(windows) > 1:
+        names = ", ".join(path.name for path in windows)
+        raise LoadsError(f"{loads} does not exist, and several windows were written beside it; give one of {names}")
+    return windows[0] if windows else loads
 
 
 def _parse_entry(text: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import typer
 
 from equipoise.cli import INTERRUPTED
 from equipoise.cli.options import (
+    DEFAULT_SENDS,
     ActivationsOption,
     CrossNodeFlag,
     DemoFlag,
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 POLICIES = "static,eplb-history,eplb-oracle,lplb,reactive,equipoise,balanced"
 GENERATED = "a generated step"
-TWO_NODES = PackingFlags(ep=16)
-"""Default schedule of `simulate`, so that rows cross nodes."""
 STOPPED = "{} left out: interrupted."
 NO_PLANNING = "Break-even leaves out the planning time, because its windows have other sizes."
 NO_CURVES = "Break-even left out: the layers and micro-steps of the last window that it looks at have no row."
@@ -70,6 +69,7 @@ def analyze(
         float | None, typer.Option(help="GiB that a rank has left for received rows, after weights and optimizer.")
     ] = None,
     activations: ActivationsOption = "kept",
+    sends: SendsOption = DEFAULT_SENDS,
     results: ResultFlags,
 ) -> None:
     """Show what uneven experts cost, and what a plan gives back."""
@@ -92,6 +92,7 @@ def analyze(
             slots=tried,
             memory_gib=memory_gib,
             activations=activations,
+            sends=sends,
             progress=show,
         )
     name = GENERATED if dump is None else dump.name
@@ -107,7 +108,7 @@ class StepFlags:
     SECTION: ClassVar[str] = "The step"
     pipeline_stages: Annotated[int, typer.Option(help="Pipeline stages, one forward, one backward.")] = 1
     activations: ActivationsOption = "kept"
-    sends: SendsOption = "rows"
+    sends: SendsOption = DEFAULT_SENDS
     rollout_s: Annotated[float, typer.Option(help="Seconds of rollout, for the whole step.")] = 0.0
     other_s: Annotated[float, typer.Option(help="Seconds of what is not simulated: optimizer, head ...")] = 0.0
     planning_s: Annotated[float, typer.Option(help="Seconds to plan a window; hidden behind what runs before it.")] = (
@@ -180,7 +181,7 @@ def simulate(
     ] = None,
     *,
     reading: ReadingFlags,
-    packing: PackingFlags = TWO_NODES,
+    packing: PackingFlags,
     demo: DemoFlag = False,
     machine: MachineFlags,
     step: StepFlags,

@@ -164,7 +164,7 @@ def lost(share: float) -> str:
 
 
 def gained(saved: float, *, lost: float) -> str:
-    """Say what a plan saves: what is lost to uneven ranks, more than that, or something although nothing is lost.
+    """Say what a plan saves: of what is lost to uneven ranks, and beyond it, or something although nothing is lost.
 
     A plan that takes longer than now gives nothing back, and is never said to.
     """
@@ -172,8 +172,10 @@ def gained(saved: float, *, lost: float) -> str:
         return f"take {percent(-saved)} more time"
     if lost <= 0:
         return f"save {percent(saved)}"
-    is_more = saved > lost and percent(saved) != percent(lost)
-    return f"recover {'that and more, ' if is_more else ''}{percent(saved)}"
+    beyond = percent(saved - lost)
+    if saved > lost and percent(saved) != percent(lost) and beyond != percent(0.0):
+        return f"recover that and save {beyond} beyond it"
+    return f"recover {percent(min(saved, lost))}"
 
 
 def beyond_balanced(name: str, *, sends_less: bool, computes_less: bool) -> str:

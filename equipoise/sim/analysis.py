@@ -13,6 +13,7 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
     model, cluster, ep, layer_numbers, micro_steps, rows
     coverage    share of forwarded tokens whose experts are known
     padding     share of the rows that are padding
+    sends       what was assumed to cross nodes: "rows", or "tokens", once per node
     profile     device, kind ("measured" or "derived"): whose figures the seconds are predicted with
     stages      for each stage: skew (see `SkewSummary.to_dict`), widths {EP width: mean, p50, p95, max}, seconds
     seconds     the stages together. Always predicted, of expert layers alone:
@@ -36,7 +37,7 @@ import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.options import balance_bytes, row_page_bytes
-from equipoise.core.plan import Plan, Seconds
+from equipoise.core.plan import Plan, Seconds, Sends
 from equipoise.core.value import Value
 from equipoise.cost import Profile
 from equipoise.cost.clock import replay
@@ -129,19 +130,23 @@ def slowest_group(plans: Sequence[Plan]) -> Seconds:
     return max((replay([plan_work(p)]) for p in plans), key=lambda done: done.total).seconds
 
 
-def predict(groups: Groups, *, cluster: Cluster, model: ModelShape) -> Prediction:
+def predict(groups: Groups, *, cluster: Cluster, model: ModelShape, sends: Sends = "rows") -> Prediction:
     """Predict one window as it is, and with every rank level.
 
     Args:
         groups: the window's loads, one matrix per EP group; sources that are not the group's ranks leave compute alone
         cluster: the EP group and its links
         model: as many layers as the loads have
+        sends: what crosses nodes
     """
+    options = PlanOptions(sends=sends)
     has_all_to_all = all(loads.num_ranks == cluster.ep for loads in groups)
     if not has_all_to_all:
         groups = [_at_one_source(complete(loads)[0], cluster.ep) for loads in groups]
     now, balanced = (
-        slowest_group([plan(loads, cluster=cluster, model=model, slots=0, policy=policy) for loads in groups])
+        slowest_group(
+            [plan(loads, cluster=cluster, model=model, slots=0, policy=policy, options=options) for loads in groups]
+        )
         for policy in ("static", "balanced")
     )
     if not has_all_to_all:
@@ -225,6 +230,7 @@ def try_plans(
     cluster: Cluster,
     model: ModelShape,
     slots: int,
+    sends: Sends = "rows",
     progress: Progress | None = None,
 ) -> Trial:
     """Plan every window of a step.
@@ -234,9 +240,10 @@ def try_plans(
         cluster: the EP group and its links
         model: as many layers as the loads have
         slots: replica slots per rank
+        sends: what crosses nodes
         progress: called after each layer
     """
-    options, report = PlanOptions(), progress or (lambda done, total: None)
+    options, report = PlanOptions(sends=sends), progress or (lambda done, total: None)
     total = model.layers * sum(len(groups) for groups in windows)
     given: dict[str, Any] = {"cluster": cluster, "model": model, "slots": slots, "options": options}
     made: list[tuple[Plan, ...]] = []
@@ -299,6 +306,8 @@ class Analysis(Value):
     layer_numbers: tuple[int, ...]
     micro_steps: int
     """Of all windows together."""
+    sends: Sends
+    """What was assumed to cross nodes."""
     rows: int
     """Dispatched in all windows and layers together, padding included."""
     coverage: float
@@ -335,6 +344,7 @@ class Analysis(Value):
             "rows": self.rows,
             "coverage": self.coverage,
             "padding": self.padding,
+            "sends": self.sends,
             "profile": {"device": self.profile.device, "kind": self.profile.kind},
             "stages": {name: stage.to_dict() for name, stage in self.stages.items()},
             "seconds": self.seconds.to_dict(),
@@ -352,6 +362,7 @@ def analyze_loads(
     slots: int | None = 1,
     memory_gib: float | None = None,
     activations: Activations = "kept",
+    sends: Sends = "rows",
     progress: Progress | None = None,
 ) -> Analysis:
     """Analyse the windows of one step.
@@ -363,6 +374,7 @@ def analyze_loads(
         slots: replica slots per rank of the plan that is tried; 0 for placement alone, None for no plan
         memory_gib: memory a rank has left for received rows, GiB
         activations: kept for the backward pass, or recomputed
+        sends: what crosses nodes: every row, or a token once per node
         progress: called with (layers planned, layers in all)
     """
     shape = _check(windows, model)
@@ -381,8 +393,8 @@ def analyze_loads(
     elif odd:
         no_trial = f"the loads have {odd[0]} source ranks, which do not fill EP groups of {cluster.ep}"
     else:
-        trial = try_plans(groups, cluster=cluster, model=shape, slots=slots, progress=progress)
-    predictions = [predict(window, cluster=cluster, model=shape) for window in groups]
+        trial = try_plans(groups, cluster=cluster, model=shape, slots=slots, sends=sends, progress=progress)
+    predictions = [predict(window, cluster=cluster, model=shape, sends=sends) for window in groups]
     if trial is not None:
         predictions = [replace(now, planned=s) for now, s in zip(predictions, trial.seconds, strict=True)]
     rows = sum(int(window.load_MLRE.sum()) for window in windows)
@@ -394,6 +406,7 @@ def analyze_loads(
         profile=Profile.read(cluster.profile),
         layer_numbers=tuple(range(shape.layers) if numbers is None else numbers.tolist()),
         micro_steps=sum(window.num_micro_steps for window in windows),
+        sends=sends,
         rows=rows,
         coverage=_coverage(windows),
         padding=padding / max(1, rows),

@@ -19,7 +19,7 @@ from equipoise.loads import (
     step_schedules,
     write_schedules,
 )
-from equipoise.planner import plan_step
+from equipoise.planner import PlanOptions, plan_step
 from equipoise.routes import write_routes
 
 MODEL = ModelShape.preset("olmoe")
@@ -147,7 +147,8 @@ def test_recorded_last_tokens_are_forwarded_from_histograms(equipoise, tmp_path)
 def test_the_plan_is_the_planners_with_as_many_slots_as_asked_for(equipoise, routes, store, slots):
     outcome = equipoise("analyze", store, "--ep", "4", "--cluster", "h200", "--slots", slots, "--json")
     windows = count_step(routes, step_schedules(tokens_of(routes), ranks=4, samples_per_micro_step=1))
-    plans = plan_step(windows, cluster=Cluster.preset("h200", ep=4), model=MODEL, slots=slots)
+    options = PlanOptions(sends="tokens")
+    plans = plan_step(windows, cluster=Cluster.preset("h200", ep=4), model=MODEL, slots=slots, options=options)
     document = outcome.document
     assert document["plan"]["slots"] == slots
     assert document["plan"]["buffer_bytes"] == max(slots * (2 * 2 + 4), 4) * MODEL.expert_bytes

@@ -41,6 +41,7 @@ FLAGS = {
         "--no-plan",
         "--memory-gib",
         "--activations",
+        "--sends",
     },
     "doctor": {"--model", "--format", "--second", "--second-format", "--min-agreement", "--self-check", "--json"},
     "convert": {*(READING | PACKING | FILE), "--to", "--pairs", "--formats"},
@@ -125,6 +126,17 @@ def test_verbs_and_flags_are_the_decided_ones():
         for name, command in commands.items()
     }
     assert {name: flags - {"-h", "--help"} for name, flags in found.items()} == FLAGS
+
+
+def test_options_of_one_name_have_one_default_in_every_verb():
+    defaults = {}
+    for verb, command in typer.main.get_command(build_app()).commands.items():
+        for option in command.params:
+            if option.name in ("ep", "sends", "schedule", "slots", "ranks_per_node", "cluster"):
+                defaults.setdefault(option.name, {})[verb] = option.default
+    assert defaults["sends"] == dict.fromkeys(("analyze", "plan", "simulate"), "tokens")
+    assert set(defaults["ep"].values()) == {8}
+    assert all(len(set(by_verb.values()) - {None}) == 1 for name, by_verb in defaults.items() if name != "cluster")
 
 
 def test_verbs_that_count_activations_ask_for_them_alike():

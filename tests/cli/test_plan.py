@@ -22,6 +22,7 @@ from equipoise.loads import (
     write_schedules,
 )
 from equipoise.routes import write_routes
+from equipoise.sim.summary import CROSSING
 
 MODEL = eq.ModelShape.preset("olmoe", layers=2)
 
@@ -45,7 +46,8 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert outcome.code == 0
     assert len(outcome.out.splitlines()) == 1
     cluster = eq.Cluster.preset("h200", nodes=2, ranks_per_node=4)
-    wanted = eq.plan(eq.LoadMatrix.load(loads_file), cluster=cluster, model=eq.ModelShape.preset("olmoe"), slots=2)
+    given = {"cluster": cluster, "model": eq.ModelShape.preset("olmoe"), "options": eq.PlanOptions(sends="tokens")}
+    wanted = eq.plan(eq.LoadMatrix.load(loads_file), slots=2, **given)
     assert eq.Plan.load(tmp_path / "plan.npz") == wanted
     found = outcome.document
     assert found["digest"] == wanted.digest()
@@ -103,10 +105,11 @@ def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file):
     outcome = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15")
     cluster = eq.Cluster.preset("h200", nodes=2, ranks_per_node=4)
     model = eq.ModelShape.preset("olmoe")
-    wanted = eq.plan(eq.LoadMatrix.load(loads_file), cluster=cluster, model=model, objective="skew")
+    options = eq.PlanOptions(sends="tokens")
+    wanted = eq.plan(eq.LoadMatrix.load(loads_file), cluster=cluster, model=model, objective="skew", options=options)
     assert outcome.code == 0
     assumed = Profile.read("h200").say_assumed(2)
-    assert outcome.out.rstrip("\n") == f"{explain(wanted, 1, 15)}\n{assumed}"
+    assert outcome.out.rstrip("\n") == f"{explain(wanted, 1, 15)}\n{CROSSING['tokens']}\n{assumed}"
     assert f"What binds: {wanted.explain(1, 15).binds}" in outcome.out
     listed = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15", "--json").document
     assert listed["explanation"]["binds"] == wanted.explain(1, 15).binds
@@ -229,7 +232,7 @@ def test_pairs_of_the_loads_own_layers_are_taken(counted):
     ("name", "options", "words"),
     [
         ("bare.npz", ("--sends", "tokens"), "bare.npz holds no pairs; count the dump again: equipoise convert"),
-        ("counts.npz", (), "needs --sends tokens"),
+        ("counts.npz", ("--sends", "rows"), "needs --sends tokens"),
         ("counts.npz", ("--sends", "tokens", "--policy", "lplb"), "needs --policy equipoise"),
     ],
 )
@@ -326,7 +329,8 @@ def test_groups_side_by_side_share_the_samples_of_a_step(equipoise, tmp_path):
     assert "4 ranks" in equipoise("plan", tmp_path / "loads-group1.npz").out
     options = ("--no-recompute", "--policies", "static", "--no-break-even", "--json")
     found = equipoise("simulate", tmp_path / "routes.eqr", *groups, *options).document
-    wanted = eq.simulate([loads], "static", cluster=eq.Cluster.preset("h100", ep=4), model=model)
+    setting = eq.StepSetting(sends="tokens")
+    wanted = eq.simulate([loads], "static", cluster=eq.Cluster.preset("h100", ep=4), model=model, setting=setting)
     assert found["windows"][0]["groups"] == 2
     assert found["policies"] == json.loads(json.dumps(wanted.to_dict()))["policies"]
 
@@ -356,3 +360,13 @@ def test_a_trainers_schedule_is_of_the_ranks_of_all_groups(equipoise, tmp_path):
 def test_more_ranks_than_can_be_counted_are_refused(equipoise):
     outcome = equipoise("analyze", "--demo", "--ep", 128, "--groups", 1024)
     assert (outcome.code, outcome.err) == (2, "equipoise: --ep x --groups is 131072; it must be from 1 to 65536\n")
+
+
+def test_a_plan_is_made_of_the_update_window_that_convert_wrote_under_the_name(equipoise, tmp_path):
+    loads = eq.LoadMatrix(np.ones((1, 2, 4, 8), dtype=np.int64))
+    loads.save(tmp_path / "loads-1-update.npz")
+    found = equipoise("plan", tmp_path / "loads.npz", "--model", "qwen3-30b-a3b", "--policy", "static", "--json")
+    assert "8 experts" in found.err, "the window is found, and is another model's"
+    loads.save(tmp_path / "loads-2-update.npz")
+    found = equipoise("plan", tmp_path / "loads.npz", "--policy", "static", "--json")
+    assert "several windows were written beside it; give one of loads-1-update.npz, loads-2-update.npz" in found.err

@@ -35,7 +35,7 @@ def test_figures_are_those_of_the_room_below(equipoise, routes, store):
     found = equipoise("simulate", store, "--policies", "static,equipoise", *given)
     assert found.code == 0, found.err
     cluster = Cluster.preset("h100", ep=4, ranks_per_node=2)
-    setting = StepSetting(rollout_s=9.0)
+    setting = StepSetting(rollout_s=9.0, sends="tokens")
     expected = simulate(windows, ["static", "equipoise"], cluster=cluster, model=MODEL, setting=setting)
     assert found.document["policies"] == json.loads(json.dumps(expected.to_dict()))["policies"]
     assert found.document["sweep"] is None
@@ -293,7 +293,10 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
         (("--demo", "--timeline-layers", "-1"), "equipoise: --timeline-layers is -1; it must be"),
         (("--demo", "--shown-window", "2"), "equipoise: --shown-window is 2; it must be from 0 to 1"),
         (("--demo", "--shown-group", "1"), "equipoise: --shown-group is 1; it must be from 0 to 0"),
-        (("--demo", "--shown-micro-step", "16"), "equipoise: --shown-micro-step is 16; it must be from 0 to 15"),
+        (
+            ("--demo", "--ep", "16", "--shown-micro-step", "16"),
+            "equipoise: --shown-micro-step is 16; it must be from 0 to 15",
+        ),
         (("--demo", "--policies", "static,static"), "named twice"),
         (("--demo", "--policies", "static", "--history", "l.npz"), "--history l.npz is for the policy eplb-history"),
     ],

@@ -392,7 +392,7 @@ def with_parts(document, **seconds):
 )
 def test_the_reason_beside_more_than_is_lost_is_the_part_that_takes_less(document, ours, reason):
     page = build_page(with_parts(document, static=(4.0, 8.0), equipoise=ours, balanced=(2.0, 8.0)), title="x")
-    assert "would recover that and more" in page.answer
+    assert "would recover that and save" in page.answer
     assert page.conditions[-1].startswith(reason)
 
 

@@ -36,7 +36,7 @@ def test_nothing_is_lost_where_balanced_takes_as_long_or_longer():
         (0.08, 0.09, "recover 8.0 %"),
         (0.09, 0.09, "recover 9.0 %"),
         (0.0901, 0.09, "recover 9.0 %"),
-        (0.136, 0.09, "recover that and more, 13.6 %"),
+        (0.136, 0.09, "recover that and save 4.6 % beyond it"),
         (0.02, 0.0, "save 2.0 %"),
         (0.0, -0.208, "save 0 %"),
         (-0.271, 0.09, "take 27.1 % more time"),
