@@ -4,7 +4,8 @@
 error, a lost file or a marker typo cannot turn into a green run.
 
 Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, those
-of layers and transfers and the rest, so that there are two pools; of the others a file stays together. With
+of layers and transfers and the rest, so that there are two pools; those with Megatron-Core in one. Of the others a file
+stays together. With
 `--no-loadscope-reorder` they begin with the longest, so that none is left for one process at the end.
 """
 
@@ -17,6 +18,7 @@ import pytest
 LONGEST = (
     "pool, transfer",
     "pool",
+    "megatron",
     "tests/rl",
     "tests/planner",
     "tests/transfer",
@@ -81,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             together = (
                 "pool, transfer" if together.startswith(("tests/layer", "tests/transfer", "tests/balancer")) else "pool"
             )
+        if "megatron_pool" in getattr(item, "fixturenames", ()):
+            together = "megatron"
         item.add_marker(pytest.mark.xdist_group(together))
         place[item] = next((n for n, name in enumerate(LONGEST) if together.startswith(name)), len(LONGEST))
     if hasattr(config, "workerinput"):

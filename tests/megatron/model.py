@@ -2,14 +2,16 @@
 
 1. `parallel(layout)` sets up Megatron's groups; `build(layout)` makes the model's chunks, DDP and optimizer.
 2. `record(run, batches)` runs the routers in RECORD mode and returns the ids of every micro-step and layer.
-3. `step(run, batches, ids)` is one training step that replays them; `Trained` holds what training may depend on.
+3. `gradients(run, batches, ids)` replays them, `update(run)` runs the optimizer; `Trained` holds what came out.
 """
 
+import functools
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -73,6 +75,19 @@ class Run:
             for name, parameter in module.named_parameters()
         }
 
+    @contextmanager
+    def routing(self, action: RouterReplayAction) -> Iterator[None]:
+        """Let this model's routers record or replay; Megatron's own switch knows the model that was built last."""
+        replays = [layer.router.router_replay for chunk in self.layers for layer in chunk]
+        for replay in replays:
+            replay.set_router_replay_action(action)
+        try:
+            yield
+        finally:
+            for replay in replays:
+                replay.clear_router_replay_action()
+                replay.clear_indices()
+
     def gather_parameters(self) -> None:
         """Finish a gather of parameters that would run under the next forward pass. Every rank must call this."""
         if self.layout.is_overlapped:
@@ -87,35 +102,52 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    moments: list[Tensor] = field(default_factory=list)
-    """Of the optimizer's shard."""
+    shards: list[Tensor] = field(default_factory=list)
+    """This rank's shards of master weights and moments."""
+    gradients: dict[Any, Tensor] = field(default_factory=dict)
+    """Of every expert parameter in the first step."""
+    reports: list[Any] = field(default_factory=list)
+    """Of the windows."""
+    addresses: list[list[int]] = field(default_factory=list)
+    """After every step."""
 
     def differences(self, other: "Trained") -> list[str]:
         """Name everything that is not equal bit for bit."""
         found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
         found += [name for name, weight in self.weights.items() if not torch.equal(weight, other.weights[name])]
-        pairs = zip(self.moments, other.moments, strict=True)
-        return found + [f"moment {index}" for index, (one, two) in enumerate(pairs) if not torch.equal(one, two)]
+        pairs = zip(self.shards, other.shards, strict=True)
+        return found + [f"shard {index}" for index, (one, two) in enumerate(pairs) if not torch.equal(one, two)]
+
+
+@functools.cache
+def kept_group(ranks: tuple[int, ...], purpose: str | None, backend: str | None) -> Any:
+    """Make a group once per process: each keeps threads as long as autograd keeps the models that knew it."""
+    return dist.new_group(list(ranks), backend=backend, group_desc=purpose)
 
 
 @contextmanager
 def parallel(layout: Layout) -> Iterator[None]:
-    """Set up Megatron's groups for a layout, and take them down. Every rank must call this."""
-    before = set(dist.distributed_c10d._world.pg_map)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
-    )
+    """Set up Megatron's state for a layout, and take it down. Every rank must call this."""
+
+    def keep(ranks: Sequence[int], *, backend: str | None = None, group_desc: str | None = None, **_: Any) -> Any:
+        with patch.object(dist, "new_group", new_group):
+            return kept_group(tuple(ranks), group_desc, backend)
+
+    new_group = dist.new_group
+    with patch.object(dist, "new_group", keep):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+        )
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        with patch.object(dist, "destroy_process_group"):
+            parallel_state.destroy_model_parallel()
         RouterReplay.clear_global_router_replay_instances()
-        for group in set(dist.distributed_c10d._world.pg_map) - before:
-            dist.destroy_process_group(group)
 
 
 def build(layout: Layout) -> Run:
@@ -275,43 +307,33 @@ def batches(number: int) -> list[Batch]:
 def record(run: Run, steps: Sequence[list[Batch]]) -> list[Ids]:
     """Return the ids that the routers choose for every step. Every rank must call this."""
     recorded = []
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-    for one in steps:
-        seen: dict[tuple[int, int], Tensor] = {}
-        forward_backward(run, one, seen=seen, forward_only=True)
-        recorded.append([[seen[m, number] for number in run.numbers] for m in range(MICRO_STEPS)])
-    RouterReplay.clear_global_router_replay_action()
-    RouterReplay.clear_global_indices()
+    with run.routing(RouterReplayAction.RECORD):
+        for one in steps:
+            seen: dict[tuple[int, int], Tensor] = {}
+            forward_backward(run, one, seen=seen, forward_only=True)
+            recorded.append([[seen[m, number] for number in run.numbers] for m in range(MICRO_STEPS)])
     return recorded
 
 
-def step(run: Run, one: list[Batch], ids: Ids, *, window: Any = None) -> tuple[list[float], float]:
-    """Train one step on replayed routes; return the losses and the norm. Every rank must call this.
+def gradients(run: Run, one: list[Batch], ids: Ids, *, window: Any = None) -> list[float]:
+    """Run forward and backward on replayed routes up to reduced gradients; return the losses. Every rank calls this.
 
     Args:
-        window: a context that encloses the forward and backward passes
+        window: a context that encloses the passes
     """
-    losses = gradients(run, one, ids, window=window)
-    is_done, norm, _ = run.optimizer.step()
-    assert is_done, "the optimizer skipped a step"
-    return losses, float(norm)
-
-
-def gradients(run: Run, one: list[Batch], ids: Ids, *, window: Any = None) -> list[float]:
-    """Run forward and backward on replayed routes up to reduced gradients; return the losses. Every rank calls this."""
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     if run.optimizer is not None:
         run.optimizer.zero_grad()
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    try:
-        if window is None:
-            return forward_backward(run, one, ids=ids)
-        with window:
-            return forward_backward(run, one, ids=ids)
-    finally:
-        RouterReplay.clear_global_router_replay_action()
-        RouterReplay.clear_global_indices()
+    with run.routing(RouterReplayAction.REPLAY_FORWARD), window or nullcontext():
+        return forward_backward(run, one, ids=ids)
+
+
+def update(run: Run) -> float:
+    """Run the optimizer on the gradients that are there; return their norm. Every rank must call this."""
+    is_done, norm, _ = run.optimizer.step()
+    assert is_done, "the optimizer skipped a step"
+    return float(norm)
 
 
 def forward_backward(
@@ -350,18 +372,13 @@ def forward_backward(
     return [answer["loss"] for answer in answers]
 
 
-def collect(run: Run, losses: list[float], norms: list[float]) -> Trained:
-    """Copy what training gave. Every rank must call this."""
-    run.gather_parameters()
-    weights = {name: parameter.detach().clone() for name, parameter in run.named_parameters()}
-    return Trained(losses=losses, norms=norms, weights=weights, moments=[t.clone() for t in optimizer_tensors(run)])
+def masters(run: Run) -> list[Tensor]:
+    """Return this rank's shards of master weights."""
+    parts = run.optimizer.chained_optimizers
+    return [p.detach() for part in parts for group in part.optimizer.param_groups for p in group["params"]]
 
 
-def optimizer_tensors(run: Run) -> list[Tensor]:
-    """Return this rank's shards of master weights and moments, in a fixed order."""
-    found = []
-    for part in run.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                found += [parameter, *(v for _, v in sorted(part.optimizer.state[parameter].items()) if v.dim())]
-    return [tensor.detach() for tensor in found]
+def moments(run: Run) -> list[Tensor]:
+    """Return this rank's shards of the optimizer's moments, which its first step makes."""
+    states = [state for part in run.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states if name in state]

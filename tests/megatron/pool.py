@@ -14,7 +14,8 @@ from equipoise.launch import end_with_parent
 from tests.pool import START_S, Pool, _serve, preloaded_context
 
 RANKS = 4
-LOADED = "tests.megatron.work"
+LOADED = ("tests.megatron.work", "tests.megatron.life")
+"""Modules whose functions ranks may run."""
 
 
 class MegatronPool(Pool):
@@ -24,7 +25,7 @@ class MegatronPool(Pool):
         super().__init__(RANKS)
 
     def call(self, name: str, *args: Any) -> list:
-        """Call a function of `work` on every rank, by its name: this process does not import Megatron-Core."""
+        """Call a function of `work` or `life` on every rank by its name: this process imports no Megatron-Core."""
         return self.run(_call, RANKS, name, *args)
 
     def _start(self) -> None:
@@ -41,7 +42,8 @@ class MegatronPool(Pool):
 
 
 def _call(group: Any, name: str, *args: Any) -> Any:
-    return getattr(importlib.import_module(LOADED), name)(group, *args)
+    work, life = map(importlib.import_module, LOADED)
+    return (vars(work).get(name) or vars(life)[name])(group, *args)
 
 
 def _fork_ranks(pipes: list[Connection], store: str) -> None:
@@ -50,9 +52,10 @@ def _fork_ranks(pipes: list[Connection], store: str) -> None:
     # Apex and Transformer Engine are not here, torch renames collectives, and every rank would say so many times.
     for category in (UserWarning, FutureWarning):
         warnings.simplefilter("ignore", category)
-    importlib.import_module(LOADED)
+    for module in LOADED:
+        importlib.import_module(module)
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_serve, args=(pipe, rank, RANKS, store)) for rank, pipe in enumerate(pipes)]
+    ranks = [context.Process(target=_serve, args=(pipe, rank, RANKS, store, "gloo")) for rank, pipe in enumerate(pipes)]
     for rank in ranks:
         rank.start()
     # A pipe closes with its last holder, which must be the rank.

@@ -1,7 +1,7 @@
 """What the tests of this room run on every rank."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,12 +10,28 @@ from unittest.mock import patch
 
 import torch
 
-from equipoise.core import ModelShape
+from equipoise.adapters import megatron
+from equipoise.adapters.megatron import MegatronHandle
+from equipoise.balancer import BalancerOptions
+from equipoise.core import Cluster, ModelShape
 from equipoise.planning.worker import PlanWorker
 from equipoise.routes import read_routes, write_routes
 from tests.megatron import shims
 from tests.megatron.layouts import Layout
-from tests.megatron.model import Batch, Ids, Run, Trained, batches, build, collect, gradients, parallel, record, step
+from tests.megatron.model import (
+    Batch,
+    Ids,
+    Run,
+    Trained,
+    batches,
+    build,
+    gradients,
+    masters,
+    moments,
+    parallel,
+    record,
+    update,
+)
 
 STEPS = 3
 
@@ -61,14 +77,28 @@ def prepare(layout: Layout) -> tuple[list[list[Batch]], list[Ids]]:
     return steps, stored(run, record(run, steps))
 
 
-def train(run: Run, steps: list[list[Batch]], routes: list[Ids], window: Callable | None = None) -> Trained:
-    """Train all steps; `window(ids)` encloses the passes of a step."""
-    losses, norms = [], []
-    for one, ids in zip(steps, routes, strict=True):
-        of_step, norm = step(run, one, ids, window=None if window is None else window(ids))
-        losses += of_step
-        norms.append(norm)
-    return collect(run, losses, norms)
+def train(
+    run: Run, steps: Sequence[list[Batch]], routes: Sequence[Ids], handle: MegatronHandle | None = None
+) -> Trained:
+    """Train on these steps, in windows where there is a handle. Every rank must call this."""
+    done = Trained()
+    for number, (one, ids) in enumerate(zip(steps, routes, strict=True)):
+        done.losses += gradients(run, one, ids, window=None if handle is None else handle.window(ids))
+        if number == 0:
+            done.gradients = expert_gradients(run)
+        done.norms.append(update(run))
+        done.addresses.append(addresses(run))
+        if handle is not None:
+            done.reports.append(handle.balancer.report)
+    run.gather_parameters()
+    done.weights = {name: parameter.detach().clone() for name, parameter in run.named_parameters()}
+    done.shards = [tensor.clone() for tensor in (*masters(run), *moments(run))]
+    return done
+
+
+def expert_gradients(run: Run) -> dict:
+    """Copy the accumulated gradient of every expert parameter of this rank."""
+    return {key: parameter.main_grad.clone() for key, parameter in run.expert_parameters().items()}
 
 
 def train_twice(group: Any, layout: Layout, tamper: str = "") -> dict[str, Any]:
@@ -106,7 +136,61 @@ def float64_gradients(layout: Layout, plain: Run, batch: list[Batch], ids: Ids) 
             parameter.copy_(weights[name])
     with shims.applied(shims.float64_softmax):
         gradients(run, batch, ids)
-    return {key: parameter.main_grad.clone() for key, parameter in run.expert_parameters().items()}
+    return expert_gradients(run)
+
+
+def install(run: Run, *, slots: int, weights: str) -> MegatronHandle:
+    """Install balanced experts that level rows whatever it costs, so that plans move experts."""
+    cluster = Cluster.preset("h200", nodes=1, ranks_per_node=run.layout.ep)
+    options = BalancerOptions(slots=slots, objective="skew", timeout_s=60.0, planning_timeout_s=180.0)
+    return megatron.install(run.chunks, cluster=cluster, options=options, weights=weights, worker=kept_worker())
+
+
+def compare(group: Any, layout: Layout) -> dict[str, Any]:
+    """Train the unmodified model, then the same with placement alone, then one step with replicas.
+
+    Of the two ways to keep weights placement has one and replicas the other; bf16 exchanges them.
+    """
+    ways = ("in place", "copy") if layout.dtype == "fp32" else ("copy", "in place")
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        plain = build(layout)
+        exact = float64_gradients(layout, plain, steps[0], routes[0])
+        expected = train(plain, steps, routes)
+        placed = build(layout)
+        handle = install(placed, slots=0, weights=ways[0])
+        before = addresses(placed)
+        found = train(placed, steps, routes, handle)
+        megatron.uninstall(handle)
+        spread = build(layout)
+        handle = install(spread, slots=1, weights=ways[1])
+        leveled = train(spread, steps[:1], routes[:1], handle)
+        megatron.uninstall(handle)
+        return {
+            "differences": found.differences(expected),
+            # The optimizer's moments, last in the list, are there after the first step.
+            "moved": [one[: len(before)] != before or one != found.addresses[0] for one in found.addresses],
+            "displaced": sum(report.displaced for report in found.reports),
+            "replicas": leveled.reports[0].replicas,
+            "on demand": [report.counts["on_demand"] for report in (*found.reports, *leveled.reports)],
+            "as planned": [report.is_as_planned for report in (*found.reports, *leveled.reports)],
+            "errors": squared_errors(leveled.gradients, exact),
+            "plain errors": squared_errors(expected.gradients, exact),
+        }
+
+
+def squared_errors(found: dict, exact: dict) -> dict:
+    """Return the sum of squared errors of every expert gradient against float64."""
+    return {key: float((found[key].double() - reference).square().sum()) for key, reference in exact.items()}
+
+
+def addresses(run: Run) -> list[int]:
+    """Return the address of every parameter, accumulated gradient, buffer of DDP and shard of the optimizer."""
+    parameters = [parameter for _, parameter in run.named_parameters()]
+    buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    tensors = [*parameters, *(parameter.main_grad for parameter in parameters)]
+    tensors += [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    return [tensor.data_ptr() for tensor in (*tensors, *masters(run), *moments(run))]
 
 
 def try_shims(group: Any) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""A model's life around its windows, on every rank: offload, checkpoints, uninstall, an error of one rank."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+from equipoise.adapters import megatron
+from equipoise.core.errors import EquipoiseError
+from equipoise.core.options import balance_bytes
+from tests.megatron import shims
+from tests.megatron.layouts import Layout
+from tests.megatron.model import Run, build, gradients, parallel, update
+from tests.megatron.work import install, prepare, train
+
+FAILING = 2
+"""The rank that fails."""
+
+
+class PlantedError(Exception):
+    """What the failing rank raises."""
+
+
+def offload_and_save(group: Any, layout: Layout) -> dict[str, Any]:
+    """Offload and reload between windows, save while installed; compare with a run that never saw a balancer."""
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        plain = build(layout)
+        losses = train(plain, steps, routes).losses
+        run = build(layout)
+        handle = install(run, slots=0, weights="copy")
+        found = train(run, steps[:1], routes[:1], handle).losses
+        with handle.suspended():
+            offloaded = offload(run)
+        found += train(run, steps[1:], routes[1:], handle).losses
+        saved, expected = checkpoint(run), checkpoint(plain)
+        megatron.uninstall(handle)
+        return {
+            "offloaded": offloaded,
+            "same losses": found == losses,
+            "entries": len(expected),
+            "differences": [name for name in expected if not _is_equal(saved.pop(name), expected[name])] + list(saved),
+        }
+
+
+def offload(run: Run) -> int:
+    """Free the memory of all of DDP's buffers, as trainers do before a rollout, and bring it back; return the bytes."""
+    buffers = [buffer for chunk in run.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for buffer in buffers:
+        # Megatron's own copy would be the same memory on a CPU.
+        buffer.param_data_cpu = buffer.param_data.clone()
+        buffer.offload_to_cpu()
+    tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors), "nothing was freed"
+    for buffer in buffers:
+        buffer.reload_from_cpu()
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def checkpoint(run: Run) -> dict[str, Any]:
+    """Return what Megatron would write, model and optimizer, by key and place."""
+    found: dict[str, Any] = {}
+    model = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(run.chunks)}
+    only = model["model0"] if len(run.chunks) == 1 else model
+    optimizer = run.optimizer.sharded_state_dict(only, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    for path, value in _leaves({"model": model, "optimizer": optimizer}):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            found[f"{path} {value.key} {getattr(value, 'global_offset', '')}"] = value.data.clone()
+        elif isinstance(value, ShardedObject):
+            found.update({f"{path} {value.key} {inner}": leaf for inner, leaf in _leaves(value.data)})
+        elif isinstance(value, LocalNonpersistentObject):
+            found.update({f"{path} {inner}": leaf for inner, leaf in _leaves(value.unwrap())})
+        else:
+            found[path] = value.clone() if torch.is_tensor(value) else value
+    return found
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict | list | tuple):
+        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(value, f"{path}/{name}")
+    else:
+        yield path, tree
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    return torch.equal(one, two) if torch.is_tensor(one) else one == two
+
+
+def come_and_go(group: Any, layout: Layout, weights: str) -> dict[str, Any]:
+    """Install, train a step, uninstall; say which attribute is another object than before, and what it took."""
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        run = build(layout)
+        train(run, steps[:1], routes[:1])  # what Megatron itself makes in its first step is there now
+        before = attributes(run)
+        handle = install(run, slots=1, weights=weights)
+        changed = [place for place, value in attributes(run).items() if before.get(place) is not value]
+        train(run, steps[1:2], routes[1:2], handle)
+        extra = dict(handle.extra_bytes)
+        model, cluster = handle.balancer.model, handle.balancer.cluster
+        limit = balance_bytes(model, cluster=cluster, slots=1, stage="update", depth=handle.balancer.options.depth)
+        owned = sum(parameter.nbytes for parameter in run.expert_parameters().values())
+        megatron.uninstall(handle)
+        after = attributes(run)
+        left = [place for place in before.keys() | after.keys() if before.get(place) is not after.get(place)]
+        return {"changed": changed, "left": sorted(left), "extra": extra, "limit": limit, "experts": owned}
+
+
+def attributes(run: Run) -> dict[str, Any]:
+    """Return every attribute of every module, entries of its dicts one by one, and of the configuration."""
+    found: dict[str, Any] = {}
+    for index, chunk in enumerate(run.chunks):
+        for path, module in chunk.named_modules():
+            for name, value in vars(module).items():
+                entries = value.items() if isinstance(value, dict) else [("", value)]
+                # Some keys are parameters.
+                names = {key: key if isinstance(key, str | int) else id(key) for key, _ in entries}
+                found.update({f"{index} {path} {name} {names[key]}": entry for key, entry in entries})
+    return found | {f"config {name}": value for name, value in vars(run.config).items()}
+
+
+def fail(group: Any, layout: Layout) -> dict[str, Any]:
+    """Let one rank raise at the end of its last backward pass; then train anew, from the checkpoint before."""
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        expected = train(build(layout), steps, routes)
+        run = build(layout)
+        handle = install(run, slots=1, weights="in place")
+        start, error = time.monotonic(), "none"
+        try:
+            with planted(run, is_failing=dist.get_rank() == FAILING):
+                gradients(run, steps[0], routes[0], window=handle.window(routes[0]))
+                update(run)
+        except (PlantedError, EquipoiseError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        seconds = time.monotonic() - start
+        megatron.uninstall(handle)
+        # A rank that ends a test alone would leave the others waiting.
+        dist.barrier()
+        again = build(layout)
+        handle = install(again, slots=0, weights="in place")
+        found = train(again, steps, routes, handle)
+        megatron.uninstall(handle)
+        return {"error": error, "seconds": seconds, "differences": found.differences(expected)}
+
+
+@contextmanager
+def planted(run: Run, *, is_failing: bool) -> Iterator[None]:
+    """Raise in the failing rank when its last micro-step has run backward through all experts."""
+    calls = []
+
+    def count(gradient: torch.Tensor) -> None:
+        calls.append(gradient)
+        if len(calls) == 4:
+            raise PlantedError("planted")
+
+    embedding = next(parameter for name, parameter in run.named_parameters() if "word_embeddings" in name)
+    hook = embedding.register_hook(count) if is_failing else None
+    yield
+    assert hook is None, "the failing rank did not fail"

@@ -1,0 +1,32 @@
+"""Around windows: offload, checkpoints, uninstall, and an error of one rank."""
+
+import pytest
+
+from tests.megatron.layouts import LAYOUTS
+
+
+def test_offloaded_buffers_and_checkpoints_are_those_of_plain_training(megatron_pool):
+    for rank in megatron_pool.call("offload_and_save", LAYOUTS["EP2 x DP2"]):
+        assert rank["offloaded"] > 0
+        assert rank["same losses"]
+        assert rank["entries"] > 100
+        assert rank["differences"] == []
+
+
+@pytest.mark.parametrize("weights", ["in place", "copy"])
+def test_uninstall_leaves_the_same_objects_and_extra_bytes_are_as_planned(megatron_pool, weights):
+    for rank in megatron_pool.call("come_and_go", LAYOUTS["EP4"], weights):
+        assert sum("token_dispatcher" in place for place in rank["changed"]) == 4, "one MoE layer each"
+        assert rank["left"] == []
+        assert rank["extra"]["working copy of the weights"] == (rank["experts"] if weights == "copy" else 0)
+        # Replica buffers, mailboxes and outbox, as they are modelled.
+        assert 0 < rank["extra"]["balancer"] <= 1.2 * rank["limit"]
+
+
+def test_an_error_of_one_rank_ends_the_window_on_all_and_training_starts_anew(megatron_pool):
+    ranks = megatron_pool.call("fail", LAYOUTS["EP4"])
+    assert ranks[2]["error"] == "PlantedError: planted"
+    for number in (0, 1, 3):
+        assert "rank 2" in ranks[number]["error"]
+        assert ranks[number]["seconds"] < 50
+    assert [rank["differences"] for rank in ranks] == [[]] * 4
