@@ -21,7 +21,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/codespell equipoise tests benchmarks examples docs README.md
+	$(VENV)/bin/codespell equipoise tests benchmarks examples docs *.md
 
 types: $(STAMP)
 	$(VENV)/bin/mypy

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from equipoise.routes.doctor import Delivery, plant_markers, prove_slicing
     from equipoise.sim import StepSetting, simulate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "read_routes": "equipoise.routes",
