@@ -97,11 +97,8 @@ def gated_backward(
     wide_NF = grad_NF.to(torch.promote_types(act_NF.dtype, gates_N.dtype))
     grad_gates_N = (wide_NF * act_NF).sum(dim=1).to(gates_N.dtype)
     grad_act_NF = (wide_NF * gates_N[:, None]).to(act_NF.dtype)
-    return activate_backward(grad_act_NF, pre_NF, activation), _gated(act_NF, gates_N), grad_gates_N
-
-
-def _gated(act_NF: Tensor, gates_N: Tensor | None) -> Tensor:
-    return act_NF if gates_N is None else (act_NF * gates_N[:, None]).to(act_NF.dtype)
+    gated_NF = (act_NF * gates_N[:, None]).to(act_NF.dtype)
+    return activate_backward(grad_act_NF, pre_NF, activation), gated_NF, grad_gates_N
 
 
 Products = Literal["grouped", "loop"]
@@ -139,7 +136,7 @@ def expert_block(
 
     Returns: [N, D]
     """
-    return _ExpertBlock.apply(rows_ND, gates_N, groups, transfers, visit, options, home.form(), *home.flat())
+    return _ExpertBlock.apply(rows_ND, gates_N, groups, transfers, visit, options, home, *home.flat())
 
 
 class _ExpertBlock(torch.autograd.Function):
@@ -166,8 +163,9 @@ class _ExpertBlock(torch.autograd.Function):
             # As many tensors as where they are apart, for the reason above.
             ctx.save_for_backward(rows_ND, gates_N, pre_NF, pre_NF[:0], *tensors)
             return out_ND
-        home_ND, replica_ND = rows_ND.split([groups.num_home_rows, groups.num_replica_rows])
-        gates_home_N, gates_replica_N = _split_gates(gates_N, groups)
+        sizes = [groups.num_home_rows, groups.num_replica_rows]
+        home_ND, replica_ND = rows_ND.split(sizes)
+        gates_home_N, gates_replica_N = (None, None) if gates_N is None else gates_N.split(sizes)
         out_home_ND, pre_home_NF = apply_experts(home_ND, home, groups.home_end_S, options, gates_home_N)
         # Asked for only now: the home part gives a late pull more time.
         replica = transfers.weights(now)
@@ -188,12 +186,13 @@ class _ExpertBlock(torch.autograd.Function):
         if joined is not None:
             part = _Part(rows_ND, gates_N, pre_home_NF, joined, _joined_ends(groups, joined))
             grad_rows_ND, grad_gates_N, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
-            return grad_rows_ND, grad_gates_N, *(None,) * 5, *_slot_gradients(own, ctx.form)
+            own_flat = [None] * len(tensors) if own is None else own.flat(ctx.form)
+            return grad_rows_ND, grad_gates_N, *(None,) * 5, *own_flat
         replica = ctx.transfers.weights(visit)
         sizes = [groups.num_home_rows, groups.num_replica_rows]
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
-        gates_home_N, gates_replica_N = _split_gates(gates_N, groups)
+        gates_home_N, gates_replica_N = (None, None) if gates_N is None else gates_N.split(sizes)
         home_part = _Part(home_ND, gates_home_N, pre_home_NF, ctx.form.filled(tensors), groups.home_end_S)
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
@@ -205,12 +204,7 @@ class _ExpertBlock(torch.autograd.Function):
         of_homes, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
         pairs = zip(of_homes, of_replicas, strict=True)
         grads = tuple(None if h is None else torch.cat([h, r]) if groups.num_replica_rows else h for h, r in pairs)
-        return *grads, *(None,) * 5, *_slot_gradients(own, ctx.form)
-
-
-def _slot_gradients(own: ExpertWeights | None, form: ExpertWeights) -> list[Any]:
-    """Gradients of the home weights, as they were given to the block; None where experts do not train."""
-    return [None] * len(form.flat()) if own is None else own.split_like(form)
+        return *grads, *(None,) * 5, *([None] * len(tensors) if own is None else own.flat(ctx.form))
 
 
 class _Part(NamedTuple):
@@ -221,10 +215,6 @@ class _Part(NamedTuple):
     pre_NF: Tensor
     weights: ExpertWeights
     end_S: Tensor
-
-
-def _split_gates(gates_N: Tensor | None, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if gates_N is None else (gates_N[: groups.num_home_rows], gates_N[groups.num_home_rows :])
 
 
 def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
@@ -247,7 +237,9 @@ def apply_experts(
     """
     pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
     pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
-    act_NF = _gated(activate(pre_NF, options.activation), gates_N)
+    act_NF = activate(pre_NF, options.activation)
+    if gates_N is not None:
+        act_NF = (act_NF * gates_N[:, None]).to(act_NF.dtype)
     out_ND = _product(act_NF, weights.down_SDF.transpose(1, 2), end_S, options)
     return _add_bias(out_ND, weights.down_bias_SD, end_S), pre_NF
 

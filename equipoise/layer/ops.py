@@ -250,7 +250,7 @@ def enter_home(home: ExpertWeights, transfers: LayerTransfers, visit: Visit) -> 
         transfers: returns the gradients of their replicas
         visit: of the layer; its phase does not matter
     """
-    return home.filled(_EnterHome.apply(transfers, visit, home.form(), *home.flat()))
+    return home.filled(_EnterHome.apply(transfers, visit, home, *home.flat()))
 
 
 class _EnterHome(torch.autograd.Function):

@@ -135,23 +135,15 @@ class ExpertWeights(NamedTuple):
         """Apply a function to the tensors that exist."""
         return ExpertWeights(*(None if tensor is None else change(tensor) for tensor in self))
 
-    def form(self) -> "ExpertWeights":
-        """The same without tensors, for `filled` and `split_like`."""
-        return self.map(lambda t: SlotTensors([None] * len(t)) if isinstance(t, SlotTensors) else 0)  # type: ignore[list-item]  # holds places, not tensors
-
-    def flat(self) -> list[Tensor]:
-        """The tensors that exist, slot by slot where slots are kept one by one."""
-        return [part for tensor in self.tensors() for part in (tensor if isinstance(tensor, SlotTensors) else [tensor])]
+    def flat(self, form: "ExpertWeights | None" = None) -> list[Tensor]:
+        """The tensors that exist, slot by slot where `form`, these weights by default, keeps slots one by one."""
+        pairs = zip(self.tensors(), (form or self).tensors(), strict=True)
+        return [part for t, like in pairs for part in (t if isinstance(like, SlotTensors) else [t])]
 
     def filled(self, tensors: Iterable[Tensor]) -> "ExpertWeights":
         """The same form with other tensors, which are in the order of `flat`."""
         left = iter(tensors)
         return self.map(lambda t: SlotTensors(islice(left, len(t))) if isinstance(t, SlotTensors) else next(left))
-
-    def split_like(self, form: "ExpertWeights") -> list[Tensor]:
-        """The tensors that exist, cut into slots where `form` keeps slots one by one."""
-        pairs = zip(self.tensors(), form.tensors(), strict=True)
-        return [part for t, like in pairs for part in (t.unbind(0) if isinstance(like, SlotTensors) else [t])]
 
 
 def copy_expert(target: ExpertWeights, target_slot: int, source: ExpertWeights, source_slot: int) -> int:
