@@ -37,6 +37,14 @@ def test_the_two_commands_come_first():
     assert blocks("bash")[0].startswith("make demo") and "make test" in blocks("bash")[0]
 
 
+def test_the_first_screen_names_the_speed_ups_of_the_table():
+    rows = [[cell.strip(" *") for cell in line.split("|")] for line in LINES if line.startswith("|")]
+    head = next(row for row in rows if "EPLB oracle" in row)
+    table = rows[rows.index(head) + 2 :]
+    ours = [float(row[head.index("Equipoise")]) for row in table[: [len(r) for r in table].index(5)]]
+    assert f"**Measured: {min(ours):.2f} to {max(ours):.2f} times as fast**" in "\n".join(LINES[:12])
+
+
 def test_it_is_short():
     assert len(LINES) <= 150
 

@@ -54,7 +54,7 @@ def test_the_readme_says_what_share_of_balanced_the_papers_comparison_gives():
         said[name] = f"{min(shares)} to {max(shares)} %", len(shares)
     all_cases = "plans reach {} of `balanced`'s training throughput in all {} cases".format(*said["simulated"])
     assert f"{all_cases}, and {said['shifting'][0]} where loads shift" in text
-    set_up = "as in ReLibra's set-up (EP16 and EP32, recompute and update, a token crosses once per node)"
+    set_up = "as in ReLibra's set-up (EP16 and EP32, log-prob pass and update, a token crosses once per node)"
     assert text.count(set_up) == text.count("ReLibra's set-up") == 1
 
 
