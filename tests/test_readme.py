@@ -88,6 +88,18 @@ def test_every_link_leads_to_a_file():
         assert (ROOT / target).exists(), target
 
 
+def test_the_index_of_the_documentation_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
+
+
+def test_links_of_the_documentation_lead_to_files():
+    for page in (ROOT / "docs").glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 def test_every_verb_shown_exists():
     from equipoise.cli.app import VERBS
 
