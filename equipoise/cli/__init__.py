@@ -14,11 +14,16 @@
 
 Exit codes: 0 good, 1 findings, 2 bad input, 130 interrupted. With `--json` the last line of standard output is one JSON
 document, and tables are left out. A file that exists is replaced only with `--force`; a training run replaces the run
-in its folder. A module imports what is heavy inside the function that needs it, so that `--help` is quick.
+in its folder. `-` instead of a dump reads lines of JSON from standard input. A module imports what is heavy inside the
+function that needs it, so that `--help` is quick.
 """
 
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 130
@@ -34,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         arguments = list(sys.argv[1:] if argv is None else argv)
         refuse_renamed(arguments)
-        build_app()(args=arguments, prog_name="equipoise")
+        with _with_standard_input(arguments) as arguments:
+            build_app()(args=arguments, prog_name="equipoise")
     except KeyboardInterrupt:
         _exit("interrupted", INTERRUPTED)
     except SystemExit as stop:
@@ -46,6 +52,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         _exit(str(error), 2)
     except MemoryError as error:
         _exit(f"there is not enough memory ({error or 'size unknown'}); give less input at once", 2)
+
+
+@contextmanager
+def _with_standard_input(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Put a file with the lines of standard input in place of an argument `-`: a dump is read more than once."""
+    if "-" not in arguments:
+        yield list(arguments)
+        return
+    at = arguments.index("-")
+    with tempfile.TemporaryDirectory(prefix="equipoise-stdin-") as folder:
+        path = Path(folder) / "stdin.jsonl"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield [*arguments[:at], str(path), *arguments[at + 1 :]]
 
 
 def _exit(message: str, code: int) -> NoReturn:

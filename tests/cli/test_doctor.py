@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,3 +151,11 @@ def test_self_check_from_the_command_line(run):
 def test_what_would_have_no_effect_is_refused(equipoise, arguments, words):
     outcome = equipoise("doctor", *arguments)
     assert (outcome.code, words in outcome.err) == (2, True)
+
+
+def test_a_dump_may_come_from_standard_input(run, samples, tmp_path, monkeypatch):
+    write_dump(Routes.of(samples, model=MODEL), tmp_path / "dump.jsonl", format="vllm-http")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=(tmp_path / "dump.jsonl").open("rb")))
+    piped, read = run("--json", "-", "--model", "olmoe"), run("--json", tmp_path / "dump.jsonl", "--model", "olmoe")
+    assert piped.exit_code == read.exit_code == 0
+    assert piped.stdout == read.stdout

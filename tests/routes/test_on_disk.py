@@ -130,3 +130,12 @@ def test_a_jagged_batch_is_read_in_a_fresh_process(tmp_path):
     code = f"from equipoise.routes.source import Source; print(len(Source.of({str(tmp_path / 'a.pt')!r}).first()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "1", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("a.jsonl", ".jsonl"), ("step.1.jsonl", ".jsonl"), ("a.JSONL.GZ", ".jsonl"), ("a.gz", ".gz"), ("a", "")],
+)
+def test_a_suffix_is_that_of_what_a_file_holds(tmp_path, name, suffix):
+    (tmp_path / name).write_bytes(b"")
+    assert Source.of(tmp_path / name).suffix == suffix
