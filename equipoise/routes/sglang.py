@@ -71,7 +71,7 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
         if field(meta, "routed_experts") is None:
-            left_out.add(place)
+            left_out.add(place, meta)
             continue
         left_out.read += 1
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)

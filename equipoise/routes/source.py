@@ -345,18 +345,17 @@ def load_torch(path: Path) -> Any:
     stubs += [(_ArrayStub, "numpy.ndarray"), *((_DtypeStub, f"numpy.{name}") for name in ("dtype", *dtypes))]
     stubs += [(_no_bytes, "builtins.bytes"), (_no_bytes, "__builtin__.bytes")]
     try:
-        with torch.serialization.safe_globals(stubs):
-            try:
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError as error:
-                if "NJT" not in str(error):
-                    raise
-                # torch allows its jagged tensors once these are imported, which takes seconds.
-                import torch._dynamo
-                import torch.nested
+        try:
+            loaded = _load_allowing(path, stubs)
+        except pickle.UnpicklingError as error:
+            if "NJT" not in str(error):
+                raise
+            # torch allows its jagged tensors once these are imported, which takes seconds.
+            import torch._dynamo
+            import torch.nested  # noqa: F401
 
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-            return _unwrapped(loaded)
+            loaded = _load_allowing(path, stubs)
+        return _unwrapped(loaded)
     except pickle.UnpicklingError as error:
         # torch's own message advises, at length, to trust the file.
         named = re.search(r"GLOBAL (\S+)", str(error))
@@ -365,6 +364,24 @@ def load_torch(path: Path) -> Any:
             f"it {what}; only tensors, arrays and plain values are read, others could run code: save a TensorDict or "
             "DataProto as torch.save({key: batch[key] for key in ('routed_experts', 'attention_mask', 'input_ids')})"
         ) from error
+
+
+def _load_allowing(path: Path, stubs: list[Any]) -> Any:
+    """Load a file with these names allowed, and of those that this process allows only torch's own.
+
+    Frameworks allow numpy's classes and their own for the whole process; numpy's would be taken instead of the stubs.
+    """
+    from torch import load, serialization
+
+    before = serialization.get_safe_globals()
+    own = [one for one in before if getattr(one, "__module__", "").split(".")[0] == "torch"]
+    serialization.clear_safe_globals()
+    serialization.add_safe_globals([*own, *stubs])
+    try:
+        return load(path, map_location="cpu", weights_only=True)
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)
 
 
 class _DtypeStub:

@@ -101,7 +101,7 @@ def _parts(record: Any, num_rows: int, *, place: str) -> list[slice] | None:
     elif field(record, "lengths") is not None:
         lengths = integer_array(f"{place}: lengths", field(record, "lengths"), ndim=1).astype(np.int64)
         # The last token of a sample has no row, so lengths in tokens are one more each.
-        if lengths.sum() == num_rows + len(lengths) and lengths.min(initial=1) > 0:
+        if lengths.sum() == num_rows + len(lengths):
             lengths = lengths - 1
         bounds = np.concatenate([[0], lengths.cumsum()])
     else:
@@ -171,7 +171,7 @@ def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
             where = choice_name(place, choice, position=position, count=len(choices))
             payload = field(choice, "routed_experts")
             if payload is None:
-                left_out.add(where)
+                left_out.add(where, choice)
                 continue
             left_out.read += 1
             rows = decode_npy(decode_base64(payload, place=where), place=where)

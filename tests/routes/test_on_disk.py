@@ -139,3 +139,11 @@ def test_a_jagged_batch_is_read_in_a_fresh_process(tmp_path):
 def test_a_suffix_is_that_of_what_a_file_holds(tmp_path, name, suffix):
     (tmp_path / name).write_bytes(b"")
     assert Source.of(tmp_path / name).suffix == suffix
+
+
+@pytest.mark.parametrize("junk", [None, {}, {"meta_info": {}}, {"choices": [None]}, {"choices": [{}]}], ids=str)
+def test_a_record_that_is_no_answer_is_not_taken_for_an_aborted_request(tmp_path, shard, junk):
+    lines = [*shard.read_text().splitlines(), json.dumps(junk)]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    with pytest.raises(RoutesError):
+        names(tmp_path / "some.jsonl")

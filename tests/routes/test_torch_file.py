@@ -110,3 +110,13 @@ def test_a_damaged_pickle_gives_our_error_or_numbers(tmp_path_factory, place, fl
             return
     for array in found.values() if isinstance(found, dict) else ():
         assert not isinstance(array, np.ndarray) or array.dtype.kind in "biuf"
+
+
+def test_names_that_a_framework_allows_for_the_whole_process_change_nothing(tmp_path):
+    allowed = [type(np.dtype(np.int64)), np.ndarray, Bomb]
+    path, bomb = saved({"a": np.arange(3)}, tmp_path / "a.pt"), saved({"a": Bomb}, tmp_path / "b.pt")
+    with torch.serialization.safe_globals(allowed):
+        assert load(path)["a"].tolist() == [0, 1, 2]
+        with pytest.raises(RoutesError, match="holds a pickled"):
+            load(bomb)
+        assert set(allowed) <= set(torch.serialization.get_safe_globals())
