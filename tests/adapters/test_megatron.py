@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from equipoise.adapters import megatron_model as model
-from equipoise.adapters.megatron import distinct
+from equipoise.adapters.megatron import check_group, distinct
+from equipoise.core.errors import AdapterError
 
 DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
 PLAIN = {
@@ -105,3 +106,12 @@ def test_an_expert_that_repeats_in_a_row_counts_once():
     assert distinct(ids).tolist() == [[1, 3, -1], [2, -1, -1], [0, 1, 2], [-1, -1, -1]]
     assert distinct(np.zeros((0, 3), dtype=np.int16)).shape == (0, 3)
     assert ids.tolist()[0] == [3, 1, 3], "the caller's routes stay as they are"
+
+
+def test_an_ep_group_of_devices_alone_is_refused_with_the_fix():
+    def none(device):
+        raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+    with pytest.raises(AdapterError, match="backend='cpu:gloo,cuda:nccl' before initialize_model_parallel"):
+        check_group(SimpleNamespace(_get_backend=none))
+    check_group(SimpleNamespace(_get_backend=lambda device: object()))

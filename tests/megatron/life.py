@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -168,3 +169,20 @@ def planted(run: Run, *, is_failing: bool) -> Iterator[None]:
     hook = embedding.register_hook(count) if is_failing else None
     yield
     assert hook is None, "the failing rank did not fail"
+
+
+def release(group: Any, layout: Layout) -> list[tuple[int, bool]]:
+    """Train one step and return the layers whose gradients DDP was told of, and whether the window was open then."""
+    told, tell = [], megatron.LentMoE.release
+
+    def note(lent: megatron.LentMoE, chunk: Any) -> bool:
+        told.append((lent.index, lent._handle.balancer.is_open))
+        return tell(lent, chunk)
+
+    with shims.cpu_megatron(), parallel(layout), patch.object(megatron.LentMoE, "release", note):
+        steps, routes = prepare(layout)
+        run = build(layout)
+        handle = install(run, slots=0, weights="copy")
+        train(run, steps[:1], routes[:1], handle)
+        megatron.uninstall(handle)
+    return told

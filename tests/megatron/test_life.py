@@ -30,3 +30,10 @@ def test_an_error_of_one_rank_ends_the_window_on_all_and_training_starts_anew(me
         assert "rank 2" in ranks[number]["error"]
         assert ranks[number]["seconds"] < 50
     assert [rank["differences"] for rank in ranks] == [[]] * 4
+
+
+def test_layers_whose_gradients_are_home_are_reduced_before_the_window_ends(megatron_pool):
+    for told in megatron_pool.call("release", LAYOUTS["overlap"]):
+        assert [layer for layer, _ in told] == [3, 2, 1, 0], "in one order on all ranks, each once"
+        assert told[0][1], "the last layer's gradients are home long before the first layer's backward"
+        assert not told[-1][1], "the first layer's are home with the window's end"
