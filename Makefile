@@ -8,7 +8,7 @@ KERNELS := $(VENV)/.kernels
 # Tests start hundreds of processes; each would compile the package's sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types contracts clean
+.PHONY: demo test lint types contracts megatron-versions clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -28,6 +28,21 @@ types: $(STAMP)
 
 contracts: $(STAMP)
 	$(VENV)/bin/lint-imports
+
+# Before a release: tests of the Megatron adapter with newer versions than the installed one. They ask for Python 3.12, run on
+# this one, and import triton, which the CPU build of torch does not bring.
+MEGATRON := 0.17.1 0.18.2 0.19.2
+
+megatron-versions: $(KERNELS) out/triton $(addprefix out/megatron-,$(MEGATRON))
+	for version in $(MEGATRON); do PYTHONPATH=$(CURDIR)/out/megatron-$$version:$(CURDIR)/out/triton \
+		$(PYTHON) -m pytest tests/megatron || exit 1; done
+
+out/megatron-%: | $(STAMP)
+	$(PYTHON) -m pip install --quiet --no-deps --ignore-requires-python --python-version 3.12 --only-binary=:all: \
+		--target $@ megatron-core==$*
+
+out/triton: | $(STAMP)
+	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==3.9.0
 
 # One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew. Compiling all that is
 # installed takes longer than compiling what is imported, which the first import does.
