@@ -6,6 +6,7 @@ import pytest
 import equipoise as eq
 from benchmarks import node, node_cases, node_links, node_parts, node_report, node_train
 from equipoise.cost import CostModel
+from equipoise.rl.config import build_cluster, read_config
 from tests.layer.cases import cluster_of, model_of, random_routing
 
 
@@ -98,3 +99,22 @@ def test_stages_of_training_steps_have_rates_without_the_warm_up():
     rows = {row["stage"]: row for row in node_train.stage_rows("static", steps)}
     assert rows["update"]["tokens_per_s"] == 200 and rows["rollout"]["tokens_per_s"] == 400
     assert rows["step"]["tokens_per_s"] == 100 and rows["step"]["skew_after"] == 1.0
+
+
+@pytest.mark.parametrize("stage", ["recompute", "update"])
+def test_the_gate_opens_by_itself_for_the_preset_that_trains_on_the_node(stage):
+    config = read_config("node-gpu")
+    sizes = {name: getattr(config.model, name) for name in ("experts", "layers", "top_k", "hidden", "expert_width")}
+    model = eq.ModelShape.preset("qwen3-30b-a3b", **sizes)
+    rng, tokens = np.random.default_rng(0), 30 * config.update.micro_batch
+    # The busiest rank has a seventh more than the mean, less than any recorded trace has.
+    share_LE = np.exp(0.35 * rng.normal(size=(model.layers, model.experts)))
+    load_MLRE = [
+        [rng.multinomial(tokens * model.top_k, share_E / share_E.sum(), size=config.ranks) for share_E in share_LE]
+        for _ in range(2)
+    ]
+    loads = eq.LoadMatrix(np.array(load_MLRE), stage=stage)
+    assert config.balance.objective == "seconds"
+    plan = eq.plan(loads, cluster=build_cluster(config, model), model=model, slots=config.balance.slots)
+    assert plan.seconds.total < 0.95 * plan.static_seconds
+    assert len(plan.replica_table) or plan.displaced_LE.any()
