@@ -6,6 +6,7 @@
     python -m benchmarks.node run work.pkl --out node.json --cases qwen "lite:static;reactive" --rounds 3
     python -m benchmarks.node links --out node.json                 # an exchange beside pulls
     python -m benchmarks.node train --out node.json                 # whole training steps
+    python -m benchmarks.node join --add one.json two.json --out node.json
     python -m benchmarks.node smoke                                 # tiny sizes on a CPU, to try the benchmark itself
 
 Ranks are processes under CUDA's Multi-Process Service, each with the same small share of the processors. First the
@@ -17,6 +18,7 @@ fast than too slow for a rank of this size. A run adds to the results that `--ou
 
 import argparse
 import gzip
+import json
 import os
 import pickle
 import shutil
@@ -161,7 +163,7 @@ def choose(works: list[NodeWork], cases: list[str]) -> list[NodeWork]:
 def main() -> int:
     """Parse the command line and run a part of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["calibrate", "plan", "run", "links", "train", "smoke"])
+    parser.add_argument("part", choices=["calibrate", "plan", "run", "links", "train", "join", "smoke"])
     parser.add_argument("work", nargs="?", type=Path, help="file with cases and plans; the profile to write")
     parser.add_argument("--profile", help="hardware profile of the node, from `equipoise calibrate --ranks`")
     parser.add_argument("--traces", type=Path, help="folder of the routing traces")
@@ -173,6 +175,7 @@ def main() -> int:
     parser.add_argument("--percent", type=int, default=PERCENT, help="of the GPU's processors for each rank")
     parser.add_argument("--clock", type=int, help="lock the GPU's clock at this many MHz; needs the right to")
     parser.add_argument("--out", type=Path, help="JSON file to write, or to add to")
+    parser.add_argument("--add", nargs="*", type=Path, default=[], help="documents that `join` puts together")
     parser.add_argument("--commit", help="of the source, where git cannot tell")
     args = parser.parse_args()
     if args.part == "calibrate":
@@ -187,6 +190,8 @@ def main() -> int:
         works = plan_works(args.traces or FOLDER, **given, show=show_line)
         args.work.write_bytes(gzip.compress(pickle.dumps(works), 6))
         return 0
+    if args.part == "join":
+        return finish(report.join([json.loads(path.read_text()) for path in args.add]), args.out)
     if args.part == "smoke":
         facts = {"commit": args.commit or read_commit(), "machine": read_machine(), "clock": "of a CPU"}
         keeper = Keeper(report.open_document(args.out, facts), args.out)
@@ -276,6 +281,9 @@ def smoke_works() -> list[NodeWork]:
     return [
         NodeWork(case=case, policies=cases.exchanges_of(case, one), cluster=one, key="exchange", is_bare=True),
         NodeWork(case=case, policies=cases.policies_of(case, one), cluster=one, key="lite"),
+        NodeWork(
+            case=cases.checkpointed(case), policies=cases.policies_of(case, one), cluster=one, key="checkpointing"
+        ),
         NodeWork(case=far, policies=cases.crossings_of(far, two), cluster=two, key="nodes"),
     ]
 

@@ -74,6 +74,7 @@ class PartClock:
     def seconds(self) -> dict[str, list[float]]:
         """By tag, of every call in order, without what was called in it."""
         regions = [region for region in self._regions if region is not None]
+        assert len(regions) == len(self._regions), "seconds of a window that is over"
         took = [self._between(region.begin, region.end) for region in regions]
         own = list(took)
         for at, region in enumerate(regions):
@@ -92,10 +93,12 @@ class PartClock:
             at, parent, begin = len(self._regions), self._open[-1] if self._open else -1, self._now()
             self._regions.append(None)
             self._open.append(at)
-            result = inner(*args, **kwargs)
-            self._open.pop()
-            self._regions[at] = _Region(tag, begin, self._now(), parent)
-            return result
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                # A checkpointed layer that is repeated is left by an exception once it has what backward needs.
+                self._open.pop()
+                self._regions[at] = _Region(tag, begin, self._now(), parent)
 
         return staticmethod(timed) if is_static else timed
 

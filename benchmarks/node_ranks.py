@@ -110,6 +110,8 @@ class Decoder(nn.Module):
         heads, kv_heads, width = HEADS[name] if bench.is_gpu else (4, 2, 8)
         shape = AttentionShape(hidden=model.hidden, heads=heads, kv_heads=kv_heads, width=width)
         homes, made = model.experts // case.ranks, []
+        # A CUDA device's own seed is another one in every process, and gradients of several launches are compared.
+        torch.manual_seed(rank)
         self.attention = [Attention.random(shape, bench) for _ in range(model.layers)]
         for layer in range(model.layers):
             torch.manual_seed(1000 * rank + layer)

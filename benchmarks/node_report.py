@@ -5,7 +5,8 @@
     train    tokens per second of whole training steps (`node_train`)
     rows, parts, limits    made of these
 
-A document is of one commit: what another commit measured is not added to it.
+Windows of a document are of one commit: what another commit measured is not added to them. Links and training steps say
+their own commit.
 """
 
 import json
@@ -61,6 +62,25 @@ def add_runs(document: Document, work: NodeWork, runs: Mapping[str, list[dict[st
     return found
 
 
+def join(documents: list[Document]) -> Document:
+    """One document with the results of several; windows must be of one commit."""
+    found = deepcopy(documents[0])
+    found["links"], found["train"] = [], []
+    for one in documents:
+        if one["cases"] and one["commit"] != found["commit"]:
+            raise SystemExit(f"windows of commits {found['commit']} and {one['commit']} are not put together")
+        for part in ("links", "train"):
+            found[part] += [{**row, "commit": one["commit"]} for row in one[part]]
+    for number, one in enumerate(documents[1:], 1):
+        found["neighbours"] = one["neighbours"] | found["neighbours"]
+        for name, case in one["cases"].items():
+            known = found["cases"].setdefault(name, {**case, "runs": {}})
+            known["predicted"] |= case["predicted"]
+            for policy, runs in case["runs"].items():
+                known["runs"].setdefault(policy, []).extend({**run, "document": number} for run in runs)
+    return found
+
+
 def write_document(path: Path, document: Document) -> None:
     """Write everything, with its tables and limits."""
     rows, parts, limits = summarise(document)
@@ -84,6 +104,9 @@ def summarise(document: Document) -> tuple[list[dict[str, Any]], list[dict[str, 
         for policy, found in predicted.items():
             parts += _part_rows(name, policy, case["runs"][policy], found)
         limits += _limits(name, case, medians, predicted)
+    errors = [abs(row["error_pct"]) / 100 for row in rows if row["predicted_s"]]
+    if errors:
+        limits.append(Limit(name="mean error of all predictions", value=statistics.mean(errors), at_most=0.05))
     limits += [Limit(name=f"links: {one['what']}", value=one["over_rule"], at_most=1.05) for one in document["links"]]
     return rows, parts, limits
 
@@ -162,12 +185,18 @@ def _limits(
 
 
 def _most_different(runs: Mapping[str, list[dict[str, Any]]]) -> float | None:
-    """The largest relative difference of a policy's gradients from those of `static` on the same routes."""
+    """The largest relative difference of a policy's gradients from those of `static` on the same routes.
+
+    Documents that were put together may have drawn other weights, and are not compared with each other.
+    """
     keys = ("expert_gradients", "gate_gradients")
     if "static" not in runs or keys[0] not in runs["static"][0]:
         return None
     static = runs["static"][0]
-    others = [found for policy, many in runs.items() if not policy.startswith(("uniform", ALONE)) for found in many]
+    same = {
+        policy: [run for run in many if run.get("document") == static.get("document")] for policy, many in runs.items()
+    }
+    others = [found for policy, many in same.items() if not policy.startswith(("uniform", ALONE)) for found in many]
     return max(abs(found[key] / static[key] - 1) for found in others for key in keys)
 
 

@@ -57,31 +57,58 @@ def filled(text: str) -> str:
 
 
 def node_table() -> str:
-    """Windows of eight ranks on one GPU: seconds, speed over static, and what was predicted."""
-    rows = [row for row in _read("node_h200")["rows"] if not row["case"].endswith("experts alone")]
+    """Windows of ranks that share one GPU: seconds, speed over static, exposed transfers, and what was predicted."""
     lines = []
-    for row in rows:
-        if row["policy"] == "attention alone":
-            continue
-        predicted = f"{row['predicted_s']:.3f}" if row["predicted_s"] else ""
-        seconds = f"{row['window_s']:.3f}"
-        lines.append(
-            [row["case"], row["policy"], seconds, f"{row['spread_pct']:.1f}", f"{row['over_static']:.2f}", predicted]
-        )
-    return _table(["window", "policy", "seconds", "spread, %", "over static", "predicted, s"], lines)
+    for row in _windows():
+        predicted = [f"{row['predicted_s']:.3f}", f"{row['error_pct']:+.1f}"] if row["predicted_s"] else ["", ""]
+        figures = [f"{row['window_s']:.3f}", f"{row['spread_pct']:.1f}", f"{row['over_static']:.2f}"]
+        lines.append([row["case"], row["policy"], *figures, f"{row['exposed_pct']:.1f}", *predicted])
+    header = ["window", "policy", "seconds", "spread, %", "over static", "exposed, %", "predicted, s", "error, %"]
+    return _table(header, lines)
 
 
 def node_summary() -> str:
-    """Speed over static of the same windows, for the README."""
-    rows = [row for row in _read("node_h200")["rows"] if not row["case"].endswith("experts alone")]
+    """Speed over static of update windows, for the README."""
+    rows = [row for row in _windows() if not row["case"].endswith("recompute")]
     found = {(row["case"], row["policy"]): row["over_static"] for row in rows}
-    policies = ("static, prepared", "eplb-oracle", "lplb", "equipoise, 1 slot", "uniform, prepared")
-    lines = [
-        [case, *(f"{found[case, policy]:.2f}" for policy in policies)]
-        for case in dict.fromkeys(r["case"] for r in rows)
-    ]
-    header = ["window", "static, prepared", "EPLB oracle", "LPLB", "**Equipoise**", "forced uniform routes, prepared"]
-    return _table(header, lines)
+    policies = {
+        "static, prepared": "static, prepared",
+        "eplb-oracle": "EPLB oracle",
+        "lplb": "LPLB",
+        "equipoise, 1 slot": "**Equipoise**",
+        "uniform, prepared": "forced uniform routes, prepared",
+    }
+    lines = []
+    for case in dict.fromkeys(case for case, _ in found):
+        speeds = [found.get((case, policy)) for policy in policies]
+        lines.append([case, *("" if speed is None else f"{speed:.2f}" for speed in speeds)])
+    return _table(["window", *policies.values()], lines)
+
+
+def parts_table() -> str:
+    """Measured and predicted milliseconds of each part of a window, for the policies that are told apart by it."""
+    shown, found = ("static, prepared", "lplb", "equipoise, 1 slot", "uniform, prepared"), {}
+    for row in _read("node_h200")["parts"]:
+        if row["policy"] in shown and not row["case"].endswith("experts alone"):
+            both = f"{1e3 * row['measured_s']:.0f} / {1e3 * row['predicted_s']:.0f}"
+            found.setdefault((row["case"], row["policy"]), {})[row["part"]] = both
+    parts = list(next(iter(found.values())))
+    return _table(["window", "policy", *parts], [[*key, *cells.values()] for key, cells in found.items()])
+
+
+def links_table() -> str:
+    """An exchange beside pulls, over what the clock's rule says."""
+    lines = []
+    for row in _read("node_h200")["links"]:
+        lines.append([row["what"], *(f"{row[key]:.2f}" for key in ("ms", "exchange_ms", "pulls_ms", "over_rule"))])
+    return _table(["measured", "ms", "exchange alone, ms", "pulls alone, ms", "over the rule"], lines)
+
+
+def _windows() -> list[dict[str, Any]]:
+    """Rows of whole windows of one declared node."""
+    hidden = ("experts alone", "two nodes")
+    rows = _read("node_h200")["rows"]
+    return [row for row in rows if not row["case"].endswith(hidden) and row["policy"] != "attention alone"]
 
 
 def exchange_table() -> str:
@@ -204,6 +231,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "replay": replay_table,
     "node": node_table,
     "node summary": node_summary,
+    "node parts": parts_table,
+    "node links": links_table,
     "exchange": exchange_table,
     "predicted": predicted_table,
     "paper": paper_table,

@@ -373,18 +373,18 @@ def _time_beside(work: Callable[[], object], copy: Callable[[], None], copies: i
 
 
 def measure_add(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time adding one expert's returned gradient to its home's.
+    """Time adding one expert's returned gradient to its home's, in the kernels' dtype, as both are.
 
-    Taken in fp32. Memory bounds an add, so bytes per second hold for gradients in the weights' dtype, too, which have
-    fewer bytes.
+    On a rank with a small share of a GPU, arithmetic and not memory bounds an add, so that its dtype matters.
     """
     numel = grid.expert_params
-    home, returned = (torch.randn(numel, device=bench.device) for _ in range(2))
+    home, returned = (bench.random(numel) for _ in range(2))
     timing = measure(lambda: home.add_(returned, alpha=1e-3), bench)
     steps.advance()
     return {
         "bytes_per_s": round(3 * home.nbytes / timing.median_ns * 1e9),
-        "source": f"measured: in-place fp32 add of {numel} elements, two reads and one write counted, L2 flushed",
+        "source": f"measured: in-place add of {numel} elements in the kernels' dtype, two reads and one write counted, "
+        "L2 flushed",
     }
 
 

@@ -60,7 +60,8 @@ def test_all_policies_run_and_are_summarised(tmp_path):
     mixed = "equipoise, 1 slot, skew, mapped inside nodes"
     asked = ["static", "reactive", "equipoise, 1 slot", mixed]
     lite = ";".join(asked[:3])
-    works = node.choose(node.smoke_works(), ["exchange", f"lite:{lite}", "lite:static", f"nodes:static;{mixed}"])
+    cases = ["exchange", f"lite:{lite}", "lite:static", f"checkpointing:{lite}", f"nodes:static;{mixed}"]
+    works = node.choose(node.smoke_works(), cases)
     facts = {"commit": "a" * 40, "machine": "a CPU", "clock": "its own"}
     keeper = node.Keeper(node_report.open_document(None, facts), tmp_path / "node.json")
     node.run_all(works, keeper, rounds=1, device="cpu")
@@ -68,11 +69,12 @@ def test_all_policies_run_and_are_summarised(tmp_path):
     named = {(row["case"], row["policy"]) for row in rows}
     assert {policy for _, policy in named} >= {*asked, "mapped", "plain", "attention alone"}
     assert all(row["window_s"] > 0 for row in rows)
-    ours = {row["part"]: row["measured_s"] for row in parts if row["policy"] == "equipoise, 1 slot"}
-    assert min(ours.values()) >= 0 < ours["experts"]
+    for case in ("smoke", "smoke, checkpointing"):
+        ours = {row["part"]: row["measured_s"] for row in parts if row["policy"] == asked[2] and row["case"] == case}
+        assert min(ours.values()) >= 0 < ours["experts"]
     found = {limit.name: limit for limit in limits}
     assert "smoke, experts alone: mapped over prepared" in found and "smoke: exposed transfers" in found
-    for case in ("smoke", "smoke, two nodes"):
+    for case in ("smoke", "smoke, checkpointing", "smoke, two nodes"):
         assert found[f"{case}: gradients differ from static's by a share of"].value < 1e-6
     assert keeper.document["cases"]["smoke"]["runs"]["reactive"][0]["planning_s"] > 0
     # A second call adds to what the file holds, and another commit's results are refused.
@@ -80,6 +82,10 @@ def test_all_policies_run_and_are_summarised(tmp_path):
     again.expect(works)
     again.show("more", 1, {"static": keeper.document["cases"]["smoke"]["runs"]["static"]})
     assert len(again.document["cases"]["smoke"]["runs"]["static"]) == 8, "two works of two windows, twice"
+    both = node_report.join([keeper.document, again.document, {**again.document, "cases": {}, "commit": "b" * 40}])
+    assert len(both["cases"]["smoke"]["runs"]["static"]) == 12
+    with pytest.raises(SystemExit, match=r"windows of commits aaaa\w+ and bbbb\w+ are not put together"):
+        node_report.join([keeper.document, keeper.document | {"commit": "b" * 40}])
     with pytest.raises(SystemExit, match=r"holds results of commit aaaa.*, these are of bbbb"):
         node_report.open_document(tmp_path / "node.json", facts | {"commit": "b" * 40})
 
