@@ -186,3 +186,21 @@ def release(group: Any, layout: Layout) -> list[tuple[int, bool]]:
         train(run, steps[:1], routes[:1], handle)
         megatron.uninstall(handle)
     return told
+
+
+def repeat_ids(group: Any, layout: Layout) -> dict[str, Any]:
+    """Replay rows in which experts repeat, as trainers pad them, and compare with the unmodified model."""
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        for ids in (ids for step in routes for by_layer in step for ids in by_layer):
+            ids[::3] = ids[::3, :1].clone()
+            ids[1::5] = 0
+        plain, run = build(layout), build(layout)
+        expected = train(plain, steps[:2], routes[:2])
+        handle = install(run, slots=0, weights="in place")
+        found = train(run, steps[:2], routes[:2], handle)
+        megatron.uninstall(handle)
+        return {
+            "differences": found.differences(expected),
+            "displaced": sum(report.displaced for report in found.reports),
+        }

@@ -37,3 +37,9 @@ def test_layers_whose_gradients_are_home_are_reduced_before_the_window_ends(mega
         assert [layer for layer, _ in told] == [3, 2, 1, 0], "in one order on all ranks, each once"
         assert told[0][1], "the last layer's gradients are home long before the first layer's backward"
         assert not told[-1][1], "the first layer's are home with the window's end"
+
+
+def test_replayed_rows_in_which_experts_repeat_train_with_the_same_bits(megatron_pool):
+    for rank in megatron_pool.call("repeat_ids", LAYOUTS["EP4"]):
+        assert rank["displaced"] > 0
+        assert rank["differences"] == []
