@@ -232,12 +232,13 @@ def test_an_id_outside_the_model_is_refused_even_with_a_right_checksum(tmp_path)
         open_store(path).samples[0]
 
 
-def test_recovery_drops_last_samples_whose_payload_never_reached_the_disk(tmp_path):
+def test_recovery_drops_last_samples_whose_payload_never_reached_the_disk(tmp_path, caplog):
     path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b", 30)])
     entry = open_store(path).samples._found[1]
     data = path.read_bytes()[: entry.stop]
     path.write_bytes(data[: entry.start] + bytes(len(data) - entry.start))
     assert [s.name for s in open_store(path, recover=True)] == ["a"]
+    assert "recovered the 1 samples before it" in caplog.text
 
 
 def test_appending_continues_a_store(tmp_path):
