@@ -113,8 +113,14 @@ class Keeper:
             report.write_document(self._path, self.document)
 
 
-def run_all(works: list[NodeWork], keeper: Keeper, *, rounds: int, device: Literal["cpu", "cuda"]) -> None:
-    """Run all works, those of equally many ranks and nodes in one launch."""
+def run_all(
+    works: list[NodeWork], keeper: Keeper, *, rounds: int, device: Literal["cpu", "cuda"], context: Any = None
+) -> None:
+    """Run all works, those of equally many ranks and nodes in one launch.
+
+    Args:
+        context: of multiprocessing, in which ranks are started; spawn by default
+    """
     launches: dict[tuple[int, int], list[NodeWork]] = {}
     for work in works:
         launches.setdefault((work.case.ranks, work.cluster.num_ep_nodes), []).append(work)
@@ -123,7 +129,8 @@ def run_all(works: list[NodeWork], keeper: Keeper, *, rounds: int, device: Liter
         is_gpu = device == "cuda"
         with_neighbours = is_gpu and nodes == 1 and str(ranks) not in keeper.document["neighbours"]
         options = RankOptions(device=device, timeout_s=120.0, backend="nccl" if is_gpu and nodes > 1 else "gloo")
-        run_ranks(run_works, ranks, same, rounds, device, with_neighbours, options=options, show=keeper.show)
+        given = (same, rounds, device, with_neighbours)
+        run_ranks(run_works, ranks, *given, options=options, show=keeper.show, context=context)
 
 
 def calibrate_node(ranks: int, commit: str | None) -> dict[str, Any]:
