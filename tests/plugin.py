@@ -4,7 +4,7 @@
 error, a lost file or a marker typo cannot turn into a green run.
 
 Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, those
-of layers and transfers and the rest, so that there are two pools; those with Megatron-Core have one more. Of the others a
+of layers and transfers and the rest, so that there are two pools; those with Megatron-Core have one more. Of the rest a
 file stays together. With `--no-loadscope-reorder` they begin with the longest, so that none is left for one process at
 the end.
 """
