@@ -91,7 +91,7 @@ def test_a_file_that_is_no_toml_and_one_that_is_not_there_are_told(tmp_path):
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(TrainingError, match=r"bad.toml is not TOML"):
         read_config(tmp_path / "bad.toml")
-    with pytest.raises(TrainingError, match="no preset and no file 'tinny'; presets: qwen3"):
+    with pytest.raises(TrainingError, match="no preset and no file 'tinny'; presets: node-gpu, qwen3"):
         read_config("tinny")
 
 
