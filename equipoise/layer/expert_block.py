@@ -236,12 +236,15 @@ def apply_experts(
     Returns: the output [N, D], and the activation's input [N, 2F], which backward needs
     """
     pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
-    pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
+    if weights.gate_up_bias_SF is not None:
+        pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
     act_NF = activate(pre_NF, options.activation)
     if gates_N is not None:
         act_NF = (act_NF * gates_N[:, None]).to(act_NF.dtype)
     out_ND = _product(act_NF, weights.down_SDF.transpose(1, 2), end_S, options)
-    return _add_bias(out_ND, weights.down_bias_SD, end_S), pre_NF
+    if weights.down_bias_SD is not None:
+        out_ND = _add_bias(out_ND, weights.down_bias_SD, end_S)
+    return out_ND, pre_NF
 
 
 def _apply_backward(
@@ -318,8 +321,8 @@ def _sum_groups(rows_NX: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor
     return _sum_products(ones_NX, rows_NX, end_S, options)[:, 0].contiguous()
 
 
-def _add_bias(rows_NX: Tensor, bias_SX: Tensor | None, end_S: Tensor) -> Tensor:
-    if bias_SX is None or not rows_NX.shape[0]:
+def _add_bias(rows_NX: Tensor, bias_SX: Tensor, end_S: Tensor) -> Tensor:
+    if not rows_NX.shape[0]:
         return rows_NX
     length_S = end_S.diff(prepend=end_S.new_zeros(1))
     return rows_NX + torch.repeat_interleave(bias_SX, length_S, dim=0, output_size=rows_NX.shape[0])

@@ -314,7 +314,8 @@ class WindowEdges:
 
     def publish_layer(self, layer: int) -> None:
         """Move a layer's weights to its homes, and its gradients if they were collected. Every rank must call this."""
-        moves = self._open_moves()[layer]
+        assert self._moves is not None, "layers are published in a window that has begun"
+        moves = self._moves[layer]
         if layer in self._collected:
             self._note_changes(self._collected.pop(layer))
             if self._layers_with_gradients(Transfer("publish", layer), [layer])[0]:
@@ -359,7 +360,9 @@ class WindowEdges:
 
     def end(self) -> None:
         """Move to owners whatever is still with homes. Every rank of the group must call this."""
-        moves, whole = self._open_moves(), Transfer("collect", path="p2p")
+        if self._moves is None:
+            raise TransferError("no window is published; publish one before collecting")
+        moves, whole = self._moves, Transfer("collect", path="p2p")
         collected, published = sorted(self._collected), sorted(self._published)
         facts = {"layers collected": digest(collected), "layers published": digest(published)}
         self._node.agree_equal(facts, whole)
@@ -393,7 +396,7 @@ class WindowEdges:
 
     def moves_anything(self, layer: int) -> bool:
         """Whether any expert of a layer is displaced."""
-        return bool(self._open_moves()[layer])
+        return bool(self._moves and self._moves[layer])
 
     def check_unchanged(self) -> None:
         """Raise if a parameter was moved in the window, or someone else than autograd changed a gradient."""
@@ -409,11 +412,6 @@ class WindowEdges:
         """Note the parameters whose gradients are not as they are known."""
         changed = (one for one in known if one.is_changed(self._gradient_of(one.parameter)))
         self._changed += [self._names[id(one.parameter)] for one in changed]
-
-    def _open_moves(self) -> list[list[Move]]:
-        if self._moves is None:
-            raise TransferError("no window is published; publish one before collecting")
-        return self._moves
 
     def _gradients(self, layer: int) -> ExpertWeights:
         """The gradients of a layer, zeros where a rank has none and another has."""

@@ -536,10 +536,8 @@ class NodeMemory:
     def wait_peers(self, cell: int, value: int, transfer: Transfer) -> None:
         """Wait until a cell of all ranks of the node has reached a value."""
         for peer in self.peers:
-            self.watchdog.wait(partial(self._has_reached, peer, cell, value), transfer._replace(peer=peer))
-
-    def _has_reached(self, rank: int, cell: int, value: int) -> bool:
-        return bool(self.cells[rank][cell] >= value)
+            has_reached = lambda: bool(self.cells[peer][cell] >= value)  # noqa: B023, E731  # called here alone
+            self.watchdog.wait(has_reached, transfer._replace(peer=peer))
 
     def synchronize(self, transfer: Transfer) -> None:
         """Wait, bounded, until the device has finished the current stream's work; returns at once on a CPU."""

@@ -474,7 +474,10 @@ class Puller:
         buffer, slot, needs = self._buffers.slots[fill.buffer], 0, fill.needs
         while slot < len(needs):
             first, path = needs[slot], self._paths[needs[slot].path]
-            self._node.watchdog.wait(partial(self._is_decided, first), self._transfer(first))
+            self._node.watchdog.wait(
+                lambda: self._is_stopped(first) or path.is_ready(first, self._version),  # noqa: B023  # called here alone
+                self._transfer(first),
+            )
             # Replicas from this slot on that are ready and take the same path are copied together.
             together: dict[int, Need] = {}
             for at, need in enumerate(needs[slot:], slot):
@@ -497,9 +500,6 @@ class Puller:
             self._node.counters.pulls += len(together)
             slot += len(together)
         return True
-
-    def _is_decided(self, need: Need) -> bool:
-        return self._is_stopped(need) or self._paths[need.path].is_ready(need, self._version)
 
     def _is_stopped(self, need: Need) -> bool:
         schedule = self._schedule
