@@ -247,7 +247,7 @@ def find_model(name: str | None, *, dump: Path | None = None, form: str | None =
         found = detect(dump) if form is None else find_format(form)
         if found in store.FORMATS:
             return open_store(dump).model
-    raise RoutesError(f"{dump or 'this'} does not name its model; add --model with a preset or a HF config.json")
+    raise RoutesError(f"{dump or 'this'} does not name its model; add --model with a preset, a HF id or a config.json")
 
 
 def npz_kind(path: Path) -> Literal["counts", "loads", "plan", ""]:

@@ -101,7 +101,7 @@ def test_native_store_brings_its_model(run, samples, tmp_path):
         (("nowhere.jsonl", "--model", "olmoe"), "nowhere.jsonl"),
         ((), "no dump named"),
         (("DUMP", "--model", "gpt-9"), "no model preset 'gpt-9'"),
-        (("DUMP",), "add --model with a preset or a HF config.json"),
+        (("DUMP",), "add --model with a preset, a HF id or a config.json"),
         (("DUMP", "--model", "olmoe", "--format", "vhs"), "no format 'vhs'"),
         (("DUMP", "--model", "olmoe", "--second", "nowhere.npz"), "nowhere.npz"),
     ],
