@@ -4,7 +4,11 @@
     transformers.py  Hugging Face transformers: install, uninstall, checkpoints
         transformers_model.py     inspect: what is there and what is unsupported; add a model family here
         transformers_routers.py   hooks that record and replay routes
+    megatron.py      Megatron-Core: install, windows around its schedules, uninstall
+        megatron_model.py         inspect: what is there and what is refused
+        slime.py                  hooks for slime and miles, which train with it
     wrappers.py      DDP and FSDP2 around a model: what they must leave alone, what they average
 
-An adapter imports the one framework it is named after, and never another adapter.
+An adapter imports the one framework it is named after, and never another adapter; hooks of a trainer import the adapter
+of what it trains with.
 """

@@ -364,7 +364,7 @@ def forward_backward(
         forward_step_func=forward_step,
         data_iterator=data if len(data) > 1 else data[0],
         model=run.chunks if len(data) > 1 else run.chunks[0],
-        num_microbatches=MICRO_STEPS,
+        num_microbatches=len(one),
         seq_length=LENGTH,
         micro_batch_size=SAMPLES,
         forward_only=forward_only,

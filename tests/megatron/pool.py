@@ -14,7 +14,7 @@ from equipoise.launch import end_with_parent
 from tests.pool import START_S, Pool, _serve, preloaded_context
 
 RANKS = 4
-LOADED = ("tests.megatron.work", "tests.megatron.life")
+LOADED = ("tests.megatron.work", "tests.megatron.life", "tests.megatron.hooks")
 """Modules whose functions ranks may run."""
 
 
@@ -25,7 +25,7 @@ class MegatronPool(Pool):
         super().__init__(RANKS)
 
     def call(self, name: str, *args: Any) -> list:
-        """Call a function of `work` or `life` on every rank by its name: this process imports no Megatron-Core."""
+        """Call a function of these modules on every rank by its name: this process imports no Megatron-Core."""
         return self.run(_call, RANKS, name, *args)
 
     def _start(self) -> None:
@@ -42,8 +42,8 @@ class MegatronPool(Pool):
 
 
 def _call(group: Any, name: str, *args: Any) -> Any:
-    work, life = map(importlib.import_module, LOADED)
-    return (vars(work).get(name) or vars(life)[name])(group, *args)
+    (task,) = {getattr(module, name) for module in map(importlib.import_module, LOADED) if hasattr(module, name)}
+    return task(group, *args)
 
 
 def _fork_ranks(pipes: list[Connection], store: str) -> None:
