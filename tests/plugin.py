@@ -74,6 +74,8 @@ class RoomTimes:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+# First: xdist reads the groups when its own turn comes.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say which tests stay together where processes share them, and put those that take long first."""
     place = {}
