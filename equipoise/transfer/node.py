@@ -555,11 +555,12 @@ class NodeMemory:
         # One node agrees in its shared memory, without a message. Two ballots take turns: a rank that writes the same
         # one again knows that all others have written the one between, so they have read this one.
         self._num_agreed += 1
-        ballots = [ballots[self._num_agreed % 2, : len(values)] for ballots in self._ballots.values()]
-        ballots[self.peers.index(self.rank)][:] = values
+        turn, count = self._num_agreed % 2, len(values)
+        # No view is kept in a variable: an error refers to this call, and would keep shared memory mapped.
+        self._ballots[self.rank][turn, :count] = values
         self.cells[self.rank][AGREED] = self._num_agreed
         self.wait_peers(AGREED, self._num_agreed, transfer)
-        return [int(value) for value in np.max(ballots, axis=0)]
+        return [int(value) for value in np.max([ballots[turn, :count] for ballots in self._ballots.values()], axis=0)]
 
     def agree_equal(self, facts: Mapping[str, int], transfer: Transfer) -> None:
         """Raise on all ranks if one of them has a different fact. Every rank of the group must call this."""
