@@ -34,7 +34,7 @@ contracts: $(STAMP)
 MEGATRON := 0.17.1 0.18.2 0.19.2
 
 megatron-versions: $(KERNELS) out/triton $(addprefix out/megatron-,$(MEGATRON))
-	for version in $(MEGATRON); do PYTHONPATH=$(CURDIR)/out/megatron-$$version:$(CURDIR)/out/triton \
+	for version in $(MEGATRON); do MEGATRON_LAYOUTS=all PYTHONPATH=$(CURDIR)/out/megatron-$$version:$(CURDIR)/out/triton \
 		$(PYTHON) -m pytest tests/megatron || exit 1; done
 
 out/megatron-%: | $(STAMP)
