@@ -226,26 +226,6 @@ def main() -> int:
                 keeper.document["train"] += train_mode(mode, steps=args.steps)
                 keeper.show(f"trained: {mode}")
     return finish(keeper.document, args.out)
-    facts = {
-        "commit": args.commit or read_commit(),
-        "machine": f"{read_machine()}; {gpu_name()}; {args.percent} % of its processors per rank",
-        "clock": f"locked at {args.clock} MHz" if args.clock else "as the machine sets it",
-    }
-    keeper = Keeper(report.open_document(args.out, facts), args.out)
-    with mps(args.percent, args.clock):
-        if args.part == "run":
-            works = choose(pickle.loads(gzip.decompress(args.work.read_bytes())), args.cases)
-            run_all(works, keeper, rounds=args.rounds, device="cuda")
-        elif args.part == "links":
-            from benchmarks.node_links import compare_links
-
-            options = RankOptions(device="cuda", timeout_s=120.0)
-            keeper.document["links"] = run_ranks(compare_links, args.ranks, "cuda", options=options)[0]
-        else:
-            from benchmarks.node_train import train_modes
-
-            keeper.document["train"] = train_modes(steps=args.steps, show=show_line)
-    return finish(keeper.document, args.out)
 
 
 def finish(document: report.Document, path: Path | None) -> int:

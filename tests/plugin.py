@@ -93,5 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=place.__getitem__)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse to run without groups: every process would make pools of its own, in silence."""
+    is_grouped = getattr(session.config.option, "loadgroup", False)
+    if is_grouped and session.items and "@" not in session.items[0].nodeid:
+        raise pytest.UsageError("xdist's groups have no effect with this pytest; install what constraints.txt names")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RoomTimes(), "room-times")

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.core.errors import EquipoiseError, TransferError
+from equipoise.core.errors import TransferError
 from equipoise.core.options import TransferOptions, aligned, edge_boxes
 from equipoise.transfer.cuda_pages import CudaPager
 from equipoise.transfer.nccl import NcclGroup, choose_transport
@@ -575,19 +575,14 @@ class NodeMemory:
 
     def all_or_none(self, work: Callable[[], None], transfer: Transfer) -> None:
         """Run `work` on every rank of the group, or raise on all of them what failed on one; bounded as `agree`."""
-        failure: EquipoiseError | None = None
-        try:
-            work()
-        except EquipoiseError as error:
-            failure = error
 
-        def fail() -> None:
-            if failure is not None:
-                raise failure
+        def gather(mine: tuple[Any, Any]) -> list[Any]:
+            # What failed is sent only where something did.
+            if not self.agree([mine[0] is not None], transfer)[0]:
+                return []
+            return self._own_group.gather(mine, finish=partial(self._finish, transfer=transfer))
 
-        # What failed is sent only where something did.
-        if self.agree([failure is not None], transfer)[0]:
-            all_or_none(fail, partial(self._own_group.gather, finish=partial(self._finish, transfer=transfer)))
+        all_or_none(work, gather)
 
     def messages(self, experts: ExpertWeights, slot: int, *, peer: int, is_leaving: bool) -> list[Message]:
         """The messages of one expert to or from another node's rank, as `exchange` takes them."""
