@@ -375,7 +375,9 @@ class TransferEngine:
         if self._refresher is not None:
             self._refresher.close()
         self._plan = self._schedule = self._progress = None
+        # A job that failed keeps its error, the error its frames, and they the node's memory.
         self._published_L, self._paths = [], {}
+        self._done.clear()
         if self._mapped is not None:
             self._mapped.close()
         self._node.close()
