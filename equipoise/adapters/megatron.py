@@ -30,11 +30,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, inspect
+from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, expert_parameters, inspect
 from equipoise.adapters.protocol import is_in_backward
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
@@ -53,7 +54,7 @@ KEPT = "_equipoise"
 Kept = Literal["copy", "in place"]
 """Where the weights are that experts compute with."""
 LAYER = LayerOptions(gates="activation", combine_order="expert", products="loop", has_gaps=True)
-"""How Megatron's `SequentialMLP` and its dispatchers compute."""
+"""How Megatron's experts and its dispatchers compute."""
 
 
 class LentMoE(MoETokenDispatcher):
@@ -81,8 +82,11 @@ class LentMoE(MoETokenDispatcher):
         self._rows: VisitRows | None = None
         combine = torch.stack if self._is_copy else SlotTensors
         home = ExpertWeights(*(combine([same_memory(w) for w in weights]) for weights in self.weights))
-        self.balanced = BalancedExperts(home, layer=index, group=self._moe.ep_group, options=LAYER)
-        if self._moe.experts.local_experts[0].linear_fc1.weight.requires_grad:
+        # Grouped experts are for GPUs: there one product of all slots, where they are one tensor.
+        is_grouped = isinstance(self._moe.experts, TEGroupedMLP) and self._is_copy and home.gate_up_SFD.is_cuda
+        options = replace(LAYER, products="grouped") if is_grouped else LAYER
+        self.balanced = BalancedExperts(home, layer=index, group=self._moe.ep_group, options=options)
+        if self.weights[0][0].requires_grad:
             for leaf in self.balanced.home.flat():
                 leaf.requires_grad_().register_post_accumulate_grad_hook(self._accumulate)
         else:
@@ -106,9 +110,7 @@ class LentMoE(MoETokenDispatcher):
     @property
     def weights(self) -> tuple[SlotTensors, SlotTensors]:
         """Megatron's parameters of both products, expert by expert."""
-        experts = self._moe.experts.local_experts
-        first, second = (SlotTensors(getattr(e, name).weight for e in experts) for name in ("linear_fc1", "linear_fc2"))
-        return first, second
+        return expert_parameters(self._moe.experts)
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import __version__ as VERSION
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from equipoise.core import ModelShape
 from equipoise.core.errors import AdapterError
+from equipoise.transfer.node import SlotTensors
 
 READ = ((0, 16), (0, 19))
 """First and last minor version whose sources were read."""
@@ -95,7 +96,12 @@ REFUSED: tuple[Refusal, ...] = (
         _has("overlap_moe_expert_parallel_comm"),
         "turn it off",
     ),
-    Refusal("delayed weight gradients", "delay_wgrad_compute", _has("delay_wgrad_compute"), "turn it off"),
+    Refusal(
+        "delayed weight gradients",
+        "delay_wgrad_compute",
+        _has_any("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
+        "turn it off",
+    ),
     Refusal("shared-expert overlap", "moe_shared_expert_overlap", _has("moe_shared_expert_overlap"), "turn it off"),
     Refusal(
         "CUDA graphs",
@@ -104,6 +110,18 @@ REFUSED: tuple[Refusal, ...] = (
         "use cuda_graph_impl='none'",
     ),
     Refusal("paged stash", "moe_paged_stash", _has("moe_paged_stash"), "turn it off"),
+    Refusal(
+        "interleaved halves of the first product",
+        "moe_mlp_glu_interleave_size",
+        _has("moe_mlp_glu_interleave_size"),
+        "leave it None",
+    ),
+    Refusal(
+        "grouped experts in one parameter",
+        "moe_single_grouped_weight",
+        _has("moe_single_grouped_weight"),
+        "turn it off: a parameter per expert",
+    ),
     Refusal("latent experts", "moe_latent_size", _has("moe_latent_size"), "use experts of the hidden size"),
     Refusal("gates on the input", "moe_apply_probs_on_input", _has("moe_apply_probs_on_input"), "turn it off"),
     Refusal("biases of experts", "add_bias_linear", _has("add_bias_linear"), "use add_bias_linear=False"),
@@ -125,9 +143,25 @@ REFUSED: tuple[Refusal, ...] = (
 REFUSED_MODULES: Mapping[str, str] = {
     "Megatron-FSDP": "wrap the model in DistributedDataParallel",
     "LoRA on experts": "train the experts themselves, or merge the adapters",
-    "grouped experts": "use moe_grouped_gemm=False",
+    "legacy grouped experts": "use Transformer Engine's, or moe_grouped_gemm=False",
     "experts of other shapes": "give all MoE layers experts of one shape and dtype",
 }
+
+
+KINDS: Mapping[type, Callable[[Any, str], list[nn.Parameter]]] = {
+    SequentialMLP: lambda experts, product: [getattr(expert, product).weight for expert in experts.local_experts],
+    # As TransformerEngine's GroupedLinear names them, 1.7 to 2.14.
+    TEGroupedMLP: lambda experts, product: [
+        getattr(getattr(experts, product), f"weight{at}") for at in range(experts.num_local_experts)
+    ],
+}
+"""Modules of experts, and where each keeps the weights of a product: one parameter per expert, [out, in]."""
+
+
+def expert_parameters(experts: Any) -> tuple[SlotTensors, SlotTensors]:
+    """Return the parameters of both products of a layer's experts, expert by expert."""
+    find = next(find for kind, find in KINDS.items() if isinstance(experts, kind))
+    return SlotTensors(find(experts, "linear_fc1")), SlotTensors(find(experts, "linear_fc2"))
 
 
 def support_table() -> str:
@@ -235,8 +269,8 @@ def _module_reasons(model_chunks: Sequence[nn.Module], moe_layers: Sequence[Any]
         where = f"layer {moe.layer_number - 1}: {type(moe.experts).__name__}"
         if any("lora" in name.lower() or "adapter" in name.lower() for name, _ in moe.experts.named_modules()):
             yield refuse("LoRA on experts", where)
-        elif not isinstance(moe.experts, SequentialMLP):
-            yield refuse("grouped experts", where)
+        elif not isinstance(moe.experts, tuple(KINDS)):
+            yield refuse("legacy grouped experts", where)
     kinds = {(tuple(p.shape), p.dtype, p.device) for moe in moe_layers for p in moe.experts.parameters()}
     if len(kinds) > 2:
         yield refuse("experts of other shapes", ", ".join(sorted(str(shape) for shape, _, _ in kinds)))

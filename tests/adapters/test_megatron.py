@@ -51,6 +51,7 @@ def test_each_setting_is_refused_by_name_and_alone(refusal):
     ("field", "value"),
     [
         ("moe_router_padding_for_fp8", True),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
         ("enable_cuda_graph", True),
         ("external_cuda_graph", True),
         ("gated_linear_unit", False),
@@ -80,7 +81,7 @@ def test_what_a_model_is_made_of_is_refused_by_name():
     (lora,) = model._module_reasons([chunk], [experts_with("linear_fc1_lora_a")])
     assert lora.startswith("LoRA on experts is not supported (layer 1: Module)")
     (grouped,) = model._module_reasons([chunk], [experts_with("linear_fc1")])
-    assert grouped.startswith("grouped experts is not supported (layer 1: Module)")
+    assert grouped.startswith("legacy grouped experts is not supported (layer 1: Module)")
     shapes = list(model._module_reasons([chunk], [experts_with("linear_fc1"), experts_with("linear_fc1", width=5)]))
     assert shapes[-1].startswith("experts of other shapes is not supported ((")
 

@@ -18,6 +18,8 @@ class Layout:
     recompute: Literal["full", "selective"] | None = None
     has_shared_experts: bool = False
     """With an auxiliary loss."""
+    is_grouped: bool = False
+    """Experts are `TEGroupedMLP` over a stand-in of Transformer Engine's grouped linear."""
     is_overlapped: bool = False
     """Gradients are reduced and parameters are gathered while the model runs."""
 
@@ -33,4 +35,5 @@ LAYOUTS = {
     "shared experts, aux loss": Layout(has_shared_experts=True),
     "overlap": Layout(ep=2, is_overlapped=True),
     "top-4 of 16": Layout(experts=16, top_k=4),
+    "grouped experts": Layout(ep=2, is_grouped=True),
 }

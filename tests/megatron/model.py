@@ -6,6 +6,7 @@
 """
 
 import functools
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -29,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from tests.megatron.grouped import grouped_mlp_modules
 from tests.megatron.layouts import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -68,11 +71,10 @@ class Run:
     def expert_parameters(self) -> dict[tuple[int, int, str], nn.Parameter]:
         """Return expert parameters by global layer and expert number and name."""
         return {
-            (layer.layer_number - 1, expert, name): parameter
+            (layer.layer_number - 1, *named_expert(layer, name)): parameter
             for chunk in self.layers
             for layer in chunk
-            for expert, module in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True)
-            for name, parameter in module.named_parameters()
+            for name, parameter in layer.experts.named_parameters()
         }
 
     @contextmanager
@@ -93,6 +95,15 @@ class Run:
         if self.layout.is_overlapped:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+
+
+def named_expert(layer: MoELayer, name: str) -> tuple[int, str]:
+    """Return an expert's global number, and its parameter's name in it, of a parameter's name in `layer.experts`.
+
+    Grouped or not: `local_experts.1.linear_fc1.weight` and `linear_fc1.weight1` are the same.
+    """
+    one_by_one, product, grouped = re.fullmatch(r"(?:local_experts\.(\d+)\.)?(linear_fc\d)\.weight(\d*)", name).groups()
+    return layer.local_expert_indices[int(one_by_one or grouped)], f"{product}.weight"
 
 
 @dataclass(slots=True)
@@ -244,9 +255,12 @@ def configure(layout: Layout) -> TransformerConfig:
 
 def _chunk(layout: Layout, config: TransformerConfig, index: int) -> nn.Module:
     stage = {"vp_stage": index} if layout.vpp else {}
+    kind = patch.object(LocalSpecProvider, "grouped_mlp_modules", grouped_mlp_modules)
+    with kind if layout.is_grouped else nullcontext():
+        layers = get_gpt_layer_local_spec(num_experts=layout.experts, normalization="RMSNorm")
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=layout.experts, normalization="RMSNorm"),
+        layers,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
@@ -263,13 +277,13 @@ def _chunk(layout: Layout, config: TransformerConfig, index: int) -> nn.Module:
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
     """Fill every matrix by its name in the whole model, so that layouts agree; make the first experts the busiest."""
-    places = {}
+    places, experts = {}, {}
     for path, module in model.named_modules():
         if isinstance(module, TransformerLayer):
             places[path] = f"layer {module.layer_number}"
         if isinstance(module, MoELayer):
-            own = enumerate(module.local_expert_indices)
-            places.update({f"{path}.experts.local_experts.{place}": f"expert {expert}" for place, expert in own})
+            for name, parameter in module.experts.named_parameters():
+                experts[parameter] = "layer {} expert {} {}".format(module.layer_number, *named_expert(module, name))
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     draw = torch.Generator()
@@ -278,9 +292,9 @@ def _fill(model: nn.Module) -> None:
             continue
         paths = sorted((path for path in places if name.startswith(f"{path}.")), key=len)
         words = [*map(places.get, paths), name.removeprefix(f"{paths[-1]}." if paths else "")]
-        draw.manual_seed(zlib.crc32(" ".join(words).encode()))
+        draw.manual_seed(zlib.crc32(experts.get(parameter, " ".join(words)).encode()))
         shape, is_split = list(parameter.shape), ranks > 1 and getattr(parameter, "tensor_model_parallel", False)
-        if is_split and ".local_experts." not in name:
+        if is_split and parameter not in experts:
             shape[parameter.partition_dim] *= ranks
         whole = torch.randn(shape, generator=draw) * 0.1
         parameter.copy_(whole if whole.shape == parameter.shape else whole.chunk(ranks, parameter.partition_dim)[rank])
