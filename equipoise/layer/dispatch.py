@@ -226,15 +226,11 @@ class Dispatch:
         Args:
             is_pinned: in memory from which a device copies without waiting
         """
-        flat: list[Tensor] = []
-
-        def take(table: Tensor) -> torch.Size:
-            flat.append(table.reshape(-1).to(torch.int32))
-            return table.shape
-
-        shape = _map_tables(self, take, Tensor)
-        flat_X = torch.cat(flat)
-        return PackedDispatch(flat_X=flat_X.pin_memory() if is_pinned else flat_X, shape=shape)
+        tables: list[Tensor] = []
+        _map_tables(self, tables.append)
+        flat_X = torch.cat([table.reshape(-1).to(torch.int32) for table in tables])
+        form = _map_tables(self, lambda table: table.to("meta"))
+        return PackedDispatch(flat_X=flat_X.pin_memory() if is_pinned else flat_X, form=form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,34 +238,30 @@ class PackedDispatch:
     """A dispatch as one array of int32, which one copy uploads to a device."""
 
     flat_X: Tensor
-    shape: Any
-    """The dispatch with the shape of each table in the table's place."""
+    form: Dispatch
+    """The dispatch with tables that have a shape and no memory."""
 
     def unpack(self, device: str) -> Dispatch:
         """The dispatch where the layer computes; does not wait where the array is in pinned memory."""
         # Widened there: a copy between devices that also converts would convert first, and wait.
         wide_X = self.flat_X.to(device, non_blocking=True).long()
-        begin = 0
-
-        def cut(shape: torch.Size) -> Tensor:
-            nonlocal begin
-            begin += shape.numel()
-            return wide_X[begin - shape.numel() : begin].view(shape)
-
-        whole: Dispatch = _map_tables(self.shape, cut, torch.Size)
+        tables: list[Tensor] = []
+        _map_tables(self.form, tables.append)
+        parts = iter(wide_X.split([table.numel() for table in tables]))
+        whole: Dispatch = _map_tables(self.form, lambda table: next(parts).view(table.shape))
         # Grouped products want int32.
         ends = {"home_end_S": whole.groups.home_end_S.int(), "replica_end_S": whole.groups.replica_end_S.int()}
         return replace(whole, groups=replace(whole.groups, **ends))
 
 
-def _map_tables(tables: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """The same tables with every value of a kind changed, also inside, in a fixed order."""
-    if isinstance(tables, kind):
+def _map_tables(tables: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same tables with every tensor changed, also inside, in a fixed order."""
+    if isinstance(tables, Tensor):
         return change(tables)
     if isinstance(tables, Relay | MappedTables | FarRows):
-        return type(tables)(*(_map_tables(part, change, kind) for part in tables))
+        return type(tables)(*(_map_tables(part, change) for part in tables))
     if isinstance(tables, Groups | Dispatch):
-        parts = {field.name: _map_tables(getattr(tables, field.name), change, kind) for field in fields(tables)}
+        parts = {field.name: _map_tables(getattr(tables, field.name), change) for field in fields(tables)}
         return replace(tables, **parts)
     return tables
 
@@ -300,16 +292,6 @@ def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     ones_R = [1] * len(count_RS)
     return all_to_all(count_RS, ones_R, ones_R, group)
-
-
-def planned_counts(plan: Plan, micro_step: int, layer: int) -> Tensor:
-    """[R source, R target, S] rows that each source sends to each slot when all routes are the planned ones."""
-    ranks, width = plan.cluster.ep, plan.home_slots + plan.slots
-    slot_ER = physical_slots(plan, micro_step, layer)
-    expert_H, rank_H = (slot_ER >= 0).nonzero()
-    count_RRS = np.zeros((ranks, ranks, width), dtype=np.int64)
-    count_RRS[:, rank_H, slot_ER[expert_H, rank_H] % width] = plan.split_RER(micro_step, layer)[:, expert_H, rank_H]
-    return torch.from_numpy(count_RRS)
 
 
 def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: int = 1) -> Dispatch:
@@ -407,7 +389,10 @@ def prepare_dispatch(
             "counts"
         )
     # Step 2: the plan says how many rows each source sends to each slot, of this rank and of the others.
-    count_RRS = planned_counts(plan, *entry)
+    slot_ER = physical_slots(plan, *entry)
+    expert_H, rank_H = (slot_ER >= 0).nonzero()
+    count_RRS = torch.zeros((ranks, ranks, width), dtype=torch.int64)
+    count_RRS.numpy()[:, rank_H, slot_ER[expert_H, rank_H] % width] = plan.split_RER(*entry)[:, expert_H, rank_H]
     # Step 3: put the tables together.
     dispatch = build_dispatch(send, count_RRS[:, rank], home_slots=plan.home_slots, pad=pad)
     dispatch = replace(dispatch, ids_TK=ids_TK)

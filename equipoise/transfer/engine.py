@@ -43,6 +43,8 @@ from equipoise.transfer.pulls import HostPath, MappedPath, Puller, PullPath, Pul
 from equipoise.transfer.returns import Mailboxes
 from equipoise.transfer.waits import RETIRED, VERSION, Counters, JobQueue, Mark, Transfer
 
+_SUSPENDED = "the engine is suspended; call resume() first: parameters may be anywhere"
+
 
 class LayerTransfers(Protocol):
     """What a balanced layer asks of whoever moves experts: `TransferEngine`, or `NoTransfers` where nothing moves.
@@ -183,7 +185,6 @@ class TransferEngine:
         Args:
             with_weights: whether weights go back to their owners when the window ends; see `WindowEdges.begin`
         """
-        self._check_running()
         schedule = PullSchedule(plan, rank=self._node.rank)
         # Step 1: if one rank cannot, all raise at once and nothing has moved.
         used = {PATHS[index] for index in np.unique(plan.replica_table.path_P2)}
@@ -198,7 +199,7 @@ class TransferEngine:
         self._plan, self._schedule, self._progress = plan, schedule, LayerProgress(plan)
         self._collected, self._window = set(), self._window + 1
         self._done.clear()
-        self._mailboxes.open_window(self._window)
+        self._mailboxes.open_window(plan, number=self._window)
         self._start_version()
         layers = range(self._node.layout.layers)
         self._published_L = [self._jobs.submit(partial(self.publish_layer, layer)) for layer in layers]
@@ -230,7 +231,6 @@ class TransferEngine:
 
     def wait_for(self, visit: Visit) -> None:
         """Begin a visit, and wait until the home weights of its layer have arrived."""
-        self._check_running()
         self._begin(visit)
         layer = visit.layer
         if layer in self._collected:
@@ -324,7 +324,6 @@ class TransferEngine:
         """
         if self._plan is not None:
             raise TransferError("a window is open; close it before the host store is completed")
-        self._check_running()
         self._node.all_or_none(self._check_store, Transfer("refresh", path="host"))
         self._open_store()
         assert self._store is not None and self._refresher is not None, "opened above"
@@ -395,6 +394,8 @@ class TransferEngine:
         """Begin a visit, which may mean that another layer is done, and return the window's plan."""
         if self._plan is None or self._progress is None:
             raise TransferError("no window is open; call open_window(plan) first")
+        if self._is_suspended:
+            raise TransferError(_SUSPENDED)
         done = self._progress.begin(visit)
         if done is not None:
             self.layer_done(done)
@@ -461,12 +462,10 @@ class TransferEngine:
         ):
             yield
 
-    def _check_running(self) -> None:
-        if self._is_suspended:
-            raise TransferError("the engine is suspended; call resume() first: parameters may be anywhere")
-
     def _check_open(self, plan: Plan, needs_store: bool) -> None:
         """Refuse a plan whose pulls or slots this engine cannot serve."""
+        if self._is_suspended:
+            raise TransferError(_SUSPENDED)
         self._node.check()
         layout = self._node.layout
         depth = plan.itinerary.depth if plan.itinerary is not None else 0
@@ -481,6 +480,8 @@ class TransferEngine:
             check_store_budget(layout, self._node.num_experts, self._node.options)
 
     def _check_store(self) -> None:
+        if self._is_suspended:
+            raise TransferError(_SUSPENDED)
         self._node.check()
         check_store_budget(self._node.layout, self._node.num_experts, self._node.options)
 

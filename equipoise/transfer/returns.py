@@ -24,7 +24,6 @@ import numpy as np
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan, Visit
-from equipoise.core.value import require_int
 from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
 from equipoise.transfer.waits import TAGS, Announcer, Mark, Transfer
@@ -44,9 +43,16 @@ class Mailboxes:
         self._handed_in: set[tuple[int, int]] = set()
         self._window = 0
 
-    def open_window(self, window: int) -> None:
-        """Begin a window, counted from 1."""
-        self._window, self._handed_in = window, set()
+    def open_window(self, plan: Plan, *, number: int) -> None:
+        """Begin a window, counted from 1, whose gradients all have a tag."""
+        loads = plan.loads
+        counts = {"micro-steps": loads.num_micro_steps, "layers": loads.num_layers, "experts": loads.num_experts}
+        for (name, count), most in zip(counts.items(), (2**12, 2**12, 2**16), strict=True):
+            if count > most:
+                raise TransferError(f"a window of {count:,} {name}; tags name at most {most:,}: cut it into several")
+        if number >= 2**23:
+            raise TransferError(f"window {number:,}; tags count fewer than {2**23:,}: open the balancer anew")
+        self._window, self._handed_in = number, set()
 
     def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Copy the gradients of this rank's replicas into free boxes, waiting for free ones.
@@ -141,8 +147,4 @@ class Mailboxes:
             )
 
     def _name(self, micro_step: int, layer: int, expert: int) -> int:
-        window = require_int("window", self._window, low=1, high=2**23 - 1, error=TransferError)
-        require_int("micro-step of a window", micro_step, low=0, high=2**12 - 1, error=TransferError)
-        require_int("layer index", layer, low=0, high=2**12 - 1, error=TransferError)
-        require_int("expert", expert, low=0, high=2**16 - 1, error=TransferError)
-        return window << 40 | micro_step << 28 | layer << 16 | expert
+        return self._window << 40 | micro_step << 28 | layer << 16 | expert

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from equipoise.core.errors import TransferError
 from equipoise.core.options import RowLimits, RowOffsets, TransferOptions
-from equipoise.layer.dispatch import planned_counts, prepare_dispatch
+from equipoise.layer.dispatch import prepare_dispatch
 from equipoise.layer.mapped import MappedTables
 from tests.layer import mapped_work
 from tests.layer.cases import TOP_K, random_plan, random_routing
@@ -181,7 +181,7 @@ def shown_tokens(prepared, rank):
 
 def _first(plan, source, target):
     """Where a source's rows for a target begin in its sending order."""
-    return int(planned_counts(plan, 1, 1)[source, :target].sum())
+    return int(plan.split_RER(1, 1)[source, :, :target].sum())
 
 
 def test_limits_are_the_largest_of_all_ranks_and_parts_do_not_overlap():
