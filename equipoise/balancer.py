@@ -125,6 +125,11 @@ class Balancer(AbstractContextManager["Balancer"]):
         """Bytes of this rank for replica buffers, mailboxes, outbox and landing."""
         return self._engine.extra_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of this rank for rows that its node reads in place, instead of buffers of an all-to-all."""
+        return self._engine.row_bytes
+
     def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
         """Take the routes of the next window, count them, and plan the window in the background; returns at once."""
         allow_gaps = any(experts.options.has_gaps for experts in self.layers.values())

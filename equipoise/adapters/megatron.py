@@ -291,7 +291,8 @@ class MegatronHandle:
         """Bytes of this rank beyond what Megatron holds, by what they are for."""
         held = [tensor.nbytes for lent in self._lent for tensor in lent.balanced.home.tensors()]
         copies = sum(held) if self._weights == "copy" else 0
-        return {"working copy of the weights": copies, "balancer": self.balancer.extra_bytes}
+        moving = {"balancer": self.balancer.extra_bytes, "rows in place of all-to-all": self.balancer.row_bytes}
+        return {"working copy of the weights": copies, **moving}
 
     def gradient_of(self, working: Any) -> SlotTensors | None:
         """Return where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""

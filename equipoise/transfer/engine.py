@@ -179,6 +179,11 @@ class TransferEngine:
         """Bytes of this rank beyond the home weights."""
         return self._node.layout.extra_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the page in which this rank shows its rows to its node; as large as the windows so far needed."""
+        return 0 if self._mapped is None else self._mapped.num_bytes
+
     def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
         """Start publishing the plan's placement, and pulling. Every rank of the group must call this.
 
@@ -491,7 +496,7 @@ class NoTransfers:
 
     def __init__(self, homes: Sequence[ExpertWeights]) -> None:
         self.counters = Counters()
-        self.extra_bytes = 0
+        self.extra_bytes = self.row_bytes = 0
         self._homes = homes
         self._is_open = False
 

@@ -1,8 +1,10 @@
 """A model's life around its windows, on every rank: offload, checkpoints, uninstall, an error of one rank."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from equipoise.adapters import megatron
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.options import balance_bytes
+from equipoise.layer.dispatch import prepared_bytes
 from tests.megatron import shims
 from tests.megatron.layouts import Layout
 from tests.megatron.model import Run, build, gradients, parallel, update
@@ -103,18 +106,56 @@ def come_and_go(group: Any, layout: Layout, weights: str) -> dict[str, Any]:
         steps, routes = prepare(layout)
         run = build(layout)
         train(run, steps[:1], routes[:1])  # what Megatron itself makes in its first step is there now
-        before = attributes(run)
+        before, held = attributes(run), held_bytes()
         handle = install(run, slots=1, weights=weights)
         changed = [place for place, value in attributes(run).items() if before.get(place) is not value]
+        installed = held_bytes() - held
         train(run, steps[1:2], routes[1:2], handle)
-        extra = dict(handle.extra_bytes)
+        trained = held_bytes() - held
+        window = next(iter(handle.balancer.layers.values())).window
+        tables = prepared_bytes(window.plan, is_mapped=True)
+        extra, refusal = dict(handle.extra_bytes), ""
+        try:
+            with handle.suspended():
+                pass
+        except EquipoiseError as error:
+            refusal = str(error)
         model, cluster = handle.balancer.model, handle.balancer.cluster
         limit = balance_bytes(model, cluster=cluster, slots=1, stage="update", depth=handle.balancer.options.depth)
         owned = sum(parameter.nbytes for parameter in run.expert_parameters().values())
         megatron.uninstall(handle)
         after = attributes(run)
         left = [place for place in before.keys() | after.keys() if before.get(place) is not after.get(place)]
-        return {"changed": changed, "left": sorted(left), "extra": extra, "limit": limit, "experts": owned}
+        return {
+            "changed": changed,
+            "left": sorted(left),
+            "extra": extra,
+            "limit": limit,
+            "experts": owned,
+            "installed": installed,
+            "trained": trained,
+            "tables": tables,
+            "suspended": refusal,
+        }
+
+
+def held_bytes() -> int:
+    """Measure the bytes of this rank: its tensors, and its part of the memory its node shares. Every rank calls."""
+    gc.collect()
+    dist.barrier()
+    mapped, ends = [], dict[str, int]()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, inode, *name = line.split(maxsplit=5)
+        if name and ("memfd:equipoise" in name[0] or "torch_" in name[0]):
+            start, end = (int(place, 16) for place in span.split("-"))
+            mapped.append((start, end))
+            # A file may be mapped more than once; its memory exists once.
+            ends[inode] = max(ends.get(inode, 0), int(offset, 16) + end - start)
+    storages = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    own = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    private = sum(size for at, size in own.items() if not any(start <= at < end for start, end in mapped))
+    dist.barrier()
+    return private + sum(ends.values()) // dist.get_world_size()
 
 
 def attributes(run: Run) -> dict[str, Any]:
