@@ -9,7 +9,7 @@ A plan that breaks one of these cannot be constructed:
 2. A rank holds at most `slots` replicas in any (micro-step, layer), never of an expert whose home it is, never twice.
 3. Replicas stay in the home's node unless `cross_node`.
 4. Every replica takes at least one row, and the replicas of an expert take no more than its load; the home takes the
-   rest, so quotas sum to the load, in whole rows.
+   rest, so quotas sum to the planned load (`loads`, with estimated rows where routes are unknown), in whole rows.
 5. The itinerary, where there is one, visits every (micro-step, layer) once forward and, in an update, once backward.
 6. No publish or collect takes negative time.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.model import ModelShape
-from equipoise.core.split import BLIND, split_rows
+from equipoise.core.split import BLIND, shares, split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, require_int
 from equipoise.core.window import LoadMatrix
 
@@ -420,8 +420,27 @@ class Plan(Value):
         table = self.replica_table
         return tuple(map(Replica, table.expert_P[cut].tolist(), table.rank_P[cut].tolist()))
 
-    def quota_ER(self, micro_step: int, layer: int) -> np.ndarray:
-        """Return [E, R] rows each holder takes of each expert; sums over ranks to the expert's load."""
+    def quota_ER(self, micro_step: int, layer: int, *, known_E: np.ndarray | None = None) -> np.ndarray:
+        """Return [E, R] rows each holder takes of each expert.
+
+        Quotas sum over ranks to the planned rows (`loads`). Where some routes are unknown, these include the estimated
+        rows; `known_E` asks for the known ones alone.
+
+        Args:
+            known_E: [E] rows of each expert to divide instead, in the same proportions and at most as many as planned:
+                `given.total_MLE()[micro_step, layer]` of the loads that were given to `plan`
+        """
+        quota_ER = self._planned_quota(micro_step, layer)
+        if known_E is None:
+            return quota_ER
+        known = int64_array("known_E", known_E, ndim=1, low=0, error=InfeasiblePlanError)
+        if known.shape != (len(quota_ER),) or (known > quota_ER.sum(axis=1)).any():
+            raise InfeasiblePlanError(
+                f"known_E must give each of the {len(quota_ER)} experts at most its planned rows, got {known.tolist()}"
+            )
+        return np.stack([shares(int(rows), quota_R) for rows, quota_R in zip(known, quota_ER, strict=True)])
+
+    def _planned_quota(self, micro_step: int, layer: int) -> np.ndarray:
         cut = self._entry(micro_step, layer)
         experts = np.arange(self.loads.num_experts)
         quota = np.zeros((len(experts), self.cluster.ep), dtype=np.int64)

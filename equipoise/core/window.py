@@ -36,6 +36,8 @@ experts (the plan chooses), or leave it `unknown` (routed natively)."""
 
 MOST_ENTRIES = 2**24
 """Most micro-steps times ranks of one window; more is damage, and must not become the size of an array."""
+MOST_ROWS = 2**62
+"""Most rows of one window: all sums of them then fit int64, which does not say when it overflows."""
 
 
 class Piece(NamedTuple):
@@ -201,6 +203,11 @@ class LoadMatrix(Value):
             raise LoadsError(f"load_MLRE has shape {load.shape}; every axis needs at least one entry")
         for name, size in zip(("micro_steps", "layers", "ranks", "experts"), load.shape, strict=True):
             object.__setattr__(self, f"num_{name}", size)
+        if int(load.max()) > MOST_ROWS // load.size and (total := float(load.sum(dtype=np.float64))) > MOST_ROWS:
+            raise LoadsError(
+                f"load_MLRE adds up to {total:.2e} rows, and at most 2^62 ({MOST_ROWS:.2e}) can be added up exactly; "
+                f"its largest entry is {int(load.max())}: give rows, not bytes or hashes"
+            )
         require_choice("stage", self.stage, Stage, error=LoadsError)
         if self.padding_MLRE is not None:
             object.__setattr__(self, "padding_MLRE", self._checked_padding())

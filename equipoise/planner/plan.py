@@ -29,6 +29,8 @@ from equipoise.planner.layer import crossings, layer_problem, plan_layer
 from equipoise.planner.relibra import plan_as_relibra
 from equipoise.planner.replicas import LayerPlan, LayerProblem
 
+MOST_ROWS = 2**40
+"""Most rows of one layer in one micro-step: their products with weights, prices and 2^20 parts fit int64."""
 LayerPlanner = Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 """From loads, starting homes, pairs, problem and prices of one layer to its plan."""
 
@@ -66,6 +68,7 @@ def plan(
     _check_kinds(loads=loads, cluster=cluster, model=model, options=options)
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
     completed, estimated = complete(loads)
+    _check_rows(completed)
     task = WindowTask(
         loads=completed,
         cluster=cluster,
@@ -174,6 +177,7 @@ def _check(
         raise LoadsError(
             f"loads have {loads.num_ranks} source ranks, the EP group has {cluster.ep}; they must be equal"
         )
+    _check_rows(loads)
     cluster.home_slots(model)
     known = ("equipoise", *POLICIES)
     if policy not in known:
@@ -183,6 +187,17 @@ def _check(
     wanted = (loads.num_layers, loads.num_experts, loads.num_experts)
     if pair_LEE is not None:
         _check_pairs(pair_LEE, wanted)
+
+
+def _check_rows(loads: LoadMatrix) -> None:
+    """Refuse more rows than the search can multiply in int64, which does not say when it overflows."""
+    row_ML = loads.load_MLRE.sum(axis=(2, 3))
+    micro_step, layer = (int(i) for i in np.unravel_index(row_ML.argmax(), row_ML.shape))
+    if row_ML[micro_step, layer] > MOST_ROWS:
+        raise LoadsError(
+            f"micro-step {micro_step}, layer index {layer} has {int(row_ML[micro_step, layer])} rows, estimated ones "
+            f"included; at most 2^40 ({MOST_ROWS}) can be planned exactly: divide all loads by one number"
+        )
 
 
 def _check_pairs(pair_LEE: np.ndarray, wanted: tuple[int, int, int]) -> None:

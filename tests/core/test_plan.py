@@ -40,6 +40,21 @@ def test_rank_loads_are_the_sums_of_the_quotas():
             assert plan.rank_load_MLR[m, layer].tolist() == plan.quota_ER(m, layer).sum(axis=0).tolist()
 
 
+def test_known_rows_are_divided_as_the_planned_ones_and_quotas_add_up_to_either():
+    plan = plan_of()
+    planned_E = plan.loads.total_MLE()[0, 1]
+    rng = np.random.default_rng(0)
+    for known_E in (planned_E, np.zeros_like(planned_E), *(rng.integers(0, planned_E + 1) for _ in range(20))):
+        quota_ER = plan.quota_ER(0, 1, known_E=known_E)
+        assert quota_ER.sum(axis=1).tolist() == known_E.tolist()
+        assert (quota_ER <= plan.quota_ER(0, 1)).all()
+        exact_ER = plan.quota_ER(0, 1) * known_E[:, None] / np.maximum(planned_E, 1)[:, None]
+        assert np.abs(quota_ER - exact_ER).max() < 2, "in proportion, to the rounded row"
+    assert np.array_equal(plan.quota_ER(0, 1, known_E=planned_E), plan.quota_ER(0, 1))
+    with pytest.raises(InfeasiblePlanError, match="each of the 8 experts at most its planned rows"):
+        plan.quota_ER(0, 1, known_E=planned_E + 1)
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_quotas_and_splits_sum_to_the_loads_whatever_the_replicas(data):

@@ -62,6 +62,7 @@ ZERO = np.zeros((2, 1, 2, 3), dtype=np.int64)
         pytest.param(ZERO[0], {}, "load_MLRE must have 4 axes", id="three-axes"),
         pytest.param(ZERO[:0], {}, "every axis needs at least one", id="empty"),
         pytest.param(np.array([[[[0, 0], [0, -3]]]]), {}, r"load_MLRE\[0, 0, 1, 1\] is -3", id="negative"),
+        pytest.param(ZERO + 2**60, {}, r"adds up to 1.38e\+19 rows, and at most 2\^62 ", id="sum"),
         pytest.param(ZERO, {"stage": "train"}, "stage is 'train'; it must be one of recompute, update", id="stage"),
         pytest.param(ZERO, {"padding_MLRE": ZERO[:1]}, "padding_MLRE has shape", id="padding-shape"),
         pytest.param(ZERO, {"padding_MLRE": ZERO - 1}, "padding_MLRE.* is -1", id="padding-negative"),

@@ -369,6 +369,27 @@ def test_experts_that_do_not_divide_are_refused_with_a_way_out():
         planned(loads)
 
 
+@pytest.mark.parametrize(("rows", "share"), [(2**33 + 1, 1.0), (2**30, 0.1)], ids=["counted", "estimated"])
+def test_more_rows_than_the_search_can_multiply_are_refused_by_their_place(rows, share):
+    load = np.ones((2, 1, 8, 16), dtype=np.int64)
+    load[1] = rows
+    loads = eq.LoadMatrix(load, coverage_MLR=np.full((2, 1, 8), share))
+    with pytest.raises(eq.LoadsError, match=r"micro-step 1, layer index 0 has \d+ rows, .* at most 2\^40"):
+        planned(loads)
+
+
+@pytest.mark.parametrize("objective", ["seconds", "skew"])
+def test_the_most_rows_that_are_planned_are_levelled_as_a_few_are(objective):
+    few = window(21, layers=1, experts=16, rows=1000).load_MLRE
+    many = few * (2**40 // int(few.sum(axis=(2, 3)).max()))
+    small, large = (planned(eq.LoadMatrix(load), objective=objective, slots=2) for load in (few * 1000, many))
+    check_promises(large)
+    assert large.saved_seconds > 0
+    # Sums or products that overflow level nothing.
+    skews = [float((plan.rank_load_MLR.max(axis=2) / plan.rank_load_MLR.mean(axis=2)).max()) for plan in (small, large)]
+    assert skews[1] <= skews[0] + 0.005
+
+
 def test_one_and_two_workers_give_the_same_bytes(tmp_path):
     loads = window(17, layers=5)
     for workers in (1, 2):
