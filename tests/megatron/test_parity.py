@@ -1,6 +1,7 @@
 """Balanced experts in Megatron-Core against the unmodified model: the same bits, with replicas as near to float64."""
 
 import os
+import statistics
 from collections import Counter
 from dataclasses import replace
 
@@ -25,9 +26,24 @@ def test_placement_gives_the_same_bits_and_replicas_the_same_precision(megatron_
         assert rank["on demand"] == [0] * 4
         assert rank["as planned"] == [True] * 4
     ours, plain = (total([rank[which] for rank in ranks]) for which in ("errors", "plain errors"))
-    # Root-mean-square errors of a layer's experts. Those of a single expert that got few rows are a handful of
-    # roundings, and differ by up to 12 % either way.
+    # Root-mean-square errors of a layer's experts; those of single experts are below.
     assert {key: ours[key] / plain[key] for key in plain if ours[key] > 1.1**2 * plain[key]} == {}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_single_experts_are_as_precise_over_three_steps_with_replicas(megatron_pool, dtype):
+    ranks = megatron_pool.call("errors_of_three_steps", replace(LAYOUTS["EP4"], dtype=dtype))
+    ours, plain = (
+        {key: sum_ for rank in ranks for key, sum_ in rank[which].items()} for which in ("balanced", "plain")
+    )
+    assert all(count > 0 for rank in ranks for count in rank["replicas"])
+    ratios = sorted((ours[key] / plain[key]) ** 0.5 for key in plain)
+    assert len(ratios) == 4 * 8 * 2, "layers, experts and products"
+    # A single expert's error is chance: in four layouts a few were larger, by up to 36 %, as many were smaller, by
+    # up to 20 %, and the middle was the unmodified model's.
+    assert ratios[int(0.95 * len(ratios))] <= 1.1
+    assert statistics.median(ratios) <= 1.02
+    assert sum(ours.values()) <= 1.05**2 * sum(plain.values())
 
 
 def total(ranks):

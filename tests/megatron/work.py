@@ -1,6 +1,7 @@
 """What the tests of this room run on every rank."""
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,32 @@ def float64_gradients(layout: Layout, plain: Run, batch: list[Batch], ids: Ids) 
     with shims.applied(shims.float64_softmax):
         gradients(run, batch, ids)
     return expert_gradients(run)
+
+
+def errors_of_three_steps(group: Any, layout: Layout) -> dict[str, Any]:
+    """Train the unmodified model and one with replicas; return each expert's squared errors against float64.
+
+    Those of three steps are added, each against float64 at the weights that the model has then.
+    """
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        found: dict[str, Any] = {"replicas": []}
+        for name in ("plain", "balanced"):
+            run = build(layout)
+            handle = install(run, slots=1, weights="in place") if name == "balanced" else None
+            sums = Counter[Any]()
+            for one, ids in zip(steps, routes, strict=True):
+                exact = float64_gradients(layout, run, one, ids)
+                gradients(run, one, ids, window=None if handle is None else handle.window(ids))
+                sums.update(squared_errors(expert_gradients(run), exact))
+                update(run)
+                run.gather_parameters()
+                if handle is not None:
+                    found["replicas"].append(handle.balancer.report.replicas)
+            if handle is not None:
+                megatron.uninstall(handle)
+            found[name] = dict(sums)
+        return found
 
 
 def install(run: Run, *, slots: int, weights: str) -> MegatronHandle:
