@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TrainingError,
         TransferError,
     )
+    from equipoise.core.options import Capacities
     from equipoise.loads import count_loads, count_routes, skew
     from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.report import write_report
@@ -54,6 +55,7 @@ _HOMES = {
     "plan_step": "equipoise.planner",
     "write_report": "equipoise.report",
     "PlanOptions": "equipoise.planner",
+    "Capacities": "equipoise.core.options",
     "simulate": "equipoise.sim",
     "StepSetting": "equipoise.sim",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "LoadMatrix",
     "Plan",
     "PlanOptions",
+    "Capacities",
     "StepSetting",
     "Delivery",
     "EquipoiseError",

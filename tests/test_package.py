@@ -117,6 +117,7 @@ PUBLIC = [
     ),
     *(
         "PlanOptions",
+        "Capacities",
         "StepSetting",
         "Delivery",
         "EquipoiseError",

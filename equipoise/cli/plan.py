@@ -176,7 +176,7 @@ def build_document(
     plan: "Plan", explanation: "Explanation | None", *, out: Path | None, pairs: Path | None
 ) -> dict[str, Any]:
     """Return every figure that is shown, for JSON."""
-    from equipoise.core.options import balance_bytes, replica_bytes, row_page_bytes
+    from equipoise.core.options import Capacities, balance_bytes, replica_bytes, row_page_bytes
     from equipoise.cost import Profile
     from equipoise.loads import rank_loads, skew_ML
 
@@ -202,6 +202,7 @@ def build_document(
         "displaced": int(plan.displaced_LE.sum()),
         "replicas": len(plan.replica_table),
         "estimated_share": plan.estimated_share,
+        "rank_capacity_factor": None if plan.estimated_share else Capacities.of(plan).rank_factor(),
         "assumed": Profile.read(plan.cluster.profile).say_assumed(plan.cluster.num_ep_nodes),
         "pairs": None if pairs is None else str(pairs),
         "digest": plan.digest(),

@@ -13,7 +13,7 @@ from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError, TransferError
 from equipoise.core.model import ModelShape
 from equipoise.core.plan import Objective, Plan, Sends, Transport
-from equipoise.core.value import require_choice, require_int
+from equipoise.core.value import Value, frozen_array, require_choice, require_int
 from equipoise.core.window import Stage
 
 Order = Literal["plain", "recompute", "1f1b"]
@@ -228,6 +228,96 @@ class RowLimits:
     def grown(self) -> "RowLimits":
         """Return a little more, so that windows of growing size do not allocate every time."""
         return RowLimits(**{f.name: getattr(self, f.name) * 9 // 8 for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Capacities(Value):
+    """Exact sizes of what ranks receive, for engines that allocate buffers before a step runs.
+
+    Without foresight these are guessed from profiles: too small drops or repeats work, too large is memory unused.
+    """
+
+    rows_MLR: np.ndarray
+    """[M, L, R] rows that each rank receives, those of each of its slots filled to a multiple of the alignment."""
+    own_MLR: np.ndarray
+    """[M, L, R] rows of each rank's own tokens: what engines multiply by a factor to size its buffer."""
+    row_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, *, align: int = 1) -> "Capacities":
+        """Read them from a plan that knows every route; `policy="static"` gives those of training without a balancer.
+
+        Args:
+            align: engines fill each expert's rows to a multiple of this; 256 for Megatron's fused grouped products
+        """
+        require_int("align", align, low=1, error=InfeasiblePlanError)
+        if plan.estimated_share:
+            raise InfeasiblePlanError(
+                f"{plan.estimated_share:.1%} of the plan's rows are estimated; exact capacities need every route: give "
+                "loads that were counted from complete recordings"
+            )
+        table, total_MLE = plan.replica_table, plan.loads.total_MLE()
+        micro_steps, layers, experts = total_MLE.shape
+        home_XE, home_E = total_MLE.reshape(-1, experts).copy(), np.tile(plan.home_LE, (micro_steps, 1))
+        np.subtract.at(home_XE, (table.entry_P, table.expert_P), table.rows_P)
+        rows_XR = np.zeros((micro_steps * layers, plan.cluster.ep), dtype=np.int64)
+        entry_X = np.arange(len(rows_XR))[:, None]
+        np.add.at(rows_XR, (entry_X, home_E), -(-home_XE // align) * align)
+        np.add.at(rows_XR, (table.entry_P, table.rank_P), -(-table.rows_P // align) * align)
+        rows_MLR = frozen_array(rows_XR.reshape(micro_steps, layers, -1))
+        own_MLR = frozen_array(plan.loads.load_MLRE.sum(axis=3))
+        return cls(rows_MLR=rows_MLR, own_MLR=own_MLR, row_bytes=plan.model.row_bytes)
+
+    @property
+    def bytes_MLR(self) -> np.ndarray:
+        """[M, L, R] bytes of the hidden states that each rank receives."""
+        bytes_MLR: np.ndarray = self.rows_MLR * self.row_bytes
+        return bytes_MLR
+
+    def rank_factor(self) -> float:
+        """Return the least factor of a rank's own rows that holds every rank's rows, in steps of a millionth.
+
+        That is `moe_expert_rank_capacity_factor` of Megatron-Core 0.18 and 0.19 (HybridEP, NCCL EP).
+        """
+        return _least_factor(self.rows_MLR, self.own_MLR)
+
+    def stash_factor(self, *, in_flight: int = 1, page_rows: int = 64) -> float:
+        """Return the least factor for buffers that keep the rows of all layers until backward, page by page.
+
+        That is `moe_paged_stash_buffer_size_factor_cuda` of Megatron-Core 0.18 and 0.19, if the iteration in which it
+        sizes its buffers has as many tokens as this window.
+
+        Args:
+            in_flight: micro-steps whose backward is still to come; a pipeline's stages minus the rank's own
+            page_rows: `moe_paged_stash_page_size`
+        """
+        in_flight = min(require_int("in_flight", in_flight, low=1, error=InfeasiblePlanError), len(self.rows_MLR))
+        require_int("page_rows", page_rows, low=1, error=InfeasiblePlanError)
+        pages_MR = (-(-self.rows_MLR // page_rows) * page_rows).sum(axis=1)
+        sums = [
+            np.lib.stride_tricks.sliding_window_view(rows_MR, in_flight, axis=0).sum(axis=-1)
+            for rows_MR in (pages_MR, self.own_MLR.sum(axis=1))
+        ]
+        return _least_factor(sums[0].max(axis=0), sums[1].max(axis=0))
+
+
+def _least_factor(rows_X: np.ndarray, own_X: np.ndarray) -> float:
+    """The least millionth with int(own * factor) >= rows everywhere."""
+    impossible = np.argwhere((own_X == 0) & (rows_X > 0))
+    if len(impossible):
+        place = ", ".join(map(str, impossible[0]))
+        raise InfeasiblePlanError(
+            f"entry [{place}] receives {int(rows_X[tuple(impossible[0])])} rows but has no tokens of its own, so no "
+            "factor of its own rows is enough: give every rank tokens in every micro-step"
+        )
+    is_used = own_X > 0
+    if not is_used.any():
+        return 0.0
+    millionths = int(np.ceil((rows_X[is_used] / own_X[is_used]).max() * 1e6))
+    # The quotient is rounded: one millionth too few is put right as engines would compute it.
+    while (np.floor(own_X * (millionths / 1e6)) < rows_X).any():
+        millionths += 1
+    return millionths / 1e6
 
 
 class RowOffsets(NamedTuple):
