@@ -8,23 +8,14 @@
 Folder: one file per step, `step-000003.*` for step 3 where files are named so, else the files in order of their names.
     A file holds the samples of all ranks: question after question, `rollout.samples` of each. Token ids must be in it;
     each sample must begin with its question's tokens.
-Engine, `rollout.engine`:
-    vllm     POST URL/v1/completions  {prompt: ids, n, max_tokens, temperature, seed, return_token_ids: true}
-             choices[i].token_ids, choices[i].routed_experts (base64 of .npy)
-    sglang   POST URL/generate        {input_ids, sampling_params: {n, max_new_tokens, temperature},
-                                       return_routed_experts: true}
-             per sample: output_ids, meta_info.routed_experts (base64 of int32)
-    The engine must be started with --enable-return-routed-experts. The caller gives it new weights.
+Engine, `rollout.engine`: vllm or sglang, asked by `equipoise.engines`, whose `dialects.py` names every field. It must
+    be started with --enable-return-routed-experts (vLLM 0.32: and --enable-scale-out). The caller gives it new weights.
 
 A sample whose routes are broken is refused; or, with `rollout.allow_missing_routes`, trained without foresight: its
 rows are -1, the model routes them, and coverage counts them as unknown.
 """
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,16 +27,13 @@ from torch import Tensor, nn
 from equipoise.adapters.transformers import wrap_routers
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.core.errors import TrainingError
+from equipoise.engines.client import EngineClient
+from equipoise.engines.connection import Patience
+from equipoise.engines.dialects import Sampling
 from equipoise.rl.config import RolloutConfig
 from equipoise.rl.task import Question, Tokenizer
 from equipoise.routes import read_routes
 from equipoise.routes.source import SUFFIXES, Source
-
-_OPEN_REQUESTS = 8
-"""Requests that one rank has open."""
-_TIMEOUT_S = 600.0
-_QUOTED = 300
-"""Bytes of an engine's own error that are quoted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,12 +110,15 @@ def from_routes(routes: SampleRoutes, model: ModelShape, *, num_prompt: int) -> 
     """Return a sample from a recording with token ids; rows that are missing or unknown become -1."""
     if routes.tokens_T is None:
         raise RoutesError(f"sample {routes.name!r} has no token ids; record them, training needs them")
+    # A sample keeps one version; one of several turns or spans has none here, the recording has them all.
+    versions = {segment.weight_version for segment in routes.segments}
     return Sample(
         name=routes.name,
         tokens_T=np.asarray(routes.tokens_T),
         num_prompt=num_prompt,
         ids_TLK=routes.token_ids(0, routes.num_tokens - 1),
         experts=model.experts,
+        weight_version=versions.pop() if len(versions) == 1 else "",
     )
 
 
@@ -245,17 +236,19 @@ class Outside:
     tokenizer: Tokenizer
 
     def read(self, records: Sequence[tuple[str, Any]], *, form: str | None = None) -> list[SampleRoutes]:
-        """Read the samples of (place for messages, record) pairs."""
+        """Read the samples of (place for messages, record or turns of one sample) pairs."""
         found: list[SampleRoutes] = []
         for place, record in records:
             try:
-                found += read_routes([record], model=self.model, format=form).samples
+                turns = record if isinstance(record, list) else [record]
+                found += read_routes(turns, model=self.model, format=form).samples
             except RoutesError as error:
                 if not self.config.allow_missing_routes:
                     raise RoutesError(
                         f"{place}: {error} (or train without foresight: --allow-missing-routes)"
                     ) from error
-                tokens_only = _without_routes(record, self.model)
+                # The last turn has the tokens of all turns.
+                tokens_only = _without_routes(turns[-1], self.model)
                 if not tokens_only:
                     raise RoutesError(
                         f"{place}: {error}; its token ids cannot be read either, so it cannot be used"
@@ -294,7 +287,10 @@ def _without_routes(record: Any, model: ModelShape) -> list[SampleRoutes]:
     if not isinstance(record, dict):
         return []
     name = str(record.get("request_id") or record.get("id") or "sample")
-    prompt = record.get("prompt_token_ids") or record.get("input_ids") or record.get("request", {}).get("token_ids")
+    asked = record.get("request", {})
+    prompt = (
+        record.get("prompt_token_ids") or record.get("input_ids") or asked.get("token_ids") or asked.get("input_ids")
+    )
     choices = record.get("choices") or [record]
     parts = [choice.get("token_ids") or choice.get("output_ids") for choice in choices]
     if prompt is None or not all(isinstance(part, list) and part for part in parts):
@@ -353,66 +349,26 @@ class RecordedRollouts:
 class Engine:
     """An engine that answers over HTTP."""
 
-    def __init__(self, url: str, outside: Outside) -> None:
+    def __init__(self, url: str, outside: Outside, *, patience: Patience | None = None) -> None:
         """Use the engine at `url`; nothing is sent yet."""
         self._url, self._outside = url.rstrip("/"), outside
+        self._client = EngineClient(url, outside.config.engine, patience=patience)
 
     def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
         """Yield (index, sample) of this rank's questions."""
-        is_vllm = self._outside.config.engine == "vllm"
-        ask = self._ask_vllm if is_vllm else self._ask_sglang
+        config = self._outside.config
         prompts = [self._outside.tokenizer.encode(question.prompt) for question in request.questions]
-        seeds = [request.seed + number for number in range(len(prompts))]
-        with ThreadPoolExecutor(_OPEN_REQUESTS) as threads:
-            # Question after question, so that a first window can be planned while the last ones are answered.
-            for number, answers in enumerate(threads.map(ask, prompts, seeds)):
-                where = f"{self._url}, question {request.first + number}"
-                samples = self._outside.read(
-                    [(where, answer) for answer in answers], form="vllm-http" if is_vllm else "sglang"
-                )
-                asked = replace(request, first=request.first + number, questions=request.questions[number : number + 1])
-                for index, sample in self._outside.match(samples, asked, where=where):
-                    yield number * self._outside.config.samples + index, sample
-
-    def _ask_vllm(self, prompt: list[int], seed: int) -> list[Any]:
-        config = self._outside.config
-        body = {
-            "prompt": prompt,
-            "n": config.samples,
-            "max_tokens": config.max_new_tokens,
-            "temperature": config.temperature,
-            "seed": seed,
-            "return_token_ids": True,
-        }
-        return [{**one, "request": {"token_ids": prompt}} for one in self._post("/v1/completions", body)]
-
-    def _ask_sglang(self, prompt: list[int], seed: int) -> list[Any]:
-        config = self._outside.config
-        sampling = {
-            "n": config.samples,
-            "max_new_tokens": config.max_new_tokens,
-            "temperature": config.temperature,
-            "sampling_seed": seed,
-        }
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
-        return [{**one, "input_ids": prompt} for one in self._post("/generate", body)]
-
-    def _post(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the JSON object, or the list of them, that the engine answers with."""
-        request = urllib.request.Request(
-            self._url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        sampling = Sampling(
+            samples=config.samples,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=request.seed,
         )
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                found = json.loads(answer.read())
-        except (urllib.error.URLError, ValueError, OSError) as error:
-            said = error.read(_QUOTED) if isinstance(error, urllib.error.HTTPError) else b""
-            reason = " ".join(f"{error} {said.decode(errors='replace')}".split())
-            raise TrainingError(f"the engine at {self._url}{path} gave no usable answer: {reason}") from error
-        answers = found if isinstance(found, list) else [found]
-        if not all(isinstance(one, dict) for one in answers):
-            raise TrainingError(
-                f"the engine at {self._url}{path} answered {str(found)[:60]}, which is no JSON object; is it a "
-                f"{self._outside.config.engine} server (setting rollout.engine)?"
-            )
-        return answers
+        found = self._client.generate(prompts, sampling, require_routes=not config.allow_missing_routes)
+        # Question after question, so that a first window can be planned while the last ones are answered.
+        for number, turns in enumerate(found):
+            where = f"{self._url}, question {request.first + number}"
+            samples = self._outside.read([(where, records) for records in turns], form=self._client.form)
+            asked = replace(request, first=request.first + number, questions=request.questions[number : number + 1])
+            for index, sample in self._outside.match(samples, asked, where=where):
+                yield number * config.samples + index, sample

@@ -14,6 +14,7 @@ import pytest
 
 from equipoise.adapters.transformers import inspect
 from equipoise.core import RoutesError, TrainingError
+from equipoise.engines.connection import Patience
 from equipoise.rl.config import RolloutConfig, change
 from equipoise.rl.model import build_model, copy_model
 from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler, to_routes
@@ -78,17 +79,17 @@ def test_a_rank_takes_its_own_questions(tmp_path):
 
 
 class Speaker(BaseHTTPRequestHandler):
-    """Answers as vLLM's completions or SGLang's generate do, from our own sampler."""
+    """Answers as vLLM's or SGLang's generate do, from our own sampler."""
 
     asked: ClassVar[list] = []
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append((self.path, body))
-        prompt = body["prompt"] if self.path == "/v1/completions" else body["input_ids"]
+        prompt = body["token_ids"] if self.path == "/inference/v1/generate" else body["input_ids"]
         question = [CharTokenizer().encode(q.prompt) for q in REQUEST.questions].index(prompt)
         mine = sampled()[question * CONFIG.samples : (question + 1) * CONFIG.samples]
-        answer = self.vllm(mine) if self.path == "/v1/completions" else self.sglang(mine)
+        answer = self.vllm(mine) if self.path == "/inference/v1/generate" else self.sglang(mine)
         content = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
@@ -102,7 +103,7 @@ class Speaker(BaseHTTPRequestHandler):
             np.save(stream, sample.ids_TLK.astype(np.uint8))
             routes = base64.b64encode(stream.getvalue()).decode()
             choices.append({"index": index, "token_ids": sample.response_T.tolist(), "routed_experts": routes})
-        return {"id": "cmpl-1", "object": "text_completion", "choices": choices, "usage": {"prompt_tokens": 3}}
+        return {"request_id": "a1", "choices": choices, "usage": {"prompt_tokens": 3}}
 
     def sglang(self, samples):
         return [
@@ -148,14 +149,14 @@ def test_an_engine_that_answers_over_http_gives_the_same_samples(server, engine)
     assert_same(found, sampled())
     path, body = Speaker.asked[0]
     if engine == "vllm":
-        assert path == "/v1/completions" and body["n"] == 2 and body["return_token_ids"] is True
+        assert path == "/inference/v1/generate" and body["sampling_params"]["n"] == 2
     else:
         assert path == "/generate" and body["return_routed_experts"] is True and body["sampling_params"]["n"] == 2
 
 
 def test_an_engine_that_is_not_there_is_told_with_its_address():
-    with pytest.raises(TrainingError, match=r"the engine at http://127.0.0.1:9/v1/completions gave no usable answer"):
-        list(Engine("http://127.0.0.1:9", outside()).generate(REQUEST))
+    with pytest.raises(TrainingError, match=r"the engine at http://127.0.0.1:9/inference/v1/generate gave no usable"):
+        list(Engine("http://127.0.0.1:9", outside(), patience=Patience(attempts=2, wait_s=0.01)).generate(REQUEST))
 
 
 class Wrong(BaseHTTPRequestHandler):
@@ -180,8 +181,8 @@ class Wrong(BaseHTTPRequestHandler):
     [
         ((400, b'{"message": "max_tokens\\nis too large"}'), r"HTTP Error 400: Bad Request {\"message\": \"max_tokens"),
         ((200, b"<html>"), "gave no usable answer: Expecting value"),
-        ((200, b"null"), "answered None, which is no JSON object; is it a {engine} server"),
-        ((200, b"[1, 2]"), r"answered \[1, 2\], which is no JSON object; is it a {engine} server"),
+        ((200, b"null"), "answered None, which holds no samples; is it a {engine} server"),
+        ((200, b"[1, 2]"), r"answered \[1, 2\], which holds no samples; is it a {engine} server"),
     ],
 )
 def test_an_answer_that_is_of_no_use_is_told_with_what_the_engine_says(monkeypatch, engine, answer, words):
