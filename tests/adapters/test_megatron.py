@@ -1,5 +1,6 @@
 """What the Megatron-Core adapter refuses, by name, and the table of it; tests/megatron trains with it."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,12 +91,18 @@ def test_another_version_and_a_name_that_is_gone_are_refused(monkeypatch):
     assert list(model._version_reasons()) == []
     monkeypatch.setattr(model, "VERSION", "0.20.0")
     (reason,) = model._version_reasons()
-    assert reason == "megatron-core 0.20.0 is not between 0.16 and 0.19; use 0.16.1"
+    assert reason == "megatron-core 0.20.0 is not between 0.16 and 0.19; use one of 0.16.1, 0.17.1, 0.18.2, 0.19.2"
     monkeypatch.setattr(model, "VERSION", "0.16.1")
     place = "megatron.core.transformer.moe.moe_layer:MoELayer"
     monkeypatch.setattr(model, "USED", {place: ("preprocess", "teleport")})
     (reason,) = model._version_reasons()
-    assert reason == f"megatron-core 0.16.1: {place} has no teleport; use 0.16.1"
+    assert reason == f"megatron-core 0.16.1: {place} has no teleport; use one of {', '.join(model.TESTED)}"
+
+
+def test_the_tested_versions_are_those_of_the_make_target_and_of_the_documentation():
+    newer = re.search(r"^MEGATRON := (.*)$", (DOCS.parents[1] / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert model.TESTED == ("0.16.1", *newer)
+    assert all(version in DOCS.read_text() for version in model.TESTED)
 
 
 def test_the_documented_table_is_the_one_that_refuses():

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,11 +16,13 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.distributed import DistributedDataParallel
 
-from equipoise.adapters import megatron
+from equipoise.adapters import megatron, megatron_model
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.options import balance_bytes
 from equipoise.layer.dispatch import prepared_bytes
+from tests.adapters.test_megatron import SET
 from tests.megatron import shims
 from tests.megatron.layouts import Layout
 from tests.megatron.model import Run, build, gradients, parallel, update
@@ -245,3 +247,48 @@ def repeat_ids(group: Any, layout: Layout) -> dict[str, Any]:
             "differences": found.differences(expected),
             "displaced": sum(report.displaced for report in found.reports),
         }
+
+
+def refuse_install(group: Any, layout: Layout) -> dict[str, Any]:
+    """Try to install on a real model with each thing that is refused; return the errors, and what was changed."""
+    with shims.cpu_megatron(), parallel(layout):
+        run = build(layout)
+        before, errors = attributes(run), dict[str, str]()
+        cases = {one.name: setting(run, one.setting) for one in megatron_model.REFUSED}
+        cases |= {"Megatron-FSDP": sharded(run), "LoRA on experts": adapted(run)}
+        cases["capacity factor on one rank"] = setting(run, "moe_expert_capacity_factor", is_set=dist.get_rank() == 2)
+        for name, case in cases.items():
+            with case:
+                try:
+                    install(run, slots=1, weights="copy")
+                except EquipoiseError as error:
+                    errors[name] = str(error)
+        after = attributes(run)
+        changed = [place for place in before.keys() | after.keys() if before.get(place) is not after.get(place)]
+        return {"errors": errors, "changed": changed}
+
+
+def setting(run: Run, name: str, *, is_set: bool = True) -> AbstractContextManager:
+    """Set a field of a real configuration to a value that is refused; some exist in newer versions alone."""
+    return patch.object(run.config, name, SET.get(name, True), create=True) if is_set else nullcontext()
+
+
+class FullyShardedDataParallel(DistributedDataParallel):
+    """Has the name of Megatron-FSDP's wrapper, which needs GPUs."""
+
+
+@contextmanager
+def sharded(run: Run) -> Iterator[None]:
+    """Wrap the model as if by Megatron-FSDP."""
+    run.chunks[0].__class__ = FullyShardedDataParallel
+    yield
+    run.chunks[0].__class__ = DistributedDataParallel
+
+
+@contextmanager
+def adapted(run: Run) -> Iterator[None]:
+    """Put a LoRA adapter beside a product of the last layer's experts."""
+    linear = run.layers[-1][-1].experts.local_experts[0].linear_fc1
+    linear.lora_a = torch.nn.Linear(4, 2)
+    yield
+    del linear.lora_a

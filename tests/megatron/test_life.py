@@ -48,3 +48,24 @@ def test_replayed_rows_in_which_experts_repeat_train_with_the_same_bits(megatron
     for rank in megatron_pool.call("repeat_ids", LAYOUTS["EP4"]):
         assert rank["displaced"] > 0
         assert rank["differences"] == []
+
+
+REFUSED = (
+    *("capacity factor", "padding to the capacity", "padding for quantization", "fp8", "fp4"),
+    *("expert tensor parallelism", "flex dispatcher (DeepEP, HybridEP)", "combined 1F1B overlap"),
+    *("delayed weight gradients", "shared-expert overlap", "CUDA graphs", "paged stash"),
+    *("Megatron-FSDP", "LoRA on experts"),
+)
+"""By name, what no version of the adapter may install on by mistake."""
+
+
+def test_real_models_are_refused_by_name_on_every_rank_and_stay_as_they_are(megatron_pool):
+    ranks = megatron_pool.call("refuse_install", LAYOUTS["EP4"])
+    for rank in ranks:
+        assert rank["errors"] == ranks[0]["errors"], "the same error on every rank"
+        assert rank["changed"] == []
+    errors = ranks[0]["errors"]
+    assert set(REFUSED) < errors.keys()
+    assert errors.pop("capacity factor on one rank").startswith("rank 2: capacity factor is not supported")
+    for name, error in errors.items():
+        assert f"{name} is not supported" in error
