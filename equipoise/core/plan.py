@@ -430,7 +430,12 @@ class Plan(Value):
             known_E: [E] rows of each expert to divide instead, in the same proportions and at most as many as planned:
                 `given.total_MLE()[micro_step, layer]` of the loads that were given to `plan`
         """
-        quota_ER = self._planned_quota(micro_step, layer)
+        cut, table = self._entry(micro_step, layer), self.replica_table
+        experts, home_E, expert_P = np.arange(self.loads.num_experts), self.home_LE[layer], table.expert_P[cut]
+        quota_ER = np.zeros((len(experts), self.cluster.ep), dtype=np.int64)
+        quota_ER[experts, home_E] = self.loads.load_MLRE[micro_step, layer].sum(axis=0)
+        np.subtract.at(quota_ER, (expert_P, home_E[expert_P]), table.rows_P[cut])
+        quota_ER[expert_P, table.rank_P[cut]] += table.rows_P[cut]
         if known_E is None:
             return quota_ER
         known = int64_array("known_E", known_E, ndim=1, low=0, error=InfeasiblePlanError)
@@ -439,16 +444,6 @@ class Plan(Value):
                 f"known_E must give each of the {len(quota_ER)} experts at most its planned rows, got {known.tolist()}"
             )
         return np.stack([shares(int(rows), quota_R) for rows, quota_R in zip(known, quota_ER, strict=True)])
-
-    def _planned_quota(self, micro_step: int, layer: int) -> np.ndarray:
-        cut = self._entry(micro_step, layer)
-        experts = np.arange(self.loads.num_experts)
-        quota = np.zeros((len(experts), self.cluster.ep), dtype=np.int64)
-        table = self.replica_table
-        quota[experts, self.home_LE[layer]] = self.loads.load_MLRE[micro_step, layer].sum(axis=0)
-        np.subtract.at(quota, (table.expert_P[cut], self.home_LE[layer][table.expert_P[cut]]), table.rows_P[cut])
-        quota[table.expert_P[cut], table.rank_P[cut]] += table.rows_P[cut]
-        return quota
 
     def split_RER(self, micro_step: int, layer: int) -> np.ndarray:
         """Return [R source, E, R holder] rows by source: own rank first, then own node, then the rest.
