@@ -10,9 +10,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint types contracts megatron-versions clean
 
-demo: $(STAMP)
-	mkdir -p out
-	$(VENV)/bin/equipoise train --report out/report.html
+demo: $(KERNELS)
+	$(PYTHON) -m equipoise.demo out/demo.html
 
 test: $(STAMP)
 	$(MAKE) --jobs 2 $(KERNELS) lint types contracts
@@ -52,7 +51,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # numba keeps a compiled caller when only a callee in another file changed, so any change drops all compiled kernels.
-# Compiled once here: several planning processes that compile at once take longer than tests wait for.
+# Compiled once here, as the last part of the installation: several planning processes that compile at once take longer than
+# tests wait for.
 $(KERNELS): $(STAMP) $(wildcard equipoise/*/*.py)
 	find equipoise -name '*.nb[ic]' -delete
 	$(VENV)/bin/equipoise analyze --demo > /dev/null

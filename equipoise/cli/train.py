@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from equipoise.rl.config import TrainConfig
     from equipoise.rl.metrics import RunEvent
 
-ROWS = 12
-"""Steps that the live table shows."""
+ROWS = 5
+"""Steps that the live table shows: the last ones."""
 EVERY = 50
 """Warm-up steps between two plain lines."""
+LINES = 10
+"""Plain lines of a run, at most about; `metrics.jsonl` has every step."""
 COLUMNS = {
     "step": ("step", 1, "d"),
     "reward": ("reward", 1, ".3f"),
@@ -90,7 +92,7 @@ def train(
     Settings and presets: docs/training.md. Metrics: docs/metrics.md.
     """
     # Refuse options that exclude each other.
-    several = {"--report": report, "--record": record, "--resume": resume}
+    several = {"--record": record, "--resume": resume}
     _refuse_together("--compare", compare, several, why="is of one run, --compare trains several and keeps none")
     _refuse_together("--resume", resume, {"--out": out, "--preset": preset}, why="is the resumed run's own")
     require_installed("train", "torch", "transformers", extra="train")
@@ -114,7 +116,7 @@ def train(
             view.print(*forecast(config).lines())
             raise TopologyError(message)
         if compare:
-            raise typer.Exit(_compare(config, compare, view, out=out))
+            raise typer.Exit(_compare(config, compare, view, out=out, report=report))
         places = {"record": record, "report": report}
         raise typer.Exit(_train(config, folder, view, is_resumed=resume is not None, **places))
 
@@ -161,7 +163,9 @@ def _train(
     return 0
 
 
-def _compare(config: "TrainConfig", modes: str, view: "RunView", *, out: Path | None) -> int:
+def _compare(
+    config: "TrainConfig", modes: str, view: "RunView", *, out: Path | None, report: Path | None = None
+) -> int:
     """Train in several modes, print how their steps and seconds differ; returns the exit code."""
     from equipoise.rl.compare import parse_modes, run_comparison
     from equipoise.rl.preflight import check_settings
@@ -178,6 +182,11 @@ def _compare(config: "TrainConfig", modes: str, view: "RunView", *, out: Path | 
         out.mkdir(parents=True, exist_ok=True)
         (out / "comparison.json").write_text(json.dumps(comparison.to_dict(), indent=1) + "\n")
         view.print(f"Written: {out / 'comparison.json'}")
+    if report is not None:
+        from equipoise.report import write_report
+
+        write_report(comparison, report, title="a comparison")
+        view.print(f"page: {report}")
     if view.as_json:
         print_json(comparison.to_dict())
     return 0 if comparison.is_good else 1
@@ -190,6 +199,7 @@ class RunView:
         self._console, self.as_json, self._live = console, as_json, live
         self._steps: list[Mapping[str, Any]] = []
         self._status = ""
+        self._last = 0
 
     def show(self, event: "RunEvent") -> None:
         """Show one event; each kind has a method of its own below."""
@@ -203,6 +213,7 @@ class RunView:
             self._console.print(line, soft_wrap=True)
 
     def _start(self, values: Mapping[str, Any]) -> None:
+        self._last = values["steps"] - 1
         self.print(
             f"{values['model']}, {values['parameters'] / 1e6:.3g} M parameters, {values['layers']} MoE layers of "
             f"{values['experts']} experts, top-{values['top_k']}; {values['ranks']} ranks on "
@@ -225,7 +236,8 @@ class RunView:
 
     def _metrics(self, values: Mapping[str, Any]) -> None:
         self._steps.append(values)
-        if self._live is None:
+        step, every = values["step"], max(1, (self._last + 1) // LINES)
+        if self._live is None and (len(self._steps) == 1 or step % every == 0 or step == self._last):
             rows = [[*COLUMNS], _cells(values)] if len(self._steps) == 1 else [_cells(values)]
             self.print(*("".join(f"{cell:>9}" for cell in row) for row in rows))
 

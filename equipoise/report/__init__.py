@@ -3,8 +3,8 @@
     page.py        what a page holds (answer, figures, charts, tables), and figures as people read them
     charts.py      one function per chart, from plain arrays
     source.py      which result makes which page; to add one, write its maker and add it to `MAKERS`
-    analysis.py, simulation.py, run.py, replay.py
-                   the pages of an analysis, a simulation, a training run, a rank replay
+    analysis.py, simulation.py, run.py, comparison.py, replay.py
+                   the pages of an analysis, a simulation, a training run, compared modes, a rank replay
     render.py      the HTML file, with the colours of light and dark
     templates/     HTML, CSS and JavaScript of the page, and the definitions of its terms
     summary.py     the same as text, and timelines as a Chrome trace

@@ -1,6 +1,6 @@
 """What a page can be made of, and how it is recognised: a result object, its JSON document, a file, a run's folder.
 
-    an object with `to_dict()`          Analysis, Simulation
+    an object with `to_dict()`          Analysis, Simulation, a comparison of training modes
     a document, or a file with one      by its field `format`
     a folder                            of a training run, by its metrics.jsonl
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from equipoise.core import EquipoiseError
 from equipoise.core.value import plural
-from equipoise.report import analysis, replay, run, simulation
+from equipoise.report import analysis, comparison, replay, run, simulation
 from equipoise.report.page import Listing, Missing, Page, Table, percent
 from equipoise.report.replay import NOT_MEASURED, validation_chart
 from equipoise.sim.result import FORMAT as SIMULATION_FORMAT
@@ -41,6 +41,8 @@ MAKERS: dict[str, Callable[..., Page]] = {
     analysis.FORMAT: analysis.analysis_page,
     SIMULATION_FORMAT: simulation.simulation_page,
     run.FORMAT: run.run_page,
+    comparison.FORMAT: comparison.comparison_page,
+    comparison.DEMO_FORMAT: comparison.demo_page,
     replay.FORMAT: replay.replay_page,
 }
 """Who makes the page of a document, by its format or the benchmark that wrote it."""

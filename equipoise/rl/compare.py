@@ -16,7 +16,7 @@ Verdict, per pair of modes:
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from torch import Tensor
@@ -35,6 +35,8 @@ LIMITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 multiply in another order round differently from the first product on."""
 TRAINED = ("recompute", "update")
 """Stages whose seconds are compared; all modes but the first train on given rollouts."""
+FORMAT = "equipoise-comparison-1"
+"""Of the document; `equipoise.report` makes its page."""
 PLACED = "equipoise, no replicas"
 """The leg that `static` must equal bit for bit."""
 
@@ -57,6 +59,8 @@ class Leg:
     """Measured, per step: log-prob pass and update on the slowest rank, without the rollout."""
     tokens: tuple[int, ...] = ()
     """Trained in each step, by all ranks."""
+    skew: float | None = None
+    """Mean over steps of the rows that arrived; None where every rank has all experts."""
 
     @property
     def speed(self) -> dict[str, float]:
@@ -95,10 +99,12 @@ class Comparison:
     """All legs, their differences and the verdict."""
 
     legs: Sequence[Mapping[str, Any]]
-    """Per leg: name, loss, grad_norm per step, displaced, replicas, reward, step_s, tokens_per_s."""
+    """Per leg: name, loss, grad_norm, seconds per step, skew, displaced, replicas, reward, step_s, tokens_per_s."""
     pairs: Sequence[Pair]
     is_free: bool
     problems: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What was trained, and where: model, parameters, layers, experts, top_k, ranks, device."""
 
     @property
     def is_good(self) -> bool:
@@ -141,8 +147,11 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return one JSON document."""
         return {
+            "format": FORMAT,
+            "facts": dict(self.facts),
             "is_good": self.is_good,
             "is_free": self.is_free,
+            "verdict": self.verdict,
             "trouble": list(self.problems),
             "legs": [dict(leg) for leg in self.legs],
             "pairs": [{**asdict(pair), "is_good": pair.is_good} for pair in self.pairs],
@@ -186,7 +195,16 @@ def run_comparison(
         planner.close()
     if not ranks.is_first:
         return None
-    return build_comparison(legs, is_free=config.compare_free, limit=LIMITS[config.model.dtype])
+    shape = inspect(model).shape
+    facts = {
+        "model": config.model.path or config.model.family,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **{name: getattr(shape, name) for name in ("layers", "experts", "top_k")},
+        "ranks": config.ranks,
+        "device": config.model.device,
+    }
+    found = build_comparison(legs, is_free=config.compare_free, limit=LIMITS[config.model.dtype])
+    return replace(found, facts=facts)
 
 
 def build_comparison(legs: Sequence[Leg], *, is_free: bool, limit: float) -> Comparison:
@@ -210,6 +228,8 @@ def build_comparison(legs: Sequence[Leg], *, is_free: bool, limit: float) -> Com
             "name": leg.name,
             "loss": [sum(losses) / len(losses) for losses in leg.losses],
             "grad_norm": list(leg.norms),
+            "seconds": list(leg.seconds),
+            "skew": leg.skew,
             "displaced": leg.displaced,
             "replicas": leg.replicas,
             "reward": leg.reward,
@@ -268,4 +288,5 @@ def _train_leg(trainer: Trainer, *, name: str, given: Sequence[Experience] | Non
         reward=metrics[-1]["reward"],
         seconds=tuple(sum(s for stage, s in m["stage_s"].items() if stage in TRAINED) for m in metrics),
         tokens=tuple(round(m["tokens_per_s"] * m["seconds"]) for m in metrics),
+        skew=None if metrics[0]["skew_after"] is None else sum(m["skew_after"] for m in metrics) / len(metrics),
     )

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -43,7 +44,9 @@ def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_p
 
 @pytest.mark.parametrize(("loss", "code"), [(0.5, 0), (0.6, 1)], ids=["they agree", "they differ"])
 def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch, tmp_path, loss, code):
-    comparison = build_comparison([leg("off"), leg("equipoise", loss=loss)], is_free=False, limit=1e-5)
+    legs = [replace(one, seconds=(2.0,), tokens=(10,)) for one in (leg("off"), leg("equipoise", loss=loss))]
+    facts = {"model": "m", "parameters": 1, "layers": 1, "experts": 2, "top_k": 1, "ranks": 2, "device": "cpu"}
+    comparison = replace(build_comparison(legs, is_free=False, limit=1e-5), facts=facts)
     monkeypatch.setattr("equipoise.rl.train.launch", lambda *arguments, show: comparison)
     shown = equipoise("train", "--compare", "off,equipoise", "--ranks", 2)
     assert shown.code == code
@@ -53,6 +56,10 @@ def test_a_comparison_ends_with_its_verdict_and_exit_code(equipoise, monkeypatch
         code
     )
     assert json.loads((folder / "comparison.json").read_text())["legs"][0]["name"] == "off"
+    page = tmp_path / "page.html"
+    shown = equipoise("train", "--compare", "off,equipoise", "--report", page)
+    assert shown.out.splitlines()[-1] == f"page: {page}"
+    assert f"was not faster than off: 2.00 s per step instead of 2.00 s; {comparison.verdict}" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,22 @@ def seen(*events):
     for event in events:
         view.show(event)
     return console.export_text()
+
+
+def test_plain_lines_of_a_long_run_are_few_and_end_with_its_last_step():
+    facts = {
+        "model": "m",
+        "parameters": 1,
+        "layers": 1,
+        "experts": 2,
+        "top_k": 1,
+        "ranks": 1,
+        "nodes": 1,
+        "mode": "off",
+    }
+    steps = (RunEvent("metrics", {**METRICS, "step": step}) for step in range(100))
+    rows = seen(RunEvent("start", {**facts, "steps": 100}), *steps).splitlines()[2:]
+    assert [int(row.split()[0]) for row in rows] == [*range(0, 100, 10), 99]
 
 
 def test_plain_lines_show_progress_and_every_step():
