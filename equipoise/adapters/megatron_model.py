@@ -240,15 +240,15 @@ def inspect(model_chunks: Sequence[nn.Module]) -> FoundChunks:
 
 
 def _version_reasons() -> Iterator[str]:
-    minor = tuple(int(part) for part in VERSION.split(".")[:2])
+    minor, fix = tuple(int(part) for part in VERSION.split(".")[:2]), f"use one of {', '.join(TESTED)}"
     if not READ[0] <= minor <= READ[1]:
-        yield f"megatron-core {VERSION} is not between 0.{READ[0][1]} and 0.{READ[1][1]}; use one of {', '.join(TESTED)}"
+        yield f"megatron-core {VERSION} is not between 0.{READ[0][1]} and 0.{READ[1][1]}; {fix}"
     for place, names in USED.items():
         module, _, name = place.partition(":")
         there = getattr(importlib.import_module(module), name, None)
         missing = [name for name in names if not hasattr(there, name)]
         if missing:
-            yield f"megatron-core {VERSION}: {place} has no {missing[0]}; use one of {', '.join(TESTED)}"
+            yield f"megatron-core {VERSION}: {place} has no {missing[0]}; {fix}"
 
 
 def _config_reasons(config: Any) -> Iterator[str]:
