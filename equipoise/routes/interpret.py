@@ -41,6 +41,8 @@ class Recording(Value):
     """Tokens of the sample up to the end of this turn, prompt and response; None if the dump does not say."""
     tokens: np.ndarray | None = None
     """Token ids of the sample up to the end of this turn, if the dump has them."""
+    num_prompt: int | None = None
+    """Tokens of the sample before the first one that this turn generated; None if the dump does not say."""
     padding: np.ndarray | None = None
     """[rows] bool, True for rows that were forwarded but belong to no token."""
     layer_numbers: tuple[int, ...] | None = None

@@ -192,6 +192,7 @@ def recordings(rows: np.ndarray, response: Response) -> Iterator[Recording]:
             start=start,
             num_tokens=known,
             tokens=None if response.tokens is None else response.tokens[:known],
+            num_prompt=response.num_prompt,
             weight_version=version,
         )
 

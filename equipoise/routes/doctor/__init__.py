@@ -4,6 +4,7 @@
     reading.py     Reading: a recording prepared for the checks; Check and Finding
     checks.py      rows, layers, padding, ids, turns, weight versions
     stale.py       rows of another sample
+    prompt.py      prompt rows of a server that never forwarded the prompt
     agreement.py   two recordings of the same tokens
     markers.py     planted markers that prove a trainer's slicing, and our own
 

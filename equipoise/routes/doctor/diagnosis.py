@@ -1,7 +1,7 @@
 """`diagnose`: run every check over a dump's recordings, one sample at a time, and say what is wrong and what to do.
 
 1. Take one sample's recordings (its turns) from the stream; a reader's error becomes the finding `decode`.
-2. Prepare each once (`reading.py`) and pass it to every check (`checks.py`, `stale.py`).
+2. Prepare each once (`reading.py`) and pass it to every check (`checks.py`, `stale.py`, `prompt.py`).
 3. Given a second recording of the same tokens, compare sample by sample (`agreement.py`).
 4. Collect the findings. `docs/doctor.md` explains each check.
 
@@ -30,6 +30,7 @@ from equipoise.routes.doctor.checks import (
     Versions,
     ZeroLayers,
 )
+from equipoise.routes.doctor.prompt import PromptRows
 from equipoise.routes.doctor.reading import Check, CheckCounts, Finding, judge, read_samples
 from equipoise.routes.doctor.stale import StaleRows
 from equipoise.routes.interpret import Recording
@@ -46,6 +47,7 @@ CHECKS: tuple[type[Check], ...] = (
     DistinctIds,
     IdCauses,
     StaleRows,
+    PromptRows,
     Padding,
     Versions,
 )
