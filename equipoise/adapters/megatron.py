@@ -267,8 +267,10 @@ class MegatronHandle:
         self.balancer = Balancer(
             cluster=cluster,
             model=found.shape,
-            group=layers[0].mlp.ep_group,
+            group=parallel_state.get_expert_model_parallel_group(),
             options=options,
+            # A pipeline stage of dense layers has nothing to balance; its windows do nothing.
+            enabled=bool(layers),
             gradient_of=self.gradient_of,
         )
         pairs = zip(layers, found.layers, strict=True)
@@ -279,7 +281,8 @@ class MegatronHandle:
 
     def put(self, worker: PlanWorker | None) -> None:
         """Attach the balancer, then change the model, which cannot fail."""
-        self.balancer.attach({lent.path: lent.balanced for lent in self._lent}, worker=worker)
+        if self._lent:
+            self.balancer.attach({lent.path: lent.balanced for lent in self._lent}, worker=worker)
         for lent in self._lent:
             lent.put()
         for at, chunk in enumerate(map(bare, self.model_chunks)):
@@ -305,7 +308,8 @@ class MegatronHandle:
             routes: routes[m][l] are the [T, K] ids of micro-step m and layer `found.layers[l]`, rows in the order in
                 which this rank's router sees them; an id that repeats in a row counts once; a row of -1 is unknown
         """
-        self.balancer.submit([[distinct(ids) for ids in by_layer] for by_layer in routes], stage=stage)
+        if self._lent:
+            self.balancer.submit([[distinct(ids) for ids in by_layer] for by_layer in routes], stage=stage)
 
     def begin(self) -> None:
         """Begin the window: call it before Megatron's schedule. Every rank must call this."""
@@ -314,6 +318,8 @@ class MegatronHandle:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 chunk.start_param_sync(force_sync=True)
         self.micro_steps = [-1] * len(self.model_chunks)
+        if not self._lent:
+            return
         self._gradients = {}
         for lent in self._lent:
             lent.begin()
@@ -356,7 +362,7 @@ class MegatronHandle:
 
     def suspended(self) -> AbstractContextManager[None]:
         """Stop all transfers while buffers are offloaded and reloaded. Every rank must enter."""
-        if self._weights == "in place":
+        if self._weights == "in place" and self._lent:
             # A storage that torch has shared has no allocator any more: resizing it from zero ends the process.
             raise AdapterError(
                 "torch cannot free and allocate the memory of parameters again once it is shared in place; install "
@@ -390,7 +396,7 @@ class MegatronHandle:
 
     def _count(self, chunk: int, *_: Any) -> None:
         """Count the forward passes of a chunk."""
-        if self.balancer.is_open:
+        if self.balancer.is_open or not self._lent:
             self.micro_steps[chunk] += 1
 
     def _reduce(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -501,6 +507,8 @@ def _chunk_layers(found: FoundChunks, chunks: int) -> tuple[int, ...]:
 
 def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], found: FoundChunks) -> BalancerOptions:
     """Options with what Megatron decides: dtype of gradients, order of execution, pipeline stage."""
+    if not found.layers:
+        return options
     first = found.layers[0]
     experts = bare(model_chunks[first.chunk]).get_submodule(first.path).mlp.experts
     gradient = getattr(next(experts.parameters()), "main_grad", None)

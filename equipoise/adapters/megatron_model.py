@@ -188,9 +188,9 @@ class FoundChunks:
     """What the adapter found in this rank's model chunks."""
 
     shape: ModelShape
-    """Of this rank's MoE layers: those of its pipeline stage."""
+    """Of this rank's MoE layers: those of its pipeline stage; where the stage has none, of all."""
     layers: tuple[FoundMoE, ...]
-    """By ascending number, the order of layers in plans and in routes."""
+    """By ascending number, the order of layers in plans and in routes; empty where a pipeline stage has none."""
     unsupported: tuple[str, ...] = ()
     """Why experts cannot be balanced, one reason each; empty: they can."""
 
@@ -219,24 +219,30 @@ def inspect(model_chunks: Sequence[nn.Module]) -> FoundChunks:
         for at, layer in enumerate(decoder.layers):
             if isinstance(getattr(layer, "mlp", None), MoELayer):
                 found.append((FoundMoE(index, f"decoder.layers.{at}", layer.layer_number - 1), layer.mlp))
-    if not found:
+    config = bare(model_chunks[0]).config
+    if not found and config.num_moe_experts is None:
         raise AdapterError("no decoder layer of these model chunks is a MoELayer; balance a model with experts")
     found.sort(key=lambda one: one[0].number)
     moe_layers = [moe for _, moe in found]
-    config = moe_layers[0].config
-    weight = next(moe_layers[0].experts.parameters())
+    dtypes = {parameter.dtype for moe in moe_layers for parameter in moe.experts.parameters()}
     shape = ModelShape(
         name="megatron",
         experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
-        layer_numbers=tuple(layer.number for layer, _ in found),
+        layer_numbers=tuple(layer.number for layer, _ in found) or _moe_numbers(config),
         hidden_layers=config.num_layers,
         hidden=config.hidden_size,
         expert_width=config.moe_ffn_hidden_size,
-        weight_bytes=weight.element_size(),
+        weight_bytes=max(dtype.itemsize for dtype in dtypes or {config.params_dtype}),
     )
     reasons = (*_version_reasons(), *_config_reasons(config), *_module_reasons(model_chunks, moe_layers))
     return FoundChunks(shape=shape, layers=tuple(layer for layer, _ in found), unsupported=reasons)
+
+
+def _moe_numbers(config: Any) -> tuple[int, ...]:
+    """Return the MoE layers of the whole model, for a pipeline stage that has none of them."""
+    every, layers = config.moe_layer_freq, range(config.num_layers)
+    return tuple(n for n in layers if (n % every == 0 if isinstance(every, int) else every[n]))
 
 
 def _version_reasons() -> Iterator[str]:

@@ -18,6 +18,8 @@ class Layout:
     recompute: Literal["full", "selective"] | None = None
     has_shared_experts: bool = False
     """With an auxiliary loss."""
+    num_dense: int = 0
+    """First layers without experts."""
     is_grouped: bool = False
     """Experts are `TEGroupedMLP` over a stand-in of Transformer Engine's grouped linear."""
     is_overlapped: bool = False

@@ -249,6 +249,26 @@ def repeat_ids(group: Any, layout: Layout) -> dict[str, Any]:
         }
 
 
+def train_beside_dense_stage(group: Any, layout: Layout) -> dict[str, Any]:
+    """Train a pipeline whose first stage has no experts, and compare with the unmodified model."""
+    with shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        expected = train(build(layout), steps, routes)
+        run = build(layout)
+        handle = install(run, slots=0, weights="copy")
+        found = train(run, steps, routes, handle)
+        with handle.suspended():
+            counted, extra = list(handle.micro_steps), sum(handle.extra_bytes.values())
+        megatron.uninstall(handle)
+        return {
+            "differences": found.differences(expected),
+            "layers": len(handle.found.layers),
+            "displaced": sum(report.displaced for report in found.reports if report is not None),
+            "micro-steps": counted,
+            "extra": extra,
+        }
+
+
 def refuse_install(group: Any, layout: Layout) -> dict[str, Any]:
     """Try to install on a real model with each thing that is refused; return the errors, and what was changed."""
     with shims.cpu_megatron(), parallel(layout):

@@ -21,7 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -218,6 +218,7 @@ def configure(layout: Layout) -> TransformerConfig:
         ffn_hidden_size=64,
         moe_ffn_hidden_size=48,
         num_moe_experts=layout.experts,
+        moe_layer_freq=[0] * layout.num_dense + [1] * (4 - layout.num_dense),
         moe_router_topk=layout.top_k,
         moe_router_dtype="fp64" if layout.dtype == "fp64" else "fp32",
         moe_token_dispatcher_type="alltoall",
@@ -257,7 +258,10 @@ def _chunk(layout: Layout, config: TransformerConfig, index: int) -> nn.Module:
     stage = {"vp_stage": index} if layout.vpp else {}
     kind = patch.object(LocalSpecProvider, "grouped_mlp_modules", grouped_mlp_modules)
     with kind if layout.is_grouped else nullcontext():
-        layers = get_gpt_layer_local_spec(num_experts=layout.experts, normalization="RMSNorm")
+        if layout.num_dense:
+            layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        else:
+            layers = get_gpt_layer_local_spec(num_experts=layout.experts, normalization="RMSNorm")
     model = GPTModel(
         config,
         layers,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.megatron.layouts import LAYOUTS
+from tests.megatron.layouts import LAYOUTS, Layout
 
 
 def test_offloaded_buffers_and_checkpoints_are_those_of_plain_training(megatron_pool):
@@ -48,6 +48,17 @@ def test_replayed_rows_in_which_experts_repeat_train_with_the_same_bits(megatron
     for rank in megatron_pool.call("repeat_ids", LAYOUTS["EP4"]):
         assert rank["displaced"] > 0
         assert rank["differences"] == []
+
+
+def test_a_pipeline_stage_without_experts_takes_part_and_does_nothing(megatron_pool):
+    ranks = megatron_pool.call("train_beside_dense_stage", Layout(ep=2, pp=2, num_dense=2))
+    assert [rank["layers"] for rank in ranks] == [0, 0, 2, 2]
+    assert (
+        [rank["extra"] > 0 for rank in ranks] == [rank["displaced"] > 0 for rank in ranks] == [False] * 2 + [True] * 2
+    )
+    for rank in ranks:
+        assert rank["differences"] == []
+        assert rank["micro-steps"] == [3], "hooks of trainers count on it"
 
 
 REFUSED = (

@@ -75,7 +75,8 @@ def prepare(layout: Layout) -> tuple[list[list[Batch]], list[Ids]]:
     """Return the batches of every step, and the routes that the model chooses for them before it is trained."""
     steps = [batches(number) for number in range(STEPS)]
     run = build(layout)
-    return steps, stored(run, record(run, steps))
+    recorded = record(run, steps)
+    return steps, stored(run, recorded) if run.numbers else recorded
 
 
 def train(
