@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RANKS, LARGEST_SHARE = 2, 0.95
 SETTINGS: dict[str, Any] = {
-    "steps": 4,
+    "steps": 6,
     "ranks": RANKS,
     # Experts so large that their products take most of the time.
     "model": {"layers": 2, "hidden": 384, "heads": 8, "experts": 16, "top_k": 4, "expert_width": 768},

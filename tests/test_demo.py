@@ -65,8 +65,8 @@ def test_the_second_act_trains_the_same_with_level_ranks(pool, tmp_path):
 
 @pytest.mark.parametrize(("balanced_s", "words"), [(1.25, "1.60 times as fast"), (2.5, "was not faster than static")])
 def test_the_last_act_says_what_was_measured_and_ends_with_the_page(monkeypatch, tmp_path, balanced_s, words):
-    path, out = tmp_path / "page.html", io.StringIO()
-    monkeypatch.setattr(demo, "predict", predicted)
+    path, out, analysis = tmp_path / "page.html", io.StringIO(), predicted()
+    monkeypatch.setattr(demo, "predict", lambda: analysis)
     monkeypatch.setattr(demo, "train", lambda settings, *, skew, show: compared(balanced_s))
     demo.run(path, out)
     lines = out.getvalue().splitlines()

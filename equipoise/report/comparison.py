@@ -66,7 +66,7 @@ def measured_answer(document: Document) -> str:
     """Say in one sentence how much faster balanced training was, or that it was not, and whether losses agree."""
     slow, fast = _ends(document)
     times = slow["step_s"] / fast["step_s"]
-    change = f"{seconds(fast['step_s'])} per step instead of {seconds(slow['step_s'])}"
+    change = f"{seconds(fast['step_s'])} per step instead of {seconds(slow['step_s'])} (median)"
     learnt = "" if document["is_free"] else f"; {document['verdict']}"
     if times < 1.005:
         return f"Measured here, {fast['name']} was not faster than {slow['name']}: {change}{learnt}."
@@ -76,7 +76,7 @@ def measured_answer(document: Document) -> str:
 def measured_conditions(document: Document) -> tuple[str, ...]:
     """Say what was trained and how it was timed."""
     facts, steps = document["facts"], len(document["legs"][0]["seconds"])
-    timed = "the first step, in which memory is mapped, is left out" if steps > 1 else "of one step"
+    timed = "the median step counts, without the first, in which memory is mapped" if steps > 1 else "of one step"
     return (
         f"Measured on {plural(facts['ranks'], 'local rank')}, {facts['device']}: {facts['model']}, "
         f"{facts['parameters'] / 1e6:.3g} M parameters, {plural(facts['layers'], 'MoE layer')} of {facts['experts']} "

@@ -15,6 +15,7 @@ Verdict, per pair of modes:
 """
 
 import copy
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
@@ -64,11 +65,14 @@ class Leg:
 
     @property
     def speed(self) -> dict[str, float]:
-        """Seconds per step and tokens per second, without the first step where there are more: it compiles."""
+        """Median seconds of a step, and tokens per second at it, without the first step if there are more: it compiles.
+
+        The median: with few steps, a mean is that of the one step in which another program had the cores.
+        """
         from_step = 1 if len(self.seconds) > 1 else 0
-        seconds, tokens = sum(self.seconds[from_step:]), sum(self.tokens[from_step:])
-        steps = max(1, len(self.seconds) - from_step)
-        return {"step_s": seconds / steps, "tokens_per_s": tokens / max(seconds, 1e-9)}
+        seconds, tokens = self.seconds[from_step:], self.tokens[from_step:]
+        step_s = statistics.median(seconds) if seconds else 0.0
+        return {"step_s": step_s, "tokens_per_s": sum(tokens) / max(1, len(tokens)) / max(step_s, 1e-9)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,7 @@ class Comparison:
                 name = leg["name"] if step == 0 else ""
                 lines.append(f"{name:>24}{step:>6}{loss:>12.6f}{norm:>12.6f}" + "".join(f"{g:>10.1e}" for g in gaps))
             lines.append(f"{'':>24}displaced {leg['displaced']}, replicas {leg['replicas']}")
-        lines.append("Measured here, log-prob pass and update, rollout left out:")
+        lines.append("Measured here, log-prob pass and update of the median step, rollout left out:")
         for leg in self.legs:
             lines.append(f"{leg['name']:>24}{leg['step_s']:>10.3f} s per step{leg['tokens_per_s']:>12,.0f} tokens/s")
         if self.is_free:

@@ -46,6 +46,9 @@ def test_the_first_step_is_left_out_of_the_speed_where_there_are_more():
     one, two = (replace(leg("off"), seconds=s, tokens=t) for s, t in (((9.0,), (90,)), ((9.0, 2.0, 4.0), (9, 30, 30))))
     assert one.speed == {"step_s": 9.0, "tokens_per_s": 10.0}
     assert two.speed == {"step_s": 3.0, "tokens_per_s": 10.0}
+    # One step in which another program had the cores says nothing about a mode.
+    hiccup = replace(two, seconds=(9.0, 2.0, 2.5, 40.0), tokens=(9, 30, 30, 30))
+    assert hiccup.speed == {"step_s": 2.5, "tokens_per_s": 12.0}
 
 
 @pytest.mark.dist(2)
