@@ -59,8 +59,7 @@ CrossNodeFlag = Annotated[
     bool,
     typer.Option(
         "--cross-node",
-        help="In recompute, allow replicas in other nodes where that pays; every node then needs host memory for all "
-        "experts.",
+        help="Allow replicas in other nodes where that pays; every node then needs host memory for all experts.",
     ),
 ]
 Sends = Literal["rows", "tokens"]

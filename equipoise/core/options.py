@@ -30,7 +30,7 @@ class PlanOptions:
     max_displaced: int | None = None
     """Most experts per layer whose home may leave the owner; 0 keeps homes at owners, None sets no limit."""
     cross_node: bool = False
-    """In recompute windows, take replicas from any node where that pays: needs a host store that holds every expert."""
+    """Take replicas from any node where that pays: needs a host store that holds every expert."""
     sends: Sends = "rows"
     """What crosses nodes in an all-to-all: every row, or a token once per node."""
     transport: Transport = "auto"

@@ -155,7 +155,7 @@ class Bytes:
     edge_inside: int = 0
     """Publish and collect inside nodes."""
     edge_across: int = 0
-    """Publish and collect across nodes."""
+    """Publish and collect across nodes, and gradients that return across them."""
     all_to_all_inside: int = 0
     all_to_all_across: int = 0
 

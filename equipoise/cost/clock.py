@@ -615,11 +615,13 @@ def _return(
         pulled = max(clock.arrive_2VR[PEER, visit, rank], clock.arrive_2VR[HOST, visit, rank])
         ended = max(issued - exchanged, pulled) + compute_R[rank]
         begin = max(ended, max(lane_3R[OUT_LANE, rank], lane_3R[IN_LANE, home]))
-        back_R[home] = lane_3R[OUT_LANE, rank] = lane_3R[IN_LANE, home] = begin + t.return_ns
-        _log(clock, RETURN_BAR, rank, layer, begin, begin + t.return_ns, issued)
+        # Only what comes from another node is pulled from the host.
+        took = t.far_return_ns if f.path_P2[p, 1] == HOST else t.return_ns
+        back_R[home] = lane_3R[OUT_LANE, rank] = lane_3R[IN_LANE, home] = begin + took
+        _log(clock, RETURN_BAR, rank, layer, begin, begin + took, issued)
         returns_R[home] += 1
-        load_2R[0, rank] += t.return_ns
-        load_2R[1, home] += t.return_ns
+        load_2R[0, rank] += took
+        load_2R[1, home] += took
     if f.start_ML[entry + 1] > f.start_ML[entry]:
         clock.moved_3[BACK] += load_2R.max() + returns_R.max() * t.add_ns
         clock.count_3[BACK] += f.start_ML[entry + 1] - f.start_ML[entry]

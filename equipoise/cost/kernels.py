@@ -210,15 +210,19 @@ def _transfers(
     in_R = np.zeros(ranks, dtype=np.int64)
     out_R = np.zeros(ranks, dtype=np.int64)
     far_R = np.zeros(ranks, dtype=np.int64)
+    sent_ns_R, got_ns_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
         for j in range(rep_expert_RS.shape[1]):
             e = rep_expert_RS[r, j]
             if e >= 0 and rep_rows_RS[r, j] > 0:
                 in_R[r] += 1
                 out_R[home_E[e]] += 1
-                if node_R[home_E[e]] != node_R[r]:
-                    far_R[r] += 1
-    late_forward, late_backward, return_in, most_out = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+                is_far = node_R[home_E[e]] != node_R[r]
+                far_R[r] += is_far
+                back_ns = tables.far_return_ns if is_far else tables.return_ns
+                sent_ns_R[r] += back_ns
+                got_ns_R[home_E[e]] += back_ns
+    late_forward, late_backward, return_ns, most_out = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     slowest = np.int64(0)
     for r in range(ranks):
         slowed = compute_R[r]
@@ -235,11 +239,11 @@ def _transfers(
         slowest = max(slowest, slowed)
         # A home serves its pulls one after another, too.
         late_forward = max(late_forward, out_R[r] * tables.peer_ns - forward_ns)
-        return_in, most_out = max(return_in, max(in_R[r], out_R[r])), max(most_out, out_R[r])
+        return_ns, most_out = max(return_ns, max(sent_ns_R[r], got_ns_R[r])), max(most_out, out_R[r])
     line[PULL] = late_forward + late_backward + slowest - line[COMPUTE]
-    if tables.phases == 2 and return_in > 0:
+    if tables.phases == 2 and most_out > 0:
         # A home adds returned gradients to its own one after another, once attention's backward is over.
-        line[RETURN] = max(np.int64(0), return_in * tables.return_ns - attention_ns) + most_out * tables.add_ns
+        line[RETURN] = max(np.int64(0), return_ns - attention_ns) + most_out * tables.add_ns
 
 
 @compiled

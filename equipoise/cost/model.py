@@ -14,7 +14,7 @@ What is priced, per (micro-step, layer):
 - pull: what bringing replicas needs beyond the window it can hide in: one visit's attention, shared experts and mean
   expert compute for each visit of depth; and what it slows the experts of the ranks that pull.
 - return: replica gradients, in the weights' dtype as autograd makes them, beyond the attention backward that they hide
-  behind, plus adding each of them to the home's own, one after another.
+  behind, plus adding each of them to the home's own, one after another; to another node at the rate of its links.
 Per layer and window: publish and collect of displaced experts, by the layer's busiest link, at the rate that was
 measured or that the transport is assumed to reach, and with the ranks' agreement where it was measured. They run beside
 the layers, from the window's start on and after a layer's last turn; what nothing hides, and what they slow, is in
@@ -77,6 +77,8 @@ class Tables(NamedTuple):
     """Pulls per micro-step: 1 forward only, 2 with backward."""
     return_ns: int
     """One gradient to its home; 0 where none returns."""
+    far_return_ns: int
+    """One gradient to a home in another node."""
     add_ns: int
     """Adding it to the home's own."""
     window_ps: int
@@ -312,6 +314,7 @@ class CostModel(Value):
             peer_slow_permille=profile.peer_slowdown_permille,
             phases=2 if update else 1,
             return_ns=model.expert_bytes * 10**9 // peer if update else 0,
+            far_return_ns=model.expert_bytes * 10**9 // self.relocation_bytes_per_s if update else 0,
             add_ns=self.add_ns(model.expert_bytes) if update else 0,
             window_ps=self.attention_flops * PICO // profile.attention_forward_flops_per_s,
             backward_window_ps=2 * self.attention_flops * PICO // profile.attention_backward_flops_per_s,

@@ -240,14 +240,16 @@ def _bytes(task: WindowTask, draft: Draft) -> Bytes:
     model, per_edge = cost.model, cost.edge_bytes("publish") + cost.edge_bytes("collect")
     exchanges = 4 if cost.stage == "update" else 2
     displaced = (0, 0) if draft.persistent else home_links(draft.home_LE, task.cluster)[2:]
-    returned = 0
+    returned = returned_far = 0
     if cost.stage == "update" and not draft.persistent:
-        returned = int((draft.rep_expert_MLRS >= 0).sum()) * model.expert_bytes
+        # Pulled from the host, forward and backward, are those of other nodes.
+        returned_far = int(parts[HOST_PULLS]) // 2 * model.expert_bytes
+        returned = int((draft.rep_expert_MLRS >= 0).sum()) * model.expert_bytes - returned_far
     return Bytes(
         peer=int(parts[PEER_PULLS]) * model.expert_bytes + returned,
         host=int(parts[HOST_PULLS]) * model.expert_bytes,
         edge_inside=displaced[0] * per_edge + draft.moved.edge_inside,
-        edge_across=displaced[1] * per_edge + draft.moved.edge_across,
+        edge_across=displaced[1] * per_edge + draft.moved.edge_across + returned_far,
         all_to_all_inside=int(parts[INSIDE]) * model.row_bytes * exchanges,
         all_to_all_across=int(parts[ACROSS]) * model.row_bytes * exchanges,
     )

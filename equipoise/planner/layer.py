@@ -111,7 +111,7 @@ def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> La
     cost = task.cost
     node_R = task.cluster.node_array_R
     domains = [node_R]
-    if task.options.cross_node and task.loads.stage == "recompute":
+    if task.options.cross_node and task.cluster.num_ep_nodes > 1:
         domains.append(np.zeros_like(node_R))
     fixed_ns, one = cost.edge_fixed_ns, [{"inside_experts": 1 - far, "across_experts": far} for far in (0, 1)]
     edge_ns_22, edge_slow_22 = (

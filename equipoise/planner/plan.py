@@ -88,6 +88,11 @@ def plan(
     start_LE = _start(task, warm)
     search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}
     made = build_plan(task, _draft(task, start_LE, budget=_budget(task), **search))
+    if options.cross_node and cluster.num_ep_nodes > 1 and objective == "seconds" and loads.stage == "update":
+        # Price lines say that crossing pays. The clock decides: a plan is never slower for being allowed to cross.
+        inside = replace(task, options=replace(options, cross_node=False))
+        other = build_plan(inside, _draft(inside, start_LE, budget=_budget(inside), **search))
+        made = min(made, other, key=lambda plan: plan.seconds.total)
     if objective == "seconds" and made.seconds.total > made.static_seconds:
         # Homes stay at their owners; and if replicas lose there, too, nothing is done at all.
         draft = _draft(task, start_LE, budget=0, **search)

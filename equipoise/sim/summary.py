@@ -72,16 +72,15 @@ def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: Ste
         )
 
     # What planning was allowed, and what it could be.
-    has_recompute = any(groups[0].stage == "recompute" for groups in windows)
     if case.options.cross_node:
         notes.append(
-            "Replicas of recompute may be in any node; every node then needs host memory for all experts, which the "
+            "Replicas may be in any node; every node then needs host memory for all experts, which the "
             "memory per rank does not hold."
         )
-    elif "equipoise" in names and cluster.num_ep_nodes > 1 and has_recompute:
+    elif "equipoise" in names and cluster.num_ep_nodes > 1:
         notes.append(
-            "Replicas stay in their node. With --cross-node those of recompute may be in any, so that less crosses "
-            "nodes; every node then needs host memory for all experts."
+            "Replicas stay in their node. With --cross-node they may be in any: less crosses nodes, and an expert "
+            "hotter than a node's share is levelled, too; every node then needs host memory for all experts."
         )
 
     # A short first micro-step leaves publish little to hide behind; pipelines want it short.

@@ -3,7 +3,7 @@
     HostStore   the memory: the host path pulls from it, and once completed it is the one source for weight sync, export
                 and checkpoints
     Refresher   a thread that writes home weights to the store, the first to be pulled first
-    Crossing    experts of other nodes that a recompute window pulls, sent to the store of the node that needs them
+    Crossing    experts of other nodes that a window pulls, sent to the store of the node that needs them
 
 One piece of shared memory per node: per (layer, expert) a version and a checksum, then per layer [E, ...] tensors.
 Where experts are on a CUDA device the pages are registered with the driver in every process, so that copies run at the
@@ -336,8 +336,8 @@ class Refresher:
 class Crossing(NamedTuple):
     """An expert that a node needs from another.
 
-    In recompute no gradient returns, so a replica may be in another node than its expert's home (`Plan.cross_node`). It
-    is pulled from the host store of its own node. So once a layer's homes hold a version, each needed expert is sent
+    A replica may be in another node than its expert's home (`Plan.cross_node`); its gradient returns (`returns`). It is
+    pulled from the host store of its own node. So once a layer's homes hold a version, each needed expert is sent
     once per node, from its home to a rank of the node, which writes it to the store. The ranks of a node take turns, so
     that all of its links are used.
     """
@@ -450,11 +450,6 @@ def check_crossings(plan: Plan, *, rank: int, host_paths: Collection[str]) -> No
             f"the replica of expert {expert} in layer index {layer} has its home on rank "
             f"{int(plan.home_LE[layer, expert])}, in another node"
         )
-        if plan.loads.stage != "recompute":
-            raise TransferError(
-                f"{replica}, where an {plan.loads.stage} window's gradient cannot return; only recompute windows may "
-                "cross nodes: plan this one without cross-node replicas"
-            )
         path = PATHS[int(plan.replica_table.path_P2[p, 0])]
         if path not in host_paths:
             raise TransferError(

@@ -83,7 +83,7 @@ class NcclGroup:
                 options.global_ranks_in_group = dist.get_process_group_ranks(group)
                 self._nccl: Any = dist.ProcessGroupNCCL(store, self.rank, size, options)
             # The communicator is made by the first call, in which all ranks must take part.
-            self._finish(self._nccl.allreduce([torch.zeros(1, device=device)]), wait)
+            self.finish(self._nccl.allreduce([torch.zeros(1, device=device)]), wait)
             away = [rank for rank in range(size) if node_R[rank] != node_R[self.rank]]
             self.exchange([Message(torch.zeros(1, device=device), r, way) for r in away for way in (True, False)], wait)
         except TransferError:
@@ -97,6 +97,10 @@ class NcclGroup:
         Raises what `wait` raises, or RuntimeError where a connection broke. Either way this rank takes part in no other
         exchange, and the others see their connections to it break.
         """
+        self.finish(self.start(messages)[0], wait)
+
+    def start(self, messages: Sequence[Message]) -> list[Any]:
+        """Start one batch once the current stream's work is done, and return its work, alone in a list."""
         if self._is_aborted or self._nccl is None:
             raise TransferError(f"rank {self.rank}: closed, so it takes part in no exchange any more")
         nccl = self._nccl
@@ -104,11 +108,10 @@ class NcclGroup:
             nccl._start_coalescing()
             for message in messages:
                 (nccl.send if message.is_leaving else nccl.recv)([message.tensor], message.peer, 0)
-            work = nccl._end_coalescing()
+            return [nccl._end_coalescing()]
         except RuntimeError:
             self._abort()
             raise
-        self._finish(work, wait)
 
     def close(self) -> None:
         """Let go of the connection; all batches must be finished, or aborted. Closing twice is allowed."""
@@ -117,7 +120,8 @@ class NcclGroup:
             # Unlike `abort`, this lets what has been sent arrive.
             nccl.shutdown()
 
-    def _finish(self, work: Any, wait: Wait) -> None:
+    def finish(self, work: Any, wait: Wait) -> None:
+        """Wait for a batch; raises as `exchange` does."""
         try:
             wait(work.is_completed)
             # Returns at once, or raises where NCCL found an error.

@@ -14,19 +14,121 @@ not wait for the device. The home's thread does wait for the tag: until then it 
 An expert's returned gradients are added in ascending rank order, each exactly once. Where gradients accumulate in a
 wider dtype than they are computed in, they are added to the accumulated gradient, so that no sum is rounded to the
 narrower one; what the replica itself rounded is lost before.
+
+A home in another node cannot map a mailbox. Its gradients are sent (`FarReturns`), on connections of their own, because
+training hands them in while another thread publishes or collects layers.
 """
 
+import time
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 from operator import contains, setitem
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from equipoise.core.errors import TransferError
-from equipoise.core.plan import Plan, Visit
+from equipoise.core.plan import Plan, Replica, Visit
+from equipoise.transfer.nccl import NcclGroup
 from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
-from equipoise.transfer.waits import TAGS, Announcer, Mark, Transfer
+from equipoise.transfer.waits import TAGS, Announcer, Mark, Message, OwnGroup, Transfer
+
+
+def far_replicas(plan: Plan, micro_step: int, layer: int) -> list[Replica]:
+    """Replicas outside their home's node, by expert and then by rank; the same on all ranks."""
+    node_R, home_E = plan.cluster.node_R, plan.home_LE[layer]
+    return sorted(r for r in plan.replicas(micro_step, layer) if node_R[r.rank] != node_R[home_E[r.expert]])
+
+
+def returns_far(plan: Plan) -> bool:
+    """Whether any gradient of this window returns to another node."""
+    entries = np.ndindex(*plan.ns_ML.shape) if plan.cross_node and plan.loads.stage == "update" else ()
+    return any(far_replicas(plan, *entry) for entry in entries)
+
+
+class Sent(NamedTuple):
+    """What one rank sends and receives for one (micro-step, layer)."""
+
+    messages: list[Message]
+    transfers: list[Transfer]
+    works: list[Any]
+    """One per message by gloo, one for all by NCCL."""
+    arriving: dict[Replica, torch.Tensor]
+    """All numbers of a gradient in a row, by the replica that computed them."""
+
+
+class FarReturns:
+    """Gradients of replicas to homes in other nodes: sent when they are handed in, waited for by whoever adds them.
+
+    So they travel while attention runs backward. A gradient is one message. Both ranks of a pair go through the far
+    replicas of a (micro-step, layer) in the same order, and through layers as their all-to-alls do.
+    """
+
+    def __init__(self, node: NodeMemory) -> None:
+        """Connect. Every rank of the group must call this."""
+        self._node, timeout_s = node, 2 * node.options.timeout_s
+        self._gloo = OwnGroup(node.group, timeout_s=timeout_s)
+        self._nccl: NcclGroup | None = None
+        if node.transport == "nccl":
+            wait = partial(node.watchdog.wait, transfer=Transfer("return", path="p2p"))
+            self._nccl = NcclGroup(node.group, device=node.device, node_R=node.node_R, timeout_s=timeout_s, wait=wait)
+        self._under_way: dict[tuple[int, int], Sent] = {}
+
+    def start(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
+        """Send this rank's far gradients, in slot order, and receive those for its homes; waits for neither."""
+        node, needs = self._node, needs_of(plan, Visit(micro_step, "backward", layer), rank=self._node.rank)
+        slots, sent = {need.expert: slot for slot, need in enumerate(needs)}, Sent([], [], [], {})
+        device, dtype = "cpu" if self._nccl is None else node.device, node.layout.return_dtype
+        for replica in far_replicas(plan, micro_step, layer):
+            home = int(plan.home_LE[layer, replica.expert])
+            if node.rank not in (replica.rank, home):
+                continue
+            is_leaving = replica.rank == node.rank
+            if is_leaving:
+                parts = [tensor[slots[replica.expert]].reshape(-1) for tensor in gradients.tensors()]
+                numbers = torch.cat(parts).to(device, dtype)
+            else:
+                count = sum(int(tensor[0].numel()) for tensor in node.homes[layer].tensors())
+                numbers = sent.arriving[replica] = torch.empty(count, device=device, dtype=dtype)
+            peer = home if is_leaving else replica.rank
+            sent.messages.append(Message(numbers, peer, is_leaving))
+            sent.transfers.append(Transfer("return", layer, replica.expert, "p2p", peer))
+        if sent.messages:
+            node.watchdog.check(sent.transfers[0])
+            start = self._gloo.start if self._nccl is None else self._nccl.start
+            sent.works.extend(start(sent.messages))
+            self._under_way[micro_step, layer] = sent
+
+    def finish(self, micro_step: int, layer: int) -> dict[Replica, torch.Tensor]:
+        """Wait, bounded, for what was started, and return what arrived."""
+        sent, node = self._under_way.pop((micro_step, layer), None), self._node
+        if sent is None:
+            return {}
+        end, transfer = time.monotonic() + node.options.timeout_s, sent.transfers[0]
+        try:
+            if self._nccl is not None:
+                # One batch has one end, so an error names no expert.
+                transfer = transfer._replace(expert=None, peer=None)
+                self._nccl.finish(sent.works[0], partial(node.watchdog.wait, transfer=transfer))
+                return sent.arriving
+            for work, transfer in zip(sent.works, sent.transfers, strict=True):  # noqa: B007  # named by the error below
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            self._gloo.abandon(sent.works)
+            raise node.watchdog.lost(transfer, error) from error
+        return sent.arriving
+
+    def close(self) -> None:
+        """Let go of the connections. Closing twice is allowed."""
+        self._under_way.clear()
+        self._gloo.close()
+        if self._nccl is not None:
+            self._nccl.close()
 
 
 class Mailboxes:
@@ -42,9 +144,10 @@ class Mailboxes:
         self._announcer = Announcer(node.device)
         self._handed_in: set[tuple[int, int]] = set()
         self._window = 0
+        self._far: FarReturns | None = None
 
     def open_window(self, plan: Plan, *, number: int) -> None:
-        """Begin a window, counted from 1, whose gradients all have a tag."""
+        """Begin a window, counted from 1, whose gradients all have a tag. Every rank of the group must call this."""
         loads = plan.loads
         counts = {"micro-steps": loads.num_micro_steps, "layers": loads.num_layers, "experts": loads.num_experts}
         for (name, count), most in zip(counts.items(), (2**12, 2**12, 2**16), strict=True):
@@ -53,6 +156,10 @@ class Mailboxes:
         if number >= 2**23:
             raise TransferError(f"window {number:,}; tags count fewer than {2**23:,}: open the balancer anew")
         self._window, self._handed_in = number, set()
+        if self._far is None and returns_far(plan):
+            # Bounded, unlike what follows: all ranks are here from now on.
+            self._node.agree([0], Transfer("return", path="p2p"))
+            self._far = FarReturns(self._node)
 
     def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> None:
         """Copy the gradients of this rank's replicas into free boxes, waiting for free ones.
@@ -73,11 +180,15 @@ class Mailboxes:
                 "once per micro-step, and backward once per forward, without retain_graph"
             )
         self._handed_in.add((micro_step, layer))
-        if plan.cross_node:
+        if plan.cross_node and plan.loads.stage == "recompute":
             self._check_same_node([need.source for need in needs], micro_step, layer)
+        if self._far is not None and plan.cross_node:
+            self._far.start(plan, micro_step, layer, gradients)
         waited = 0.0
         boxes, tags = self._node.mailboxes[self._node.rank], self._tags[self._node.rank]
         for slot, need in enumerate(needs):
+            if need.source not in self._node.peers:
+                continue
             transfer = Transfer("return", layer, need.expert, self._node.direct_path, need.source)
             waited += self._node.watchdog.wait(partial(contains, tags, 0), transfer)
             box, name = int(np.flatnonzero(tags == 0)[0]), self._name(micro_step, layer, need.expert)
@@ -92,15 +203,23 @@ class Mailboxes:
         """Wait for what replicas of this rank's home experts returned, and add it in place."""
         node, homes = self._node, plan.home_LE[layer]
         mine = sorted(r for r in plan.replicas(micro_step, layer) if homes[r.expert] == node.rank)
-        if plan.cross_node:
+        if plan.cross_node and plan.loads.stage == "recompute":
             self._check_same_node([replica.rank for replica in mine], micro_step, layer)
+        arrived: dict[Replica, torch.Tensor] = {}
+        if self._far is not None and plan.cross_node:
+            with node.counters.timed("p2p", node.device):
+                arrived = self._far.finish(micro_step, layer)
         # Returned gradients are added to the new ones, or to those that accumulate where these are wider.
         totals = list(gradients.tensors())
         for at, parameter in enumerate(node.homes[layer].tensors()):
             kept = None if self._gradient_of is None else self._gradient_of(parameter)
             if kept is not None and kept.dtype.itemsize > totals[at].dtype.itemsize:
                 totals[at] = kept
-        for expert, rank in mine:
+        for replica in mine:
+            expert, rank = replica
+            if replica in arrived:
+                self._add(totals, int(plan.home_slot_LE[layer, expert]), arrived[replica])
+                continue
             tags, name = self._tags[rank], self._name(micro_step, layer, expert)
             transfer = Transfer("return", layer, expert, node.direct_path, rank)
             with node.counters.timed(node.direct_path, node.device):
@@ -114,6 +233,14 @@ class Mailboxes:
             node.counters.arrive(node.direct_path, added)
             node.counters.returns += 1
 
+    def _add(self, totals: list[torch.Tensor], slot: int, numbers: torch.Tensor) -> None:
+        """Add a gradient that came from another node, all its numbers in a row."""
+        sizes, node = [int(total[slot].numel()) for total in totals], self._node
+        for total, part in zip(totals, numbers.to(node.device).split(sizes), strict=True):
+            total[slot].add_(part.view(total[slot].shape))
+        node.counters.arrive("p2p", numbers.nbytes)
+        node.counters.returns += 1
+
     def finish(self) -> None:
         """Wait until all tags announced so far have been set."""
         transfer = Transfer("return", path=self._node.direct_path)
@@ -125,6 +252,8 @@ class Mailboxes:
         """End the announcer's thread and let go of the tags. Closing twice is allowed."""
         self._announcer.close()
         self._tags = {}
+        if self._far is not None:
+            self._far.close()
 
     def check_empty(self) -> None:
         """Raise if a gradient of this rank was never read; called once all ranks have finished the window."""
@@ -138,7 +267,7 @@ class Mailboxes:
             )
 
     def _check_same_node(self, ranks: Iterable[int], micro_step: int, layer: int) -> None:
-        """Refuse returns across nodes: a recompute window may have replicas there, and must not run backward."""
+        """Refuse returns across nodes in a recompute window, which must not run backward."""
         others = sorted(set(ranks) - set(self._node.peers))
         if others:
             raise self._node.watchdog.abort(

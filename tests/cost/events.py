@@ -331,7 +331,7 @@ class _Stage:
     def _queue_return(self, v: int, at: int) -> None:
         transfers, t, p = self.work.transfers, self.work.tables, self.p
         rank, home = int(transfers.rank_P[at]), int(transfers.home_P[at])
-        left = int(t.return_ns)
+        left = int(t.far_return_ns if transfers.path_P2[at, 1] else t.return_ns)
         name = f"return {self.itinerary.layer_V[v]}"
         lanes = (("out", p, rank), ("in", p, home))
         transfer = Transfer(name, "return", (rank,), lanes, left, ("ended", p, v, rank), ("returned", p, v, at))

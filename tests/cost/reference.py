@@ -159,7 +159,12 @@ def transfers(
         slowed = [slowed[r] + slow_ns(far[r], into[r] - far[r], tables) for r in ranks]
     line[PULL] += max(slowed) - max(compute)
     if tables.phases == 2 and replicas:
-        line[RETURN] = max(0, max(*into, *out) * tables.return_ns - windows[2]) + max(out) * tables.add_ns
+        took = {
+            (e, r): tables.far_return_ns if node_R[home_E[e]] != node_R[r] else tables.return_ns for e, r in replicas
+        }
+        sent = [sum(ns for (_, rank), ns in took.items() if rank == r) for r in ranks]
+        arrived = [sum(ns for (e, _), ns in took.items() if home_E[e] == r) for r in ranks]
+        line[RETURN] = max(0, max(*sent, *arrived) - windows[2]) + max(out) * tables.add_ns
 
 
 def slow_ns(by_host: int, by_peer: int, tables: Tables) -> int:

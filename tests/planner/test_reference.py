@@ -94,7 +94,7 @@ def test_whole_windows_planned_with_the_reference_are_equal(layout, stage, objec
         "model": eq.ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2),
         "slots": 1,
         "objective": objective,
-        "options": eq.PlanOptions(cross_node=stage == "recompute"),
+        "options": eq.PlanOptions(cross_node=True),
     }
     loads = eq.LoadMatrix(load, stage=stage)
     ours, theirs = eq.plan(loads, **window), eq.plan(loads, planner=reference.plan_layer, **window)

@@ -540,7 +540,7 @@ def test_a_later_window_starts_from_the_plan_before_as_a_run_would(loads):
         ("recompute", 4, False, "equipoise", True),
         ("recompute", 4, True, "equipoise", False),
         ("recompute", 8, False, "equipoise", False),
-        ("update", 4, False, "equipoise", False),
+        ("update", 4, False, "equipoise", True),
         ("recompute", 4, False, "static", False),
     ],
 )

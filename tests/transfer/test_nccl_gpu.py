@@ -34,7 +34,10 @@ SEVERAL = ["2 as two nodes", "4 as two nodes", "4 strided", "8 as two nodes"]
 def test_windows_have_every_bit(nccl_pool, layout):
     node_R, sizes = LAYOUTS[layout], {"slots": 1, "micro_steps": 2, "layers": 3}
     plans = [random_plan(node_R, seed=w, fewest=0, **sizes) for w in range(2)]
-    plans.append(random_plan(node_R, seed=5, fewest=1, stage="recompute", cross_node=True, **sizes))
+    plans += [
+        random_plan(node_R, seed=5, fewest=1, stage=stage, cross_node=True, **sizes)
+        for stage in ("recompute", "update")
+    ]
     results = nccl_pool.run(play_windows, len(node_R), plans, {"kind": BF16}, timeout_s=200.0)
     assert {moved["transport"] for moved in results} == {"nccl"}
     assert sum(moved["bytes"].get("p2p", 0) for moved in results) > 0

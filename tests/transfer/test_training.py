@@ -57,6 +57,24 @@ def test_the_engine_gives_the_same_bits_as_plain_collectives(pool, make, nodes, 
 
 @pytest.mark.dist(4)
 @pytest.mark.parametrize("mode", ["plain", "early_stop"])
+def test_replicas_in_other_nodes_train_to_the_same_bits(pool, mode):
+    import equipoise as eq
+
+    routing = random_routing(23, ranks=4)
+    given = {"cluster": cluster_of(4, nodes=2), "model": model_of(routing), "slots": 2, "objective": "skew"}
+    plan = eq.plan(routing.loads(), options=eq.PlanOptions(cross_node=True, max_displaced=0), **given)
+    assert plan.cross_node, "a case without a gradient from another node shows nothing"
+    run = Run(options=EXACT, mode=mode)
+    moved = pool.run(run_window, 4, plan, routing, run)
+    gathered = pool.run(run_stack, 4, plan, routing, run)
+    same_bits(moved, gathered)
+    for layer, wanted in enumerate(logical_grads(gathered, plan)):
+        got = [torch.cat(parts) for parts in zip(*(o.expert_grads[layer] for o in moved), strict=True)]
+        assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("mode", ["plain", "early_stop"])
 @pytest.mark.parametrize("path", ["peer", "host"])
 def test_an_arena_and_forced_paths_give_the_same_bits(pool, path, mode):
     plan, routing = scattered(21, 4, 2, 1)
