@@ -18,6 +18,9 @@ class Layout:
     recompute: Literal["full", "selective"] | None = None
     has_shared_experts: bool = False
     """With an auxiliary loss."""
+    hidden: int = 64
+    width: int = 48
+    """Of an expert."""
     num_dense: int = 0
     """First layers without experts."""
     is_grouped: bool = False

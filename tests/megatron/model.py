@@ -213,10 +213,10 @@ def configure(layout: Layout) -> TransformerConfig:
         shared = {"moe_shared_expert_intermediate_size": 32, "moe_aux_loss_coeff": 0.01}
     return TransformerConfig(
         num_layers=4,
-        hidden_size=64,
+        hidden_size=layout.hidden,
         num_attention_heads=4,
         ffn_hidden_size=64,
-        moe_ffn_hidden_size=48,
+        moe_ffn_hidden_size=layout.width,
         num_moe_experts=layout.experts,
         moe_layer_freq=[0] * layout.num_dense + [1] * (4 - layout.num_dense),
         moe_router_topk=layout.top_k,

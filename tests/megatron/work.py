@@ -1,6 +1,7 @@
 """What the tests of this room run on every rank."""
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from equipoise.adapters import megatron
 from equipoise.adapters.megatron import MegatronHandle
@@ -17,7 +19,7 @@ from equipoise.balancer import BalancerOptions
 from equipoise.core import Cluster, ModelShape
 from equipoise.planning.worker import PlanWorker
 from equipoise.routes import read_routes, write_routes
-from tests.megatron import shims
+from tests.megatron import model, shims
 from tests.megatron.layouts import Layout
 from tests.megatron.model import (
     Batch,
@@ -167,11 +169,37 @@ def errors_of_three_steps(group: Any, layout: Layout) -> dict[str, Any]:
         return found
 
 
-def install(run: Run, *, slots: int, weights: str) -> MegatronHandle:
+def install(run: Run, *, slots: int, weights: str, max_displaced: int | None = None) -> MegatronHandle:
     """Install balanced experts that level rows whatever it costs, so that plans move experts."""
     cluster = Cluster.preset("h200", nodes=1, ranks_per_node=run.layout.ep)
-    options = BalancerOptions(slots=slots, objective="skew", timeout_s=60.0, planning_timeout_s=180.0)
+    options = BalancerOptions(
+        slots=slots, max_displaced=max_displaced, objective="skew", timeout_s=60.0, planning_timeout_s=180.0
+    )
     return megatron.install(run.chunks, cluster=cluster, options=options, weights=weights, worker=kept_worker())
+
+
+def time_closed_gate(group: Any, layout: Layout, length: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return wall and processor seconds of the unmodified model and of one whose plans move nothing, in turn."""
+    torch.set_num_threads(1)
+    with patch.object(model, "LENGTH", length), shims.cpu_megatron(), parallel(layout):
+        steps, routes = prepare(layout)
+        runs = {"plain": build(layout), "closed": build(layout)}
+        handle = install(runs["closed"], slots=0, weights="in place", max_displaced=0)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+        for number in range(rounds + 1):
+            handle.submit(routes[0])
+            time.sleep(1.0)  # planned meanwhile, as during a rollout
+            for name, run in runs.items():
+                dist.barrier()
+                start, used = time.perf_counter(), time.process_time()
+                gradients(run, steps[0], routes[0], window=handle.window() if name == "closed" else None)
+                # The first round loads what runs for the first time.
+                took = time.perf_counter() - start, time.process_time() - used
+                times[name] += [took] if number else []
+            report = handle.balancer.report
+            assert report.displaced == report.replicas == 0, "the gate is open"
+        megatron.uninstall(handle)
+    return times
 
 
 def compare(group: Any, layout: Layout) -> dict[str, Any]:
