@@ -12,7 +12,10 @@ Method:
 2. Seconds: `objective="seconds"`, all policies with the same slots, at several token counts per micro-step (multiplied
    loads). Predicted by the cost model: composed of measured kernels and a modelled all-to-all, no cluster was run.
    `eplb-history` knows the first half of the window.
-3. Speed: see `benchmarks.planner_speed`.
+3. Wide shapes: generated loads of one domain, three seeds, skew, one node of 64 and of 72 ranks, and EP128 and EP256
+   in nodes of 8 with replicas that may cross nodes (the hottest expert has more than a node's share). Also four
+   unmixed domains at EP64 in nodes of 8, inside nodes. Planning time is the least of the seeds.
+4. Speed: see `benchmarks.planner_speed`.
 
 Traces named "stacked" are composed: several real layers side by side as one wide layer, for wide expert parallelism.
 """
@@ -26,7 +29,8 @@ from benchmarks import planner_speed
 from benchmarks.planner_rows import Row, cluster_of, generated_loads, row_of, timed
 from benchmarks.results import Limit, publish
 from benchmarks.traces import Trace, joined, read_traces, scaled, stacked
-from equipoise.core import LoadMatrix, ModelShape
+from equipoise.core import Cluster, LoadMatrix, ModelShape
+from equipoise.core.options import PlanOptions
 from equipoise.planner.baselines import POLICIES
 
 SKEW_FACTOR = 24
@@ -38,6 +42,10 @@ LIMITS = {
     "four unmixed domains, 2 slots": {8: 1.001, 16: 1.004, 32: 1.013, 64: 1.030},
 }
 
+WIDE = {(64, 256): 64, (72, 288): 72, (128, 256): 8, (128, 512): 8, (256, 256): 8, (256, 512): 8}
+"""By EP size and experts: ranks per node."""
+WIDE_SEEDS = (0, 1, 2)
+
 
 def main() -> int:
     """Measure quality, then speed, and publish one table."""
@@ -47,13 +55,14 @@ def main() -> int:
     traces = read_traces()
     rows, limits = measure_skew(traces, quick=quick)
     more_rows, more_limits = measure_seconds(traces, quick=quick)
+    wide_rows, wide_limits = measure_wide(quick=quick)
     speed_rows, speed_limits = planner_speed.measure(quick=quick)
     note = (
         "skew in rows; predicted_ms from the cost model (H200 nodes of 8), no cluster was run; loads are multiplied to "
         "reach the tokens given; 'stacked' layers are composed of several real layers; one core"
     )
-    limits = [*limits, *more_limits, *speed_limits]
-    return publish("planner", [*rows, *more_rows, *speed_rows], limits=limits, note=note)
+    limits = [*limits, *more_limits, *wide_limits, *speed_limits]
+    return publish("planner", [*rows, *more_rows, *wide_rows, *speed_rows], limits=limits, note=note)
 
 
 def measure_skew(traces: Sequence[Trace], *, quick: bool) -> tuple[list[Row], list[Limit]]:
@@ -148,6 +157,48 @@ def _seconds_limits(rows: Sequence[Row]) -> Iterator[Limit]:
         where = f"{case[0]}, EP{case[1]}, {case[3]} tokens, {case[4]} slots"
         name = f"predicted time over {rival}'s, worst of {len(by_case)} windows ({where})"
         yield Limit(name=name, value=ratio, at_most=1.0)
+
+
+def measure_wide(*, quick: bool) -> tuple[list[Row], list[Limit]]:
+    """Skew and planning time of wide groups, each the mean or the least over seeds."""
+    rows: list[Row] = []
+    for (ranks, experts), per_node in list(WIDE.items())[: 2 if quick else None]:
+        name = f"wide, nodes of {per_node}"
+        rows += _wide_rows(name, ranks, experts, per_node=per_node, cross_node=per_node == 8)
+    if not quick:
+        given = {"per_node": 8, "domains": 4, "micro_steps": 32}
+        rows += _wide_rows("wide, four unmixed domains", 64, 256, cross_node=False, **given)
+    return rows, list(_wide_limits(rows))
+
+
+def _wide_rows(
+    table: str, ranks: int, experts: int, *, per_node: int, cross_node: bool, domains: int = 1, micro_steps: int = 8
+) -> Iterator[Row]:
+    model = ModelShape.preset("qwen3-30b-a3b", layers=2, experts=experts)
+    cluster = Cluster.preset("h200", ranks_per_node=per_node, ep=ranks)
+    options = PlanOptions(cross_node=cross_node)
+    for seed in WIDE_SEEDS:
+        sizes = {"micro_steps": micro_steps, "ranks": ranks, "mean_tokens": 256, "domains": domains, "seed": seed}
+        loads = generated_loads(model, **sizes)
+        made, plan_s = timed(loads, cluster=cluster, model=model, slots=2, objective="skew", options=options)
+        yield row_of(table, f"generated, seed {seed}", made, plan_s, tokens=256 * ranks)
+
+
+def _wide_limits(rows: Sequence[Row]) -> Iterator[Limit]:
+    """Skew of every shape; and the planning time of each for ranks times experts, over that of the first."""
+    shapes: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        shapes.setdefault((row["table"], row["EP"], row["experts"]), []).append(row)
+    per_entry: list[float] = []
+    for (table, ranks, experts), found in shapes.items():
+        is_mixed = table.endswith("domains")
+        name = f"skew, {table}, EP{ranks}, {experts} experts, mean of {len(found)} seeds"
+        yield Limit(name=name, value=mean(r["skew"] for r in found), at_most=1.030 if is_mixed else 1.005)
+        if not is_mixed:
+            per_entry.append(min(r["plan_ms"] for r in found) / (ranks * experts))
+            name = f"planning time per rank and expert, {table}, EP{ranks}, {experts} experts, over EP64's"
+            # Times vary by about a quarter between runs on a shared machine.
+            yield Limit(name=name, value=per_entry[-1] / per_entry[0], at_most=1.25)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
+from benchmarks.planner_rows import generated_loads, mean_skew
 from equipoise.core.options import replica_bytes
 from equipoise.cost import CostModel
 from equipoise.cost.kernels import price
@@ -501,3 +502,19 @@ def test_kernels_are_kept_on_disk_and_compiled_alike():
         assert kernel.targetoptions.get("fastmath", False) is False
         assert kernel.targetoptions.get("parallel", False) is False
         assert Path(kernel._cache.cache_path).is_dir()
+
+
+@pytest.mark.parametrize(("ranks", "experts", "per_node"), [(72, 288, 72), (256, 256, 8)])
+def test_wide_groups_are_level(ranks, experts, per_node):
+    model = eq.ModelShape.preset("qwen3-30b-a3b", layers=1, experts=experts)
+    loads = generated_loads(model, micro_steps=2, ranks=ranks, mean_tokens=256, domains=1, seed=7)
+    cluster = eq.Cluster.preset("h200", ranks_per_node=per_node, ep=ranks)
+    inside, across = (
+        eq.plan(
+            loads, cluster=cluster, model=model, slots=2, objective="skew", options=eq.PlanOptions(cross_node=cross)
+        )
+        for cross in (False, True)
+    )
+    assert mean_skew(across) < 1.005
+    # One home per rank: the hottest expert has more than a node of 8 ranks can compute in its share of the time.
+    assert (mean_skew(inside) > 1.3) == (per_node == 8)
