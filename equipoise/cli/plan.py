@@ -4,6 +4,7 @@
     equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --explain 3,17
     equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
     equipoise plan loads.npz --model qwen3-30b-a3b --sends tokens --pairs counts.npz
+    equipoise plan loads.npz --model qwen3-30b-a3b --slots 0 --placement sglang=experts.json
 
 `equipoise convert --to loads` makes the loads. They do not say how large an expert is: without --model, experts are
 priced with the size of qwen3-30b-a3b's, and the answer says so. A plan that saves nothing is a normal answer, with exit
@@ -50,7 +51,10 @@ class PlanFlags:
     ] = "seconds"
     policy: Annotated[
         str,
-        typer.Option(help="equipoise, or a baseline: static, lpt, eplb-oracle, lplb, relibra, balanced ..."),
+        typer.Option(
+            help="equipoise, or a baseline: static, lpt, eplb-oracle, lplb, relibra, balanced ...; or a placement file "
+            "(.json, as --placement writes), whose slots are used."
+        ),
     ] = "equipoise"
     cross_node: CrossNodeFlag = False
     sends: SendsOption = DEFAULT_SENDS
@@ -81,6 +85,13 @@ class PlanFlags:
                 raise InfeasiblePlanError(
                     f"--pairs {self.pairs} needs --{name} {wanted}: {why}; add that, or leave --pairs out"
                 )
+        if self.policy.endswith(".json"):
+            from equipoise.engines.locations import read_placement
+            from equipoise.planner.placed import plan_placement
+
+            found = read_placement(Path(self.policy), model=model, ranks=cluster.ep)
+            options = PlanOptions(sends=self.sends)
+            return plan_placement(loads, found.held_LER, cluster=cluster, model=model, options=options)
         check_slots(self.slots, cluster=cluster, model=model)
         return plan_window(
             loads,
@@ -116,6 +127,14 @@ def plan(
     explain: Annotated[
         str | None, typer.Option(metavar="M,L", help="Show one decision: micro-step and layer index, such as 3,17.")
     ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM=FILE",
+            help="Also write where experts are placed, for sglang, vllm-ascend or megatron: sglang=experts.json. Needs "
+            "--slots 0, or a policy whose replicas stay, such as eplb-oracle.",
+        ),
+    ] = None,
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -125,6 +144,8 @@ def plan(
 
     loads = _find_window(loads)
     refuse_existing(out, force=force, read=(loads, planning.history, planning.pairs))
+    form, target = _parse_placement(placement)
+    refuse_existing(target, force=force, read=(loads, planning.history, planning.pairs))
     window = LoadMatrix.load(loads)
     entry = None if explain is None else _parse_entry(explain)
     cluster = machine.build_cluster(ep=window.num_ranks, nodes=nodes)
@@ -135,6 +156,10 @@ def plan(
         shape = ModelShape.preset(STAND_IN, top_k=top_k, experts=window.num_experts, layers=window.num_layers)
     made = planning.make_plan(window, cluster=cluster, model=shape)
     explanation = None if entry is None else made.explain(*entry)
+    if target is not None:
+        from equipoise.engines.locations import Placement, write_placement
+
+        write_placement(Placement.of(made), target, form=form)
     if out is not None:
         made.save(out)
 
@@ -149,8 +174,9 @@ def plan(
     console.print(CROSSING[planning.sends], soft_wrap=True)
     if figures["assumed"]:
         console.print(figures["assumed"], soft_wrap=True)
-    if out is not None:
-        console.print(f"Written: {out}", soft_wrap=True)
+    for path in (out, target):
+        if path is not None:
+            console.print(f"Written: {path}", soft_wrap=True)
     if as_json:
         print_json(figures)
 
@@ -162,6 +188,14 @@ def _find_window(loads: Path) -> Path:
         names = ", ".join(path.name for path in windows)
         raise LoadsError(f"{loads} does not exist, and several windows were written beside it; give one of {names}")
     return windows[0] if windows else loads
+
+
+def _parse_placement(text: str | None) -> tuple[str, Path | None]:
+    """Parse `FORM=FILE` into a form and a path; nothing if there is no text."""
+    form, _, name = (text or "").partition("=")
+    if text is not None and (not name or form not in ("sglang", "vllm-ascend", "megatron")):
+        raise InfeasiblePlanError(f"--placement is {text!r}; write sglang=FILE, vllm-ascend=FILE or megatron=FILE")
+    return form, Path(name) if name else None
 
 
 def _parse_entry(text: str) -> tuple[int, int]:

@@ -49,6 +49,7 @@ FLAGS = {
         *(MACHINE | FILE),
         "--model",
         "--nodes",
+        "--placement",
         "--slots",
         "--objective",
         "--policy",

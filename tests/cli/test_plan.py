@@ -370,3 +370,18 @@ def test_a_plan_is_made_of_the_update_window_that_convert_wrote_under_the_name(e
     loads.save(tmp_path / "loads-2-update.npz")
     found = equipoise("plan", tmp_path / "loads.npz", "--policy", "static", "--json")
     assert "several windows were written beside it; give one of loads-1-update.npz, loads-2-update.npz" in found.err
+
+
+def test_a_placement_is_written_for_an_engine_and_planned_from_again(equipoise, loads_file, tmp_path):
+    path = tmp_path / "experts.json"
+    asked = ("plan", loads_file, *ARGUMENTS, "--slots", "0", "--policy", "lpt", "--json")
+    first = equipoise(*asked, "--placement", f"sglang={path}")
+    assert first.code == 0 and len(json.loads(path.read_text())["physical_to_logical_map"]) == 16
+    again = equipoise("plan", loads_file, *ARGUMENTS, "--policy", path, "--json")
+    assert (
+        again.code == 0 and again.document["skew_after"] == first.document["skew_after"] < first.document["skew_before"]
+    )
+    assert equipoise(*asked, "--placement", f"sglang={path}").code == 2, "nothing is overwritten"
+    refused = equipoise("plan", loads_file, *ARGUMENTS, "--slots", "2", "--placement", f"sglang={tmp_path / 'x.json'}")
+    assert refused.code == 2 and "plan with slots=0" in " ".join(refused.err.split())
+    assert "write sglang=FILE" in equipoise(*asked, "--placement", "experts.json").err
