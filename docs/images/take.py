@@ -29,7 +29,7 @@ def take(result: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         page_file = Path(folder) / "report.html"
         shown = write_report(result, page_file, title="a generated step")
-        figures = {figure.label: f"{figure.value}, {figure.words}" for figure in shown.figures}
+        figures = {figure.label: f"{figure.value}, {figure.text}" for figure in shown.figures}
         facts = {"command": COMMAND, "kind": shown.kind, "answer": shown.answer, "figures": figures}
         (HERE / "report.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)

@@ -348,7 +348,13 @@ def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
 
 
 def cost_parts(
-    parts: PartSeconds, *, caption: str, title: str, terms: tuple[str, ...], focus: Sequence[str] = ()
+    parts: PartSeconds,
+    *,
+    caption: str,
+    title: str,
+    terms: tuple[str, ...],
+    focus: Sequence[str] = (),
+    texts: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Chart:
     """Draw stacked bars of seconds by part.
 
@@ -358,15 +364,21 @@ def cost_parts(
         title: of the chart
         terms: terms to define beside the parts that are drawn
         focus: parts of the first view; a second view then shows all of them. Empty for no switch
+        texts: beside the bars of the first and the second view; their names by default
     """
     names = _shown_parts(parts)
+    focused, every = texts or (list(parts), list(parts))
     layout = frame(height=110 + 34 * len(parts), x="seconds", y="") | {"barmode": "stack", "bargap": 0.35}
     layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "ticks": "", "type": "category"}
+    layout["yaxis"] |= {"tickmode": "array", "tickvals": list(parts), "ticktext": list(focused)}
     chosen = tuple(name in focus for name in names)
     views: tuple[ChartView, ...] = ()
     if any(chosen) and not all(chosen):
-        whole = ChartView(label="Whole step", visible=(True,) * len(names))
-        views = (ChartView(label="Expert layers", visible=chosen), whole)
+        experts, whole = ({"yaxis.ticktext": list(words)} for words in (focused, every))
+        views = (
+            ChartView(label="Expert layers", visible=chosen, layout=experts),
+            ChartView(label="Whole step", visible=(True,) * len(names), layout=whole),
+        )
     return Chart(
         name="cost-parts",
         title=title,

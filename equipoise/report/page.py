@@ -25,6 +25,8 @@ class ChartView:
     label: str
     visible: tuple[bool, ...]
     """Whether each trace is shown."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """What else changes, such as the texts beside bars, by plotly's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

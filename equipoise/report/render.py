@@ -107,7 +107,7 @@ def render(page: Page) -> str:
                 "name": chart.name,
                 "traces": [{**trace, "visible": visible} for trace, visible in zip(chart.traces, shown, strict=True)],
                 "layout": chart.layout,
-                "views": [{"visible": view.visible} for view in chart.views],
+                "views": [{"visible": view.visible, "layout": view.layout} for view in chart.views],
                 "scale": chart.scale,
             }
         )

@@ -86,6 +86,10 @@ def test_switches_show_one_view_after_the_other(opened, page):
             shown = {trace["name"] for trace, visible in zip(chart.traces, view.visible, strict=True) if visible}
             listed = opened.locator(f"#section-{chart.name} .legend li:visible").all_inner_texts()
             assert listed == [name for name, _, _ in chart.legend if name in shown]
+            if chart.name == "cost-parts":
+                beside = opened.locator("#cost-parts .ytick text").evaluate_all("all => all.map(t => t.textContent)")
+                words = view.layout["yaxis.ticktext"]
+                assert sorted(" ".join(text.split()) for text in beside) == sorted(" ".join(w.split()) for w in words)
 
 
 def test_the_timeline_zooms_by_dragging_and_goes_back_by_a_double_click(opened):

@@ -89,11 +89,14 @@ def test_cost_parts_are_the_documents_seconds(document, page):
         trace["name"]: dict(zip(trace["y"], trace["x"], strict=True)) for trace in chart(page, "cost-parts").traces
     }
     for policy in document["policies"]:
-        bar = f"{policy['policy']}  {policy['speedup']:.2f} x"
+        bar = policy["policy"]
         assert drawn["compute"][bar] == pytest.approx(policy["seconds"]["compute"])
         assert drawn["all-to-all inside"][bar] == pytest.approx(policy["seconds"]["all_to_all_inside"])
         assert sum(part[bar] for part in drawn.values()) == pytest.approx(policy["step_s"])
     focus, whole = chart(page, "cost-parts").views
+    for view, speed in ((focus, "speedup"), (whole, "step_speedup")):
+        assert view.layout["yaxis.ticktext"] == [f"{p['policy']}  {p[speed]:.2f} x" for p in document["policies"]]
+    assert chart(page, "cost-parts").layout["yaxis"]["ticktext"] == focus.layout["yaxis.ticktext"]
     shown = [name for name, visible in zip(drawn, focus.visible, strict=True) if visible]
     assert "attention" not in shown and "compute" in shown
     assert all(whole.visible)

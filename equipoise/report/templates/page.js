@@ -51,7 +51,7 @@
     for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
     document.querySelector(`[data-shown="${CSS.escape(chart.name)}"]`).textContent = button.textContent;
     listSeries(chart, view.visible);
-    return Plotly.restyle(chart.name, { visible: view.visible });
+    return Plotly.update(chart.name, { visible: view.visible }, view.layout);
   }
 
   async function unpack(name) {
