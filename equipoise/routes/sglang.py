@@ -1,6 +1,6 @@
 """SGLang's recorded routes: native `/generate` responses (`sglang`) and OpenAI responses (`sglang-openai`).
 
-Checked against SGLang 0.5.18 (cce0a124) and later sources: `srt/state_capturer/routed_experts.py`,
+Checked against SGLang 0.5.18 (cce0a124) and 0.5.23: `srt/state_capturer/routed_experts.py`,
 `srt/managers/io_struct.py`, `srt/utils/weight_versions.py`, `srt/entrypoints/openai/{protocol,serving_chat}.py`.
 
 The payload, in both formats: base64 of raw little-endian int32 bytes, C order, **no header**, to be reshaped by
@@ -17,12 +17,15 @@ Format `sglang`: JSON objects, one per line, as a list, or one alone; or Python 
     meta_info.weight_version        name of the weights when the response ended
     output_ids                      generated token ids
     input_ids                       prompt token ids, of the record or of a kept `request`
-    routed_experts_start_len        request field: kept in the record, its `request` or its `meta_info`
+    routed_experts_start_len        request field, 0 to the prompt's tokens: kept in the record, its `request` or its
+                                    `meta_info`
+    meta_info.indexer_topk          (0.5.23) the choices of sparse attention: not routes, never read
 
 Format `sglang-openai`: chat and completions responses, the same containers.
     sglext.routed_experts           the payload of the *first* choice; the other choices have none
     choices[i].meta_info            as in format `sglang`, for servers asked with `return_meta_info`
     id; usage; metadata.weight_version      name, token counts (for one choice), name of the weights
+    metadata.weight_versions        spans of the first choice (0.5.23)
     prompt_token_ids, choices[i].token_ids      token ids, for servers asked with `return_token_ids`
     routed_experts_start_len        as in format `sglang`
 
@@ -148,7 +151,8 @@ def _openai_response(record: Any, choice: Any, *, position: int, place: str) -> 
     meta = field(choice, "meta_info")
     has_own = field(meta, "prompt_tokens") is not None
     # usage sums the completion tokens of all choices.
-    counts = meta if has_own else (field(record, "usage") if count == 1 else None)
+    usage = field(record, "usage")
+    counts = meta if has_own else (usage if count == 1 else {"prompt_tokens": field(usage, "prompt_tokens")})
     prompt = find_field("prompt_token_ids", record, choice)
     prompt = find_field("input_ids", field(record, "request")) if prompt is None else prompt
     owner = given_name(field(record, "id"), field(meta, "id"), place=place)
@@ -167,7 +171,8 @@ def _response(record: Any, meta: Any, *, name: str, counts: Any, prompt: Any, ge
     num_tokens = None if num_prompt is None or num_generated is None else num_prompt + num_generated
     tokens = join_ids(prompt_ids, generated_ids)
     start = find_field("routed_experts_start_len", record, field(record, "request"), meta)
-    versions = field(meta, "weight_versions")
+    # OpenAI responses have them in `metadata`, for the first choice, as their routes are.
+    versions = find_field("weight_versions", meta, field(record, "metadata"))
     if versions is None:
         version = find_field("weight_version", meta, field(record, "metadata"))
         versions = None if version is None else str(version)

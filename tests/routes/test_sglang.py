@@ -139,6 +139,26 @@ def test_sglext_belongs_to_the_first_choice_only():
     assert recording.num_tokens == 3, "usage counts the tokens of both choices, so the rows decide"
 
 
+def test_openai_weight_versions_are_those_of_the_first_choice():
+    spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
+    record = {
+        "id": "chat-1",
+        "choices": [{"index": 0}, {"index": 1}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 4},
+        "metadata": {"weight_version": "b", "weight_versions": spans},
+        "sglext": {"routed_experts": PAYLOAD},
+    }
+    first, second = read(OPENAI, [record], model_of())
+    assert (first.weight_version, first.start, first.rows.tolist()) == ("a", 0, ROWS[:1])
+    assert (second.weight_version, second.start, second.rows.tolist()) == ("b", 1, ROWS[1:])
+
+
+def test_indexer_choices_are_no_routes():
+    meta = {"id": "r", "finish_reason": {"type": "stop"}, "indexer_topk": PAYLOAD}
+    with pytest.raises(RoutesError, match="has no routed_experts"):
+        read(NATIVE, [{"output_ids": [1], "meta_info": meta}], model_of())
+
+
 def test_openai_token_ids_are_those_the_server_returns():
     record = {
         "id": "chat-3",
