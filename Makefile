@@ -45,9 +45,10 @@ out/triton: | $(STAMP)
 
 # One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew. Compiling all that is
 # installed takes longer than compiling what is imported, which the first import does.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements-verl.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m pip install --quiet --no-compile --no-deps --requirement requirements-verl.txt
 	touch $@
 
 # numba keeps a compiled caller when only a callee in another file changed, so any change drops all compiled kernels.

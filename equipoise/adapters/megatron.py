@@ -127,7 +127,8 @@ class LentMoE(MoETokenDispatcher):
         """Return where gradients accumulate, by what experts compute with: all slots, and each where it is apart."""
         found: dict[Any, SlotTensors] = {}
         for home, weights in zip(self.balanced.home.tensors(), self.weights, strict=True):
-            if not weights[0].requires_grad:
+            # Trainers free the memory of gradients for passes without backward.
+            if not weights[0].requires_grad or not weights[0].main_grad.untyped_storage().nbytes():
                 continue
             found[home] = SlotTensors(weight.main_grad for weight in weights)
             if isinstance(home, SlotTensors):

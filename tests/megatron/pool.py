@@ -14,7 +14,7 @@ from equipoise.launch import end_with_parent
 from tests.pool import START_S, Pool, _serve, preloaded_context
 
 RANKS = 4
-LOADED = ("tests.megatron.work", "tests.megatron.life", "tests.megatron.hooks")
+LOADED = ("tests.megatron.work", "tests.megatron.life", "tests.megatron.hooks", "tests.megatron.trainer")
 """Modules whose functions ranks may run."""
 
 
