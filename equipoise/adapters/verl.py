@@ -158,8 +158,8 @@ def _targets(router: Any, micro_step: int) -> Tensor:
     experts = router.config.num_moe_experts
     if ids.shape[1] != router.topk or ids.min() < 0 or ids.max() >= experts:
         raise AdapterError(
-            f"layer {router.layer_number - 1}, micro-step {micro_step}: {ids.shape[1]} ids per token "
-            f"of routed_experts are from {int(ids.min())} to {int(ids.max())}; the router takes {router.topk} of 0 to {experts - 1}; check "
-            "the rollout with `equipoise doctor`"
+            f"layer {router.layer_number - 1}, micro-step {micro_step}: {ids.shape[1]} ids per token of routed_experts "
+            f"are from {int(ids.min())} to {int(ids.max())}; the router takes {router.topk} of 0 to {experts - 1}; "
+            "check the rollout with `equipoise doctor`"
         )
     return ids if mask is None else torch.where(mask.bool()[:, None], ids, -1)
