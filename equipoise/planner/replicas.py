@@ -604,8 +604,9 @@ def _level_ranks(micro: MicroPlan, kept: Kept, problem: LayerProblem, tables: Ta
     """Keep the replicas that level ranks, where they pay or the gate is open; returns [R, 4] rows on the links then."""
     base, trial = micro.base, micro.trial
     best, link_R4 = _total(kept.line) if problem.gated else base.total_E.sum(), base.link_R4
-    for widest in range(len(problem.domain_DR)):
-        domain_DR = problem.domain_DR[: widest + 1]
+    for turn in range(2 * len(problem.domain_DR) - 1):
+        # Nodes; nodes and then what they cannot level; all ranks at once, where levelling nodes would take their slots.
+        domain_DR = problem.domain_DR[turn // 2 : min(turn, 1) + 1]
         for slack in SLACKS:
             replicas = trial.rep_expert_RS, trial.rep_rows_RS
             top = fill(base.total_E, trial.home_E, micro.homes_RH, domain_DR, problem.min_rows, slack, *replicas)

@@ -275,8 +275,8 @@ def evaluate(
         none_RS = np.full((ranks, problem.slots), -1), np.zeros((ranks, problem.slots), dtype=np.int64)
         closed = price(load_RE, home_E, node_R, *none_RS, keep_N, tables, False, closed_MC[m])
         best, line_MC[m] = closed if problem.gated else load_E.sum(), closed_MC[m]
-        for widest in range(len(problem.domain_DR)):
-            domain_DR = problem.domain_DR[: widest + 1]
+        node_DR, all_DR = problem.domain_DR[:1], problem.domain_DR[1:]
+        for domain_DR in (node_DR, problem.domain_DR, all_DR) if len(all_DR) else (node_DR,):
             for slack in SLACKS:
                 expert_RS, rows_RS, line = np.copy(none_RS[0]), np.copy(none_RS[1]), np.zeros_like(line_MC[m])
                 top = fill(load_E, home_E, homes_RH, domain_DR, problem.min_rows, slack, expert_RS, rows_RS)

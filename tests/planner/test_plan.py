@@ -504,14 +504,16 @@ def test_kernels_are_kept_on_disk_and_compiled_alike():
         assert Path(kernel._cache.cache_path).is_dir()
 
 
-@pytest.mark.parametrize(("ranks", "experts", "per_node"), [(72, 288, 72), (256, 256, 8)])
-def test_wide_groups_are_level(ranks, experts, per_node):
+@pytest.mark.parametrize(
+    ("ranks", "experts", "per_node", "slots"), [(72, 288, 72, 1), (256, 256, 8, 2), (256, 256, 8, 1)]
+)
+def test_wide_groups_are_level(ranks, experts, per_node, slots):
     model = eq.ModelShape.preset("qwen3-30b-a3b", layers=1, experts=experts)
     loads = generated_loads(model, micro_steps=2, ranks=ranks, mean_tokens=256, domains=1, seed=7)
     cluster = eq.Cluster.preset("h200", ranks_per_node=per_node, ep=ranks)
     inside, across = (
         eq.plan(
-            loads, cluster=cluster, model=model, slots=2, objective="skew", options=eq.PlanOptions(cross_node=cross)
+            loads, cluster=cluster, model=model, slots=slots, objective="skew", options=eq.PlanOptions(cross_node=cross)
         )
         for cross in (False, True)
     )
