@@ -45,7 +45,7 @@ def far_replicas(plan: Plan, micro_step: int, layer: int) -> list[Replica]:
 
 def returns_far(plan: Plan) -> bool:
     """Whether any gradient of this window returns to another node."""
-    entries = np.ndindex(*plan.ns_ML.shape) if plan.cross_node and plan.loads.stage == "update" else ()
+    entries = np.ndindex(*plan.ns_ML.shape) if plan.loads.stage == "update" else ()
     return any(far_replicas(plan, *entry) for entry in entries)
 
 
@@ -156,7 +156,7 @@ class Mailboxes:
         if number >= 2**23:
             raise TransferError(f"window {number:,}; tags count fewer than {2**23:,}: open the balancer anew")
         self._window, self._handed_in = number, set()
-        if self._far is None and returns_far(plan):
+        if self._far is None and plan.cross_node and returns_far(plan):
             # Bounded, unlike what follows: all ranks are here from now on.
             self._node.agree([0], Transfer("return", path="p2p"))
             self._far = FarReturns(self._node)
