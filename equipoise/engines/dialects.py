@@ -1,6 +1,7 @@
 """What vLLM and SGLang are asked for and what they answer: requests, choices, ends, and why there are no routes.
 
-vLLM 0.22 to 0.32 (sources of 0.22, 0.28 and 0.32 read), POST /inference/v1/generate (0.32: with --enable-scale-out):
+vLLM 0.22 to 0.32 (sources of 0.28 and 0.32 read, of 0.22 the names), POST /inference/v1/generate (0.32: started with
+--enable-scale-out):
     token_ids, sampling_params {n, max_tokens, temperature, seed}
     sampling_params.routed_experts_prompt_start    0.22 on: first token with a row; from 0.31 refused outside 0..prompt
     choices[i].token_ids, .routed_experts          0.22 on: base64 of a .npy file; null without the flag, or if the
