@@ -80,9 +80,6 @@ def test_train_writes_the_page_of_its_run(equipoise, tmp_path, monkeypatch):
     outcome = equipoise("train", "-o", tmp_path / "run", "--report", tmp_path / "page.html")
     assert outcome.code == 0, outcome.err
     assert "Training run of 4 steps, olmoe" in (tmp_path / "page.html").read_text()
-    refused = equipoise("train", "--compare", "off,static", "--report", tmp_path / "page.html")
-    assert refused.code == 2
-    assert "leave out --report or --compare" in refused.err
 
 
 def test_files_are_written_before_a_word_is_printed(equipoise, result, tmp_path, monkeypatch):
