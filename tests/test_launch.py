@@ -109,11 +109,11 @@ def sleep(group, seconds):
 
 
 def test_a_rank_that_is_late_is_named_and_ended():
-    begin, before = time.monotonic(), multiprocessing.active_children()
+    begin, before = time.monotonic(), set(multiprocessing.active_children())
     with pytest.raises(TransferError, match=r"ranks \[1\] gave no result within 20 s"):
         run_ranks(sleep, 2, 300, limit_s=20.0, context=preloaded_context())
     assert time.monotonic() - begin < 60
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= before, "a process outlives the call"
 
 
 def refuse(group):
