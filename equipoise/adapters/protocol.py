@@ -1,4 +1,4 @@
-"""What all adapters share: replay of routes, micro-batches, and experts cut to their owners.
+"""What all adapters share: replay of routes, micro-batches, experts cut to their owners, options of a trainer's file.
 
 An adapter is a module with `inspect` (find MoE layers and what is unsupported), `install` (put balanced experts in
 their place, or refuse on every rank), `uninstall` (restore the model exactly), `routes_from` and `schedule_from`.
@@ -8,8 +8,8 @@ backward finds the same routes, whichever pass is current then. Rows are in the 
 batch flattened, sample after sample, padding included.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
 from equipoise.core import ModelShape, PaddingPolicy, Piece, RoutesError, SampleRoutes, Schedule, ScheduleError, Stage
+from equipoise.core.cluster import presets_like
+from equipoise.core.errors import AdapterError
+from equipoise.core.options import BalancerOptions
 
 _TRACKER = ModuleTracker()
 """Tells whether a backward pass is running; it tracks nothing."""
@@ -342,3 +345,21 @@ def gather(shard: Tensor, group: Any, *, to: int | None = None) -> Tensor | None
         return None
     full = torch.cat(parts).view(shard.dtype)
     return full.view(-1, *shard.shape[1:]).to(shard.device)
+
+
+def trainer_options(given: Mapping[str, Any], *, example: str) -> tuple[str, BalancerOptions]:
+    """Return the cluster preset and the options of what a trainer's configuration says under `equipoise`.
+
+    Args:
+        given: `cluster`, by default a preset of this GPU, and fields of `BalancerOptions`
+        example: how a user of this trainer names a cluster
+    """
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    preset = given.get("cluster") or next(iter(presets_like(device)), None)
+    if preset is None:
+        raise AdapterError(f"no cluster preset is made of {device}; give one as {example}")
+    options = {name: value for name, value in given.items() if name != "cluster"}
+    unknown = sorted(set(options) - {field.name for field in fields(BalancerOptions)})
+    if unknown:
+        raise AdapterError(f"equipoise.{unknown[0]} is no option; give cluster and fields of BalancerOptions")
+    return preset, BalancerOptions(**options)

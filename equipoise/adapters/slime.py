@@ -18,7 +18,6 @@ radixark/miles 31f1ca96 with radixark/Megatron-LM 2e64d788, all of August 2026. 
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,8 +29,8 @@ from torch import Tensor, nn
 
 from equipoise.adapters.megatron import KEPT, MegatronHandle, install
 from equipoise.adapters.megatron_model import bare, inspect
+from equipoise.adapters.protocol import trainer_options
 from equipoise.core import Cluster, Stage
-from equipoise.core.cluster import presets_like
 from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
 from equipoise.transfer.waits import all_or_none, gather_objects
@@ -150,16 +149,9 @@ def _settings(args: Any) -> tuple[Cluster, BalancerOptions]:
             "args.offload_train frees memory that ranks of a node share for balanced experts; run the rollout on other "
             "GPUs, without --colocate and --offload-train"
         )
-    given = dict(getattr(args, "equipoise", None) or {})
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    preset = given.pop("cluster", None) or next(iter(presets_like(device)), None)
-    if preset is None:
-        raise AdapterError(f"no cluster preset is made of {device}; give one as `equipoise: {{cluster: h200}}`")
-    unknown = sorted(set(given) - {field.name for field in fields(BalancerOptions)})
-    if unknown:
-        raise AdapterError(f"equipoise.{unknown[0]} is no option; give cluster and fields of BalancerOptions")
+    preset, options = trainer_options(getattr(args, "equipoise", None) or {}, example="`equipoise: {cluster: h200}`")
     # Both trainers number ranks node by node.
     group = parallel_state.get_expert_model_parallel_group()
     nodes = [rank // args.actor_num_gpus_per_node for rank in dist.get_process_group_ranks(group)]
     numbers = {node: number for number, node in enumerate(sorted(set(nodes)))}
-    return Cluster.preset(preset, node_R=[numbers[node] for node in nodes]), BalancerOptions(**given)
+    return Cluster.preset(preset, node_R=[numbers[node] for node in nodes]), options

@@ -19,7 +19,6 @@ import copy
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -36,10 +35,9 @@ from verl.workers.engine.megatron import transformer_impl
 
 from equipoise.adapters.megatron import MegatronHandle, install
 from equipoise.adapters.megatron_model import bare, inspect
+from equipoise.adapters.protocol import trainer_options
 from equipoise.core import Cluster
-from equipoise.core.cluster import presets_like
 from equipoise.core.errors import AdapterError
-from equipoise.core.options import BalancerOptions
 from equipoise.transfer.waits import all_or_none, gather_objects
 
 TESTED = "0.9.1"
@@ -136,20 +134,14 @@ class BalancedEngine(transformer_impl.MegatronEngineWithLMHead):
 
     def _install(self) -> MegatronHandle:
         """Balance the model's experts, with the options of `override_mcore_model_config.equipoise`."""
-        given = dict(self.engine_config.override_mcore_model_config.get("equipoise", {}))
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        preset = given.pop("cluster", None) or next(iter(presets_like(device)), None)
-        if preset is None:
-            raise AdapterError(f"no cluster preset is made of {device}; give one as equipoise.cluster=h200")
-        unknown = sorted(set(given) - {field.name for field in fields(BalancerOptions)})
-        if unknown:
-            raise AdapterError(f"equipoise.{unknown[0]} is no option; give cluster and fields of BalancerOptions")
+        given = self.engine_config.override_mcore_model_config.get("equipoise", {})
+        preset, options = trainer_options(given, example="equipoise.cluster=h200")
         # Ray decides which machine a rank runs on.
         hosts = gather_objects(socket.gethostname(), parallel_state.get_expert_model_parallel_group())
         nodes = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
         cluster = Cluster.preset(preset, node_R=nodes)
         cluster.home_slots(inspect(self.module).shape)
-        return install(self.module, cluster=cluster, options=BalancerOptions(**given))
+        return install(self.module, cluster=cluster, options=options)
 
 
 def _targets(router: Any, micro_step: int) -> Tensor:

@@ -219,6 +219,11 @@ def build_document(
     if not plan.persistent and (plan.slots or plan.displaced_LE.any()):
         depth = 0 if plan.itinerary is None else plan.itinerary.depth
         held = balance_bytes(plan.model, cluster=plan.cluster, slots=plan.slots, stage=stage, depth=depth)
+    try:
+        factor = Capacities.of(plan).rank_factor()
+    except InfeasiblePlanError:
+        # Some routes are unknown, or a rank without tokens receives rows: no factor is enough.
+        factor = None
     document: dict[str, Any] = {
         "model": plan.model.name,
         "policy": plan.policy,
@@ -236,7 +241,7 @@ def build_document(
         "displaced": int(plan.displaced_LE.sum()),
         "replicas": len(plan.replica_table),
         "estimated_share": plan.estimated_share,
-        "rank_capacity_factor": None if plan.estimated_share else Capacities.of(plan).rank_factor(),
+        "rank_capacity_factor": factor,
         "assumed": Profile.read(plan.cluster.profile).say_assumed(plan.cluster.num_ep_nodes),
         "pairs": None if pairs is None else str(pairs),
         "digest": plan.digest(),

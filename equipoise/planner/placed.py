@@ -11,7 +11,7 @@ from equipoise.core.options import PlanOptions
 from equipoise.core.value import int64_array
 from equipoise.planner.assemble import WindowTask, build_plan
 from equipoise.planner.baselines import choose_homes, persistent_draft, share_evenly
-from equipoise.planner.plan import complete
+from equipoise.planner.plan import check_rows, complete
 
 
 def plan_placement(
@@ -45,7 +45,9 @@ def plan_placement(
             f"ranks hold {count_LR.min()} to {count_LR.max()} experts of a layer, or an expert has no copy; every rank "
             "must hold as many, and every expert be held"
         )
+    check_rows(loads)
     completed, estimated = complete(loads)
+    check_rows(completed)
     task = WindowTask(
         loads=completed,
         cluster=cluster,

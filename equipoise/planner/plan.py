@@ -68,7 +68,7 @@ def plan(
     _check_kinds(loads=loads, cluster=cluster, model=model, options=options)
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
     completed, estimated = complete(loads)
-    _check_rows(completed)
+    check_rows(completed)
     task = WindowTask(
         loads=completed,
         cluster=cluster,
@@ -182,7 +182,7 @@ def _check(
         raise LoadsError(
             f"loads have {loads.num_ranks} source ranks, the EP group has {cluster.ep}; they must be equal"
         )
-    _check_rows(loads)
+    check_rows(loads)
     cluster.home_slots(model)
     known = ("equipoise", *POLICIES)
     if policy not in known:
@@ -194,7 +194,7 @@ def _check(
         _check_pairs(pair_LEE, wanted)
 
 
-def _check_rows(loads: LoadMatrix) -> None:
+def check_rows(loads: LoadMatrix) -> None:
     """Refuse more rows than the search can multiply in int64, which does not say when it overflows."""
     row_ML = loads.load_MLRE.sum(axis=(2, 3))
     micro_step, layer = (int(i) for i in np.unravel_index(row_ML.argmax(), row_ML.shape))

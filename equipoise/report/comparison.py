@@ -157,9 +157,9 @@ def _losses(document: Document) -> Chart:
     worst = max((max(pair["loss_gap"]) for pair in document["pairs"]), default=0.0)
     return Chart(
         name="same-training",
-        title="The same training in every mode",
-        caption=f"Lines cover each other: losses differ by at most {worst:.1e} of the size of their terms. "
-        "Gradient norms are drawn, because the loss of GRPO is near zero by construction.",
+        title="What every mode learnt",
+        caption=f"Where lines cover each other, modes learn the same. Losses differ by at most {worst:.1e} of the size "
+        "of their terms. Gradient norms are drawn, because the loss of GRPO is near zero by construction.",
         traces=tuple(
             line(leg["name"], steps, leg["grad_norm"], style=(_COLOURS.get(leg["name"], GREEN), dash))
             for leg, dash in zip(legs, dashes, strict=False)

@@ -57,6 +57,16 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert found["skew_before"] > found["skew_after"] >= 1
     held = 2 * 2 * replica_bytes(wanted.model, wanted.loads.stage) + 2 * 4 * wanted.model.expert_bytes
     assert found["slot_bytes_per_rank"] == held and found["row_page_bytes"] == row_page_bytes(wanted) > 0
+    assert found["rank_capacity_factor"] == eq.Capacities.of(wanted).rank_factor() > 1
+
+
+def test_a_rank_without_tokens_has_no_capacity_factor_and_a_plan(equipoise, loads_file):
+    load = eq.LoadMatrix.load(loads_file).load_MLRE.copy()
+    load[0, :, 3] = 0
+    eq.LoadMatrix(load).save(loads_file)
+    outcome = equipoise("plan", loads_file, *ARGUMENTS, "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.document["rank_capacity_factor"] is None
 
 
 def test_replicas_cross_nodes_only_where_allowed(equipoise, tmp_path):

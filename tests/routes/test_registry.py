@@ -247,7 +247,7 @@ def page_rows(part):
 
 def test_the_page_of_formats_names_every_file_of_ours():
     code = "".join(path.read_text() for path in Path(registry.__file__).parents[1].rglob("*.py"))
-    assert set(page_rows("Our other files")) == set(re.findall(r'"(equipoise-[a-z]+-\d+)"', code))
+    assert set(page_rows("Our other files")) == set(re.findall(r'"(equipoise-[a-z-]+-\d+)"', code))
 
 
 def test_the_page_of_formats_names_every_form_and_every_suffix():
