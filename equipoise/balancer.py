@@ -164,7 +164,7 @@ class Balancer(AbstractContextManager["Balancer"]):
             planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=dispatches, mapped=mapped
         )
         meter = WindowMeter(self._engine.counters, planned, window)
-        self._engine.open_window(planned.plan, with_weights=with_weights)
+        self._engine.open_window(planned.plan, with_weights=with_weights, rows=mapped)
         for experts in self.layers.values():
             experts.begin(window)
         self._meter = meter

@@ -184,11 +184,12 @@ class TransferEngine:
         """Bytes of the page in which this rank shows its rows to its node; as large as the windows so far needed."""
         return 0 if self._mapped is None else self._mapped.num_bytes
 
-    def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
+    def open_window(self, plan: Plan, *, with_weights: bool = True, rows: MappedRows | None = None) -> None:
         """Start publishing the plan's placement, and pulling. Every rank of the group must call this.
 
         Args:
             with_weights: whether weights go back to their owners when the window ends; see `WindowEdges.begin`
+            rows: by which the window's layers exchange rows, if by mapped memory; its steps order returned gradients
         """
         schedule = PullSchedule(plan, rank=self._node.rank)
         # Step 1: if one rank cannot, all raise at once and nothing has moved.
@@ -204,7 +205,7 @@ class TransferEngine:
         self._plan, self._schedule, self._progress = plan, schedule, LayerProgress(plan)
         self._collected, self._window = set(), self._window + 1
         self._done.clear()
-        self._mailboxes.open_window(plan, number=self._window)
+        self._mailboxes.open_window(plan, number=self._window, rows=rows)
         self._start_version()
         layers = range(self._node.layout.layers)
         self._published_L = [self._jobs.submit(partial(self.publish_layer, layer)) for layer in layers]
@@ -500,7 +501,7 @@ class NoTransfers:
         self._homes = homes
         self._is_open = False
 
-    def open_window(self, plan: Plan, *, with_weights: bool = True) -> None:
+    def open_window(self, plan: Plan, *, with_weights: bool = True, rows: MappedRows | None = None) -> None:
         """Refuse a plan that has replicas."""
         if not self._homes:
             raise TransferError("no layers are attached; attach the balanced layers before a window begins")

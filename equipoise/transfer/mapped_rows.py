@@ -87,7 +87,9 @@ class MappedRows:
         """[R] address at which this process has mapped each rank's page, on the device; 0 of other nodes."""
         self.own = _NO_PAGE
         """This rank's page."""
-        self._number, self._last_part = 0, ""
+        self.number = 0
+        """Of the last step that this rank has ended, or launched the end of."""
+        self._last_part = ""
         self._stream_words: StreamWords | None = None
 
     def reserve(self, limits: RowLimits) -> None:
@@ -143,13 +145,13 @@ class MappedRows:
 
         What is computed, or launched in this stream, behind it may read the peers' pages.
         """
-        node, self._number = self._node, self._number + 1
+        node, self.number = self._node, self.number + 1
         transfer = Transfer("rows", layer, path=node.direct_path)
         if self._stream_words is not None:
-            self._stream_words.step(self._number, transfer)
+            self._stream_words.step(self.number, transfer)
         else:
-            node.cells[node.rank][LAUNCHED] = self._number
-            node.wait_peers(LAUNCHED, self._number, transfer)
+            node.cells[node.rank][LAUNCHED] = self.number
+            node.wait_peers(LAUNCHED, self.number, transfer)
 
     def close(self) -> None:
         """Let go of all pages. Closing twice is allowed."""

@@ -11,6 +11,11 @@ in which others fill their boxes, and a box is filled again only once its home h
 tag is set once the copy or addition that it announces is finished there (`waits.Announcer`), so that handing in does
 not wait for the device. The home's thread does wait for the tag: until then it feeds no more layers.
 
+Where ranks read each other's rows in mapped memory, nobody waits and there are no tags. Steps of the rows order the
+boxes (`mapped_rows`): a home reads behind a step that the replica's rank ended after it had filled its boxes, and a box
+is filled again behind a step that its home ended after it had read it. Boxes are then taken in turn, so that a home
+knows from the plan where a gradient lies.
+
 An expert's returned gradients are added in ascending rank order, each exactly once. Where gradients accumulate in a
 wider dtype than they are computed in, they are added to the accumulated gradient, so that no sum is rounded to the
 narrower one; what the replica itself rounded is lost before.
@@ -31,6 +36,7 @@ import torch
 
 from equipoise.core.errors import TransferError
 from equipoise.core.plan import Plan, Replica, Visit
+from equipoise.transfer.mapped_rows import MappedRows
 from equipoise.transfer.nccl import NcclGroup
 from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
@@ -131,6 +137,54 @@ class FarReturns:
             self._nccl.close()
 
 
+class BoxTurns:
+    """Whose turn it is to use which mailboxes of every rank, and the steps of mapped rows that come in between.
+
+    All ranks go through backward in the same order, so all count alike, and all end a step where one is missing: in
+    front of a layer whose input needs no gradient, or one whose rows went by collectives.
+    """
+
+    def __init__(self, rows: MappedRows, *, turns: int) -> None:
+        """
+        Args:
+            turns: sets of boxes, which layers use one after the other
+        """
+        self._rows, self._next = rows, 0
+        self._filled: dict[tuple[int, int], tuple[int, int]] = {}
+        """Turn and last step of each (micro-step, layer) whose boxes are filled and not read yet."""
+        self._read_at = [-1] * turns
+        """Last step before each set of boxes was read."""
+
+    def fill(self, micro_step: int, layer: int) -> int:
+        """Return the set of boxes to fill; what the current stream does next comes behind its last reader."""
+        turn, self._next = self._next, (self._next + 1) % len(self._read_at)
+        if turn in (kept for kept, _ in self._filled.values()):
+            raise TransferError(
+                f"micro-step {micro_step}, layer index {layer}: gradients of replicas of {len(self._filled)} layers "
+                "are computed and not added yet; let each layer's backward pass end before the next layers'"
+            )
+        if self._read_at[turn] == self._rows.number:
+            self._rows.end(layer=layer)
+        self._filled[micro_step, layer] = turn, self._rows.number
+        return turn
+
+    def read(self, micro_step: int, layer: int) -> int:
+        """Return the set of boxes to read; what the current stream does next comes behind all that filled it."""
+        turn, filled_at = self._filled.pop((micro_step, layer))
+        if filled_at == self._rows.number:
+            self._rows.end(layer=layer)
+        self._read_at[turn] = self._rows.number
+        return turn
+
+    def check_read(self) -> None:
+        """Raise if boxes were filled and never read; the same on all ranks."""
+        for micro_step, layer in self._filled:
+            raise TransferError(
+                f"the returned gradients of layer index {layer}, micro-step {micro_step} were never collected by "
+                "their homes; every backward pass of the window must run on all ranks"
+            )
+
+
 class Mailboxes:
     """The returns of one rank, out and in."""
 
@@ -145,9 +199,14 @@ class Mailboxes:
         self._handed_in: set[tuple[int, int]] = set()
         self._window = 0
         self._far: FarReturns | None = None
+        self._turns: BoxTurns | None = None
 
-    def open_window(self, plan: Plan, *, number: int) -> None:
-        """Begin a window, counted from 1, whose gradients all have a tag. Every rank of the group must call this."""
+    def open_window(self, plan: Plan, *, number: int, rows: MappedRows | None = None) -> None:
+        """Begin a window, counted from 1, whose gradients all have a tag. Every rank of the group must call this.
+
+        Args:
+            rows: whose steps order the boxes; None: tags do
+        """
         loads = plan.loads
         counts = {"micro-steps": loads.num_micro_steps, "layers": loads.num_layers, "experts": loads.num_experts}
         for (name, count), most in zip(counts.items(), (2**12, 2**12, 2**16), strict=True):
@@ -156,6 +215,7 @@ class Mailboxes:
         if number >= 2**23:
             raise TransferError(f"window {number:,}; tags count fewer than {2**23:,}: open the balancer anew")
         self._window, self._handed_in = number, set()
+        self._turns = None if rows is None else BoxTurns(rows, turns=self._node.layout.depth + 1)
         if self._far is None and plan.cross_node and returns_far(plan):
             # Bounded, unlike what follows: all ranks are here from now on.
             self._node.agree([0], Transfer("return", path="p2p"))
@@ -184,6 +244,12 @@ class Mailboxes:
             self._check_same_node([need.source for need in needs], micro_step, layer)
         if self._far is not None and plan.cross_node:
             self._far.start(plan, micro_step, layer, gradients)
+        if self._turns is not None:
+            first = self._node.layout.slots * self._turns.fill(micro_step, layer)
+            for slot, need in enumerate(needs):
+                if need.source in self._node.peers:
+                    copy_expert(self._node.mailboxes[self._node.rank], first + slot, gradients, slot)
+            return
         waited = 0.0
         boxes, tags = self._node.mailboxes[self._node.rank], self._tags[self._node.rank]
         for slot, need in enumerate(needs):
@@ -215,23 +281,33 @@ class Mailboxes:
             kept = None if self._gradient_of is None else self._gradient_of(parameter)
             if kept is not None and kept.dtype.itemsize > totals[at].dtype.itemsize:
                 totals[at] = kept
+        first = 0 if self._turns is None else node.layout.slots * self._turns.read(micro_step, layer)
         for replica in mine:
-            expert, rank = replica
+            slot = int(plan.home_slot_LE[layer, replica.expert])
             if replica in arrived:
-                self._add(totals, int(plan.home_slot_LE[layer, expert]), arrived[replica])
-                continue
-            tags, name = self._tags[rank], self._name(micro_step, layer, expert)
-            transfer = Transfer("return", layer, expert, node.direct_path, rank)
-            with node.counters.timed(node.direct_path, node.device):
-                node.watchdog.wait(partial(contains, tags, name), transfer)
-            box, slot, added = int(np.flatnonzero(tags == name)[0]), int(plan.home_slot_LE[layer, expert]), 0
-            for total, returned in zip(totals, node.mailboxes[rank].tensors(), strict=True):
-                total[slot].add_(returned[box])
-                added += int(returned[box].nbytes)
-            # Last, because the replica's rank fills the box again as soon as it is free.
-            self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
-            node.counters.arrive(node.direct_path, added)
-            node.counters.returns += 1
+                self._add(totals, slot, arrived[replica])
+            elif self._turns is not None:
+                needs = needs_of(plan, Visit(micro_step, "backward", layer), rank=replica.rank)
+                at = [need.expert for need in needs].index(replica.expert)
+                self._add_box(totals, slot, replica.rank, first + at)
+            else:
+                tags, name = self._tags[replica.rank], self._name(micro_step, layer, replica.expert)
+                transfer = Transfer("return", layer, replica.expert, node.direct_path, replica.rank)
+                with node.counters.timed(node.direct_path, node.device):
+                    node.watchdog.wait(partial(contains, tags, name), transfer)
+                box = int(np.flatnonzero(tags == name)[0])
+                self._add_box(totals, slot, replica.rank, box)
+                # Last, because the replica's rank fills the box again as soon as it is free.
+                self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
+
+    def _add_box(self, totals: list[torch.Tensor], slot: int, rank: int, box: int) -> None:
+        """Add the gradient in a mailbox of this node."""
+        node, added = self._node, 0
+        for total, returned in zip(totals, node.mailboxes[rank].tensors(), strict=True):
+            total[slot].add_(returned[box])
+            added += int(returned[box].nbytes)
+        node.counters.arrive(node.direct_path, added)
+        node.counters.returns += 1
 
     def _add(self, totals: list[torch.Tensor], slot: int, numbers: torch.Tensor) -> None:
         """Add a gradient that came from another node, all its numbers in a row."""
@@ -257,6 +333,8 @@ class Mailboxes:
 
     def check_empty(self) -> None:
         """Raise if a gradient of this rank was never read; called once all ranks have finished the window."""
+        if self._turns is not None:
+            self._turns.check_read()
         occupied = self._tags[self._node.rank]
         left = occupied[occupied != 0]
         if len(left):

@@ -13,7 +13,7 @@ from tests.parity.run import routes_of
 from tests.parity.stack import SmallStack, loss_of, window_inputs
 
 
-def train_with(group, case, rows, *, is_checkpointed=False, silent=()):
+def train_with(group, case, rows, *, is_checkpointed=False, silent=(), is_leaf=True):
     """Two windows, the second with more tokens: outputs, and the gradients of tokens, gates and every parameter."""
     net, found = SmallStack(case, group), []
     with balancer_of(net, case, group, rows=rows) as balancer:
@@ -22,7 +22,7 @@ def train_with(group, case, rows, *, is_checkpointed=False, silent=()):
             if group.rank() in silent:
                 window = [_without_tokens(inputs) for inputs in window]
             balancer.submit(routes_of(window))
-            window = [_leaves(inputs.to(case.device)) for inputs in window]
+            window = [_leaves(inputs.to(case.device), is_leaf) for inputs in window]
             with balancer.window():
                 for micro_step, inputs in enumerate(window):
                     if is_checkpointed:
@@ -31,7 +31,7 @@ def train_with(group, case, rows, *, is_checkpointed=False, silent=()):
                         out_TD = net(inputs, micro_step)
                     loss_of(out_TD, inputs.target_TD).backward()
                     found.append(out_TD.detach().cpu())
-            found += [t.grad.cpu() for inputs in window for t in (inputs.hidden_TD, *inputs.gates)]
+            found += [t.grad.cpu() for inputs in window for t in (inputs.hidden_TD, *inputs.gates) if t.requires_grad]
             for parameter in net.parameters():
                 found.append(parameter.grad.cpu())
                 parameter.grad = None
@@ -39,8 +39,9 @@ def train_with(group, case, rows, *, is_checkpointed=False, silent=()):
         return found, mapped is not None and mapped.num_bytes > 0
 
 
-def _leaves(inputs):
-    hidden_TD, gates = inputs.hidden_TD.detach().requires_grad_(), [g.detach().requires_grad_() for g in inputs.gates]
+def _leaves(inputs, is_leaf):
+    hidden_TD = inputs.hidden_TD.detach().requires_grad_(is_leaf)
+    gates = [gates_TK.detach().requires_grad_() for gates_TK in inputs.gates]
     return inputs._replace(hidden_TD=hidden_TD, gates=gates)
 
 

@@ -23,6 +23,7 @@ CASES = {
     "4 ranks, no slot": (ParityCase(ranks=4, slots=0, layers=2, tokens=16, top_k=4), {}),
     "4 ranks": (ParityCase(ranks=4, slots=2, layers=2, tokens=16, top_k=4), {}),
     "activations are computed again": (ParityCase(ranks=2, slots=1, layers=2, tokens=12), {"is_checkpointed": True}),
+    "tokens that need no gradient": (ParityCase(ranks=2, slots=2, layers=1, tokens=12), {"is_leaf": False}),
     "a rank without tokens": (ParityCase(ranks=4, slots=1, layers=2, tokens=12), {"silent": (2,)}),
     "8 ranks": (ParityCase(ranks=8, slots=1, layers=2, tokens=8, home_slots=2), {}),
     "gates at the activation": (

@@ -13,7 +13,7 @@ from equipoise.core.plan import Visit
 from equipoise.transfer.edges import Relocator
 from equipoise.transfer.engine import TransferEngine
 from equipoise.transfer.pulls import MappedPath, needs_of
-from equipoise.transfer.returns import Mailboxes
+from equipoise.transfer.waits import Announcer
 from tests.transfer.play import Rank, run_window, stack
 from tests.transfer.windows import (
     LAYOUTS,
@@ -74,12 +74,12 @@ def fuzz(group, plans, seed):
 def slow_down_marks(engine, pause):
     """Pause between the last byte of a mailbox and its tag, on both sides."""
 
-    class SlowMailboxes(Mailboxes):
-        def _mark(self, tags, box, name):
+    class SlowAnnouncer(Announcer):
+        def after(self, mark, say):
             pause()
-            super()._mark(tags, box, name)
+            super().after(mark, say)
 
-    engine._mailboxes.__class__ = SlowMailboxes
+    engine._mailboxes._announcer.__class__ = SlowAnnouncer
 
 
 def slow_down_edges(engine, pause):
