@@ -1,8 +1,9 @@
 """The list of verbs, and how their options become flags.
 
 A verb is a function whose parameters are flags. Options that belong together are one parameter, a frozen dataclass
-whose fields are annotated with `typer.Option` and whose class variable `SECTION` is their heading in the help. A verb's
-help ends with the examples of its module's docstring.
+whose fields are annotated with `typer.Option` and whose class variable `SECTION` is their heading in the help. `--help`
+fits on one screen: the options of `USUAL` and two examples. `--help-all` shows every option, and every example of the
+verb's module docstring.
 """
 
 import functools
@@ -28,6 +29,18 @@ from equipoise.cli.train import train
 from equipoise.core.errors import EquipoiseError
 
 VERBS = (doctor, convert, generate, plan, analyze, simulate, report, train, calibrate)
+USUAL = {
+    "doctor": ("model", "form", "second", "self_check", "as_json"),
+    "convert": ("out", "to", "model", "ep", "schedule", "formats"),
+    "generate": ("model", "out", "samples", "tokens", "seed"),
+    "plan": ("model", "cluster", "slots", "policy", "explain", "out"),
+    "analyze": ("demo", "model", "ep", "schedule", "cluster", "sends", "memory_gib", "report"),
+    "simulate": ("demo", "model", "ep", "schedule", "cluster", "policies", "slots", "sweep", "report"),
+    "report": ("out", "trace", "title", "force"),
+    "train": ("preset", "settings", "ranks", "model", "compare", "resume", "out", "report"),
+    "calibrate": ("out", "check", "ranks", "cluster", "trial"),
+}
+"""Parameters of each verb that its `--help` shows, in this order; `--help-all` shows all."""
 RENAMED = {
     "ingest": "equipoise convert DUMP -o routes.eqr",
     "count": "equipoise convert DUMP --to counts -o counts.npz",
@@ -86,9 +99,10 @@ def flatten(verb: Callable[..., None]) -> Callable[..., None]:
             flat += _flags(groups[name], parameter.default)
         else:
             flat.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+    flat.append(inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAllFlag))
 
     @functools.wraps(verb)
-    def call(**given: Any) -> None:
+    def call(*, help_all: bool, **given: Any) -> None:
         built = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
         verb(**given, **built)
 
@@ -114,20 +128,48 @@ def _flags(group: Any, default: object) -> Iterator[inspect.Parameter]:
         )
 
 
+def _show_all(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.meta[SHOWS_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+SHOWS_ALL = "equipoise.shows_all"
+HelpAllFlag = Annotated[
+    bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show every option and example, and exit.")
+]
+
+
 class SectionedCommand(TyperCommand):
-    """A verb whose help has a heading for each group of options, in plain text for any terminal and pager."""
+    """A verb whose help is plain text for any terminal and pager: the usual options, or all under their headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then the options by section, in the order of the verb's parameters."""
+        """Write the arguments, then the usual options in their order, or all by section in the verb's order."""
+        shows_all = self.name not in USUAL or SHOWS_ALL in ctx.meta
         sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        for param in self.get_params(ctx) if shows_all else self._usual_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
                 plain = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
+                section = getattr(param, "rich_help_panel", None) if shows_all else None
+                sections.setdefault(section or plain, []).append(record)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write two examples, or all of them."""
+        examples = (self.epilog or "").splitlines()
+        if examples:
+            with formatter.section("Examples"):
+                for line in examples if SHOWS_ALL in ctx.meta else examples[:2]:
+                    formatter.write(f"  {line}\n")
+
+    def _usual_params(self, ctx: Any) -> list[Any]:
+        params = {param.name: param for param in self.get_params(ctx)}
+        arguments = [param for param in params.values() if param.param_type_name == "argument"]
+        return [*arguments, *(params[name] for name in (*USUAL[self.name or ""], "help_all", "help"))]
 
 
 def _show_version(asked: bool) -> None:
@@ -144,10 +186,7 @@ def _options_before_verb(
     """Take the options before a verb."""
 
 
-def _examples(verb: Callable[..., None]) -> str | None:
-    """Return a verb's examples from its module's docstring, one a line; None if its own help has them."""
-    start = f"equipoise {verb.__name__}"
-    if start in (verb.__doc__ or ""):
-        return None
+def _examples(verb: Callable[..., None]) -> str:
+    """Return a verb's examples, one a line: those of its module's docstring."""
     lines = (sys.modules[verb.__module__].__doc__ or "").splitlines()
-    return "\b\nExamples:\n" + "\n".join(line.strip() for line in lines if line.strip().startswith(start))
+    return "\n".join(line.strip() for line in lines if line.strip().startswith(f"equipoise {verb.__name__}"))

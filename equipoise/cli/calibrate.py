@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The profile to write.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The profile to write.")] = None,
     check: Annotated[Path | None, typer.Option("--check", help="A profile to check instead.")] = None,
     limit: Annotated[float, typer.Option(min=0.1, help="Largest deviation of a checked figure, in percent.")] = 10.0,
     cluster: Annotated[

@@ -1,12 +1,12 @@
 """Convert recorded routes into the native store, histograms or loads; or generate a workload into a store.
 
     equipoise convert rollouts.jsonl --model qwen3-30b-a3b -o routes.eqr
-    equipoise convert routes.eqr --to loads --ep 32 --schedule tokens:16384 -o loads.npz
+    equipoise convert routes.eqr --to loads --schedule tokens:16384 -o loads.npz
     equipoise convert routes.eqr --to counts --pairs -o counts.npz
     equipoise convert --formats
 
-    equipoise generate --model qwen3-30b-a3b --samples 64 --tokens 2048 -o routes.eqr
-    equipoise generate --model deepseek-v3 --samples 16 --tokens 8192 --length-sigma 0 --seed 7 -o routes.eqr
+    equipoise generate --model qwen3-30b-a3b -o generated.eqr
+    equipoise generate --model deepseek-v3 --samples 16 --tokens 512 -o small.eqr
 
 The store is mapped and checksummed. Histograms are enough to plan, and thousands of times smaller than routes. Loads
 are what the planner reads: one file per window and EP group, such as loads-0-recompute.npz and loads-1-update.npz if a

@@ -1,8 +1,8 @@
 """Prove that recorded routes are right, or say what is wrong with them.
 
-    equipoise doctor rollout.jsonl --model qwen3-30b-a3b
-    equipoise doctor rollout.jsonl --model qwen3-30b-a3b --second trainer.npz --json
+    equipoise doctor rollouts.jsonl --model qwen3-30b-a3b
     equipoise doctor --self-check --model mixtral-8x7b
+    equipoise doctor rollouts.jsonl --model qwen3-30b-a3b --second trainer.eqr --json
 
 Prints a table: check, verdict, share, first place, what to do (`docs/doctor.md` explains each check).
 Exit code 0: good, 1: findings, 2: the dump or the model cannot be opened at all.

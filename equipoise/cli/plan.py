@@ -1,7 +1,7 @@
 """Plan one window from its loads, and say what the plan saves and what it costs. Everything is predicted.
 
-    equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --nodes 4 --ranks-per-node 8 --slots 1 -o plan.npz
-    equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 --explain 3,17
+    equipoise plan loads.npz --model qwen3-30b-a3b --cluster h200 -o plan.npz
+    equipoise plan loads.npz --model qwen3-30b-a3b --explain 0,17
     equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
     equipoise plan loads.npz --model qwen3-30b-a3b --sends tokens --pairs counts.npz
     equipoise plan loads.npz --model qwen3-30b-a3b --slots 0 --placement sglang=experts.json

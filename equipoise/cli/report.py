@@ -2,6 +2,7 @@
 
     equipoise report result.json -o report.html
     equipoise report result.json --trace trace.json --doctor doctor.json
+    equipoise report out/train -o run.html
 
 Reads what `analyze -o` or `simulate -o` wrote, or the folder of a training run. `--trace` writes the timeline as a
 Chrome trace, which ui.perfetto.dev opens beside one of torch.profiler.

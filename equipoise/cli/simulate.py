@@ -1,10 +1,11 @@
 """Predict a step on a described cluster: `analyze` gives the short answer, `simulate` compares policies in full.
 
     equipoise analyze --demo
-    equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 8 --schedule tokens:16384 --memory-gib 20
+    equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --schedule tokens:16384
+    equipoise analyze rollouts.jsonl --model qwen3-30b-a3b --ep 16 --memory-gib 20 --report answer.html
 
     equipoise simulate --demo
-    equipoise simulate rollouts.jsonl --model qwen3-30b-a3b --cluster h100 --ep 16 --sweep ep=8,16 slots=0,1,2
+    equipoise simulate rollouts.jsonl --model qwen3-30b-a3b --sweep ep=8,16
 
 Neither needs a GPU or torch. `analyze` exits with code 1 if the step does not fit into `--memory-gib`.
 """

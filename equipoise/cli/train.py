@@ -79,17 +79,8 @@ def train(
 ) -> None:
     """Train a model by RL, balanced by foresight.
 
-    \b
-    A laptop, a few minutes; then the proof that placement changes nothing:
-    equipoise train
-    equipoise train --compare off,static,equipoise --set steps=2 --ranks 2
-
-    \b
-    Your own model and questions; and a run that was interrupted:
-    equipoise train --model PATH --set task.data=questions.jsonl -o out/mine
-    equipoise train --resume out/mine
-
-    Settings and presets: docs/training.md. Metrics: docs/metrics.md.
+    The first example trains a small model on a laptop for a few minutes, the second shows that placement changes no
+    result. Settings and presets: docs/training.md. Metrics: docs/metrics.md.
     """
     # Refuse options that exclude each other.
     several = {"--record": record, "--resume": resume}
