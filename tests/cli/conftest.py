@@ -1,12 +1,14 @@
 """Run a verb as the command line does."""
 
 import json
+import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from equipoise.cli import main
+from tests.pool import preloaded_context
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,12 @@ def equipoise(capsys, monkeypatch):
         return Outcome(int(stop.value.code or 0), captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def quick_ranks(monkeypatch):
+    """Fork the ranks that a verb starts from one import of torch; `tests/test_launch.py` spawns them as users do."""
+    get_context = multiprocessing.get_context
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda kind=None: preloaded_context() if kind == "spawn" else get_context(kind)
+    )

@@ -1,7 +1,9 @@
 """`equipoise calibrate`: a profile in small, the check's verdict and exit code, clear words without GPU or torch."""
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from importlib import resources
 
 import pytest
@@ -12,15 +14,20 @@ from equipoise.cost import Profile
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A profile that the command wrote on this CPU."""
+def written(tmp_path_factory):
+    """A profile that the command wrote on this CPU, and what it printed."""
     from equipoise.cli import main
 
-    path = tmp_path_factory.mktemp("calibrate") / "small.json"
-    with pytest.raises(SystemExit) as stop:
-        main(["calibrate", "--trial", "--runs", "1", "-o", str(path)])
+    path, printed = tmp_path_factory.mktemp("calibrate") / "small.json", io.StringIO()
+    with pytest.raises(SystemExit) as stop, redirect_stdout(printed):
+        main(["calibrate", "--trial", "--runs", "1", "-o", str(path), "--json", "--commit", "abc"])
     assert stop.value.code == 0
-    return path
+    return path, printed.getvalue()
+
+
+@pytest.fixture
+def small(written):
+    return written[0]
 
 
 def test_the_written_file_is_a_profile(small):
@@ -43,12 +50,11 @@ def test_a_trial_is_checked_by_a_trial_and_a_profile_by_a_gpu(equipoise, small, 
     assert (outcome.code, "is measured; leave --trial out" in outcome.err) == (2, True)
 
 
-def test_json_is_the_profile_itself(equipoise, tmp_path):
-    path = tmp_path / "p.json"
-    outcome = equipoise("calibrate", "--trial", "--runs", 1, "-o", path, "--json", "--commit", "abc")
-    assert outcome.code == 0
-    assert outcome.document == json.loads(path.read_text())
-    assert outcome.document["commit"] == "abc"
+def test_json_is_the_profile_itself(written):
+    path, printed = written
+    document = json.loads(printed.splitlines()[-1])
+    assert document == json.loads(path.read_text())
+    assert document["commit"] == "abc"
 
 
 def faked(monkeypatch, filed, *factors):
@@ -169,7 +175,7 @@ def test_without_torch_the_extra_is_named(equipoise, monkeypatch, tmp_path):
     assert "pip install 'equipoise[torch]'" in outcome.err
 
 
-def test_ranks_measure_the_sizes_that_are_chosen(equipoise, tmp_path):
+def test_ranks_measure_the_sizes_that_are_chosen(equipoise, quick_ranks, tmp_path):
     path = tmp_path / "ranks.json"
     chosen = ("--shapes", "32x16,16x16", "--rows", "16,4", "--slots", 2, "--tokens", 8)
     outcome = equipoise("calibrate", "--trial", "--runs", 1, "--ranks", 2, *chosen, "-o", path, "--json")

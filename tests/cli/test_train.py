@@ -24,7 +24,7 @@ SMALL = [
 ]
 
 
-def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, tmp_path):
+def test_a_run_says_what_was_learnt_and_where_it_is_and_resumes(equipoise, quick_ranks, tmp_path):
     out, routes = tmp_path / "run", tmp_path / "routes"
     shown = equipoise("train", *SMALL, "--set=balance.mode=static", "-o", out, "--record", routes)
     assert shown.code == 0, shown.err

@@ -76,13 +76,16 @@ def near_reference(outcomes, plan, routing, run):
 
 
 @pytest.mark.dist(8)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("options", [LayerOptions(), EXACT], ids=["plain", "deterministic"])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, EXACT), (2, LayerOptions()), (4, LayerOptions()), (4, EXACT), (8, EXACT)],
+    ids=["EP1", "EP2, plain", "EP4, plain", "EP4", "EP8"],
+)
 def test_placement_alone_is_bit_equal_to_static_ep(pool, ranks, options):
     routing, run = routing_of(ranks, ranks), Run(options=options)
     static = pool.run(run_stack, ranks, static_plan(routing), routing, run)
     near_reference(static, static_plan(routing), routing, run)
-    for seed in range(3):
+    for seed in range(2):
         plan = random_plan(routing, seed, slots=0)
         displaced = pool.run(run_stack, ranks, plan, routing, run)
         same_bits(displaced, static)
@@ -91,9 +94,10 @@ def test_placement_alone_is_bit_equal_to_static_ep(pool, ranks, options):
 
 
 @pytest.mark.dist(8)
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize(
-    ("ranks", "nodes"), [(2, 1), (4, 1), (4, 2), (8, 2)], ids=["EP2", "EP4", "EP4 on 2 nodes", "EP8 on 2 nodes"]
+    ("ranks", "nodes", "slots"),
+    [(2, 1, 2), (4, 1, 1), (4, 2, 2), (8, 2, 1)],
+    ids=["EP2", "EP4", "EP4 on 2 nodes", "EP8 on 2 nodes"],
 )
 def test_replicas_are_bit_equal_in_outputs_and_close_in_every_gradient(pool, ranks, nodes, slots):
     routing, run = routing_of(10 + ranks, ranks), Run(options=EXACT)

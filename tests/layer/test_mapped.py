@@ -25,7 +25,6 @@ CASES = {
     "activations are computed again": (ParityCase(ranks=2, slots=1, layers=2, tokens=12), {"is_checkpointed": True}),
     "tokens that need no gradient": (ParityCase(ranks=2, slots=2, layers=1, tokens=12), {"is_leaf": False}),
     "a rank without tokens": (ParityCase(ranks=4, slots=1, layers=2, tokens=12), {"silent": (2,)}),
-    "8 ranks": (ParityCase(ranks=8, slots=1, layers=2, tokens=8, home_slots=2), {}),
     "gates at the activation": (
         ParityCase(ranks=4, nodes=2, slots=1, layers=2, tokens=12, gates="activation", dispatch="two_level"),
         {"is_checkpointed": True, "silent": (1,)},
@@ -39,9 +38,9 @@ CASES = {
         ParityCase(ranks=8, nodes=2, slots=1, layers=2, tokens=8, home_slots=2),
         {"silent": (2,)},
     ),
-    "2 nodes of 4, in two levels, a rank without tokens": (
-        ParityCase(ranks=8, nodes=2, slots=0, layers=2, tokens=8, home_slots=2, dispatch="two_level"),
-        {"silent": (5,)},
+    "2 nodes of 2, in two levels, a rank without tokens": (
+        ParityCase(ranks=4, nodes=2, slots=0, layers=2, tokens=8, home_slots=2, dispatch="two_level"),
+        {"silent": (3,)},
     ),
     "nodes of 3, 3 and 2, in two levels": (
         ParityCase(ranks=8, nodes=3, slots=1, layers=2, tokens=8, home_slots=2, top_k=4, dispatch="two_level"),
@@ -105,7 +104,7 @@ def tables_of(seed, *, ranks, slots, pad, silent=(), nodes=1, is_relayed=False):
         return plan, list(threads.map(prepare, range(ranks)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     ranks_nodes=st.sampled_from([(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2), (8, 3), (8, 4)]),

@@ -64,8 +64,7 @@ def test_rows_and_gradients_have_the_bits_of_the_direct_dispatch(pool, node_R, s
 
 
 @pytest.mark.dist(8)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ranks", [4, 8], ids=["2 x 2", "2 x 4"])
+@pytest.mark.parametrize(("ranks", "mode"), [*((4, mode) for mode in MODES), (8, MODES[0])])
 def test_a_trained_stack_has_the_same_bits_in_two_levels(pool, ranks, mode):
     routing = random_routing(16, ranks=ranks, silent=(1,))
     plan = random_plan(routing, 3, slots=1, nodes=2)

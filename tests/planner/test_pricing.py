@@ -92,7 +92,8 @@ def test_lines_are_those_of_the_kernel():
         price_window(task.cost, loads, home_LE, rep_expert, rep_rows, in_proportion=p)[1, 1] for p in (True, False)
     )
     keep_N, line = np.full(2, 1000), np.zeros(COLUMNS, dtype=np.int64)
-    entry = loads.load_MLRE[1, 1], home_LE[1], node_R, rep_expert[1, 1], rep_rows[1, 1], keep_N, tables
+    # A copy, because loads are read-only: for another type of array the kernel would be compiled once more.
+    entry = loads.load_MLRE[1, 1].copy(), home_LE[1], node_R, rep_expert[1, 1], rep_rows[1, 1], keep_N, tables
     price(*entry, True, line)
     assert hot >= 0 and drawn.tolist() == line.tolist()
     # Local first, the kernel also prices pulls, which copies that stay do not need.

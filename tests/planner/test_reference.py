@@ -88,7 +88,7 @@ WHOLE_WINDOWS = [
 def test_whole_windows_planned_with_the_reference_are_equal(layout, stage, objective):
     node_R = problems.LAYOUTS[layout]
     rng = np.random.default_rng(len(layout))
-    load = rng.integers(0, 300, size=(3, 2, 4, 8)) * rng.integers(1, 9, size=(1, 2, 1, 8))
+    load = rng.integers(0, 300, size=(2, 2, 4, 8)) * rng.integers(1, 9, size=(1, 2, 1, 8))
     window = {
         "cluster": eq.Cluster.preset("h200", node_R=node_R),
         "model": eq.ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2),

@@ -76,8 +76,10 @@ def test_a_plan_inside_nodes_brings_nothing():
 
 
 @pytest.mark.dist(8)
-@pytest.mark.parametrize("layout", ["4 as two nodes", "4 strided", "8 as two nodes"])
-@pytest.mark.parametrize("path", ["plan", "host"])
+@pytest.mark.parametrize(
+    ("layout", "path"),
+    [("4 as two nodes", "plan"), ("4 as two nodes", "host"), ("4 strided", "host"), ("8 as two nodes", "plan")],
+)
 def test_a_recompute_window_pulls_from_the_other_node_bit_for_bit(pool, layout, path):
     node_R = LAYOUTS[layout]
     plans = [random_plan(node_R, seed=1, **ACROSS), random_plan(node_R, seed=2, slots=2, fewest=1)]
