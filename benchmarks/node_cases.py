@@ -62,6 +62,18 @@ class NodeCase:
             .repeat(shape[1], axis=1)
         )
 
+    def forced(self) -> np.ndarray:
+        """[M, L, R, T, K] routes of the same size as Megatron's `--moe-router-force-load-balancing` draws them.
+
+        Every token takes K experts at random, so that groups of rows are level in the mean and none fills its tiles.
+        """
+        shape, experts, rng = self.routes_MLRTK.shape, self.model.experts, np.random.default_rng(1)
+        drawn = np.empty(shape, dtype=np.int16)
+        for at in np.ndindex(shape[:3]):
+            scores_TE = rng.random((shape[3], experts), dtype=np.float32)
+            drawn[at] = np.argpartition(scores_TE, shape[4], axis=1)[:, : shape[4]]
+        return drawn
+
 
 def build_cases(folder: Path = FOLDER, *, ranks: int, tokens: int) -> list[NodeCase]:
     """Windows of three layer shapes; every micro-step of the ESFT ones is another domain."""
@@ -130,7 +142,7 @@ class NodeWork:
 
 def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Every policy of a case, planned with the cluster's profile."""
-    loads, uniform = case.loads(case.routes_MLRTK), case.uniform()
+    loads, uniform, forced = case.loads(case.routes_MLRTK), case.uniform(), case.forced()
     given: dict[str, Any] = {"cluster": cluster, "model": case.model}
     owners = PlanOptions(max_displaced=0)
 
@@ -147,12 +159,13 @@ def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
         "equipoise, 2 slots": ours(2, "seconds"),
         "equipoise, 1 slot, skew": ours(1, "skew"),
     }
-    level = eq.plan(case.loads(uniform), slots=0, options=owners, **given)
+    level, drawn = (eq.plan(case.loads(ids), slots=0, options=owners, **given) for ids in (uniform, forced))
     live = in_the_open(eq.plan(loads, slots=1, policy="reactive", **given))
     policies = [Policy(name=name, plan=plan, routes_MLRTK=case.routes_MLRTK) for name, plan in made.items()]
     policies.append(Policy(name="reactive", plan=live, routes_MLRTK=case.routes_MLRTK, is_live=True))
     policies.append(Policy(name="uniform", plan=None, routes_MLRTK=uniform))
     policies.append(Policy(name="uniform, prepared", plan=level, routes_MLRTK=uniform))
+    policies.append(Policy(name="uniform at random, prepared", plan=drawn, routes_MLRTK=forced))
     return [with_prediction(policy, case) for policy in policies]
 
 

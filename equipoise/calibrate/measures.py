@@ -20,6 +20,9 @@ from equipoise.layer.ops import combine_rows, reorder_rows, spread_rows
 from equipoise.transfer.engine import NoTransfers
 from equipoise.transfer.node import ExpertWeights
 
+ADDED_EXPERTS = 8
+"""Whose gradients are added at once where adds are timed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
@@ -373,11 +376,12 @@ def _time_beside(work: Callable[[], object], copy: Callable[[], None], copies: i
 
 
 def measure_add(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
-    """Time adding one expert's returned gradient to its home's, in the kernels' dtype, as both are.
+    """Time adding the gradients of a few experts to those of earlier micro-steps, in the kernels' dtype, as both are.
 
-    On a rank with a small share of a GPU, arithmetic and not memory bounds an add, so that its dtype matters.
+    On a rank with a small share of a GPU, arithmetic and not memory bounds an add, so that its dtype matters. The
+    gradient of a single expert fits into a GPU's cache, where an add is faster than those of a whole layer.
     """
-    numel = grid.expert_params
+    numel = ADDED_EXPERTS * grid.expert_params
     home, returned = (bench.random(numel) for _ in range(2))
     timing = measure(lambda: home.add_(returned, alpha=1e-3), bench)
     steps.advance()

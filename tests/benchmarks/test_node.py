@@ -28,6 +28,10 @@ def test_forced_uniform_routes_load_every_expert_alike():
     assert len(np.unique(loads)) == 1
     assert all(len(set(row)) == len(row) for row in case.uniform().reshape(-1, case.model.top_k).tolist())
 
+    drawn, routes = case.forced(), case.forced().reshape(-1, case.model.top_k)
+    assert drawn.shape == case.routes_MLRTK.shape and len(np.unique(case.loads(drawn).total_MLE())) > 1
+    assert all(len(set(row)) == len(row) for row in routes.tolist()) and set(routes.ravel()) == set(range(8))
+
 
 def test_the_plan_of_reactive_is_executed_in_the_open():
     routing = random_routing(0, ranks=4, experts=16, tokens=60)

@@ -79,7 +79,7 @@ def test_compute_is_slowed_by_the_bytes_that_the_path_brings_meanwhile(monkeypat
 def test_adds_count_two_reads_and_a_write_and_edges_count_an_expert_once(monkeypatch):
     monkeypatch.setattr(measures, "measure", lambda work, bench: Timing(1e9, 0.0))
     numel = 3 * 32 * 16
-    assert measures.measure_add(GRID, bench=BENCH, steps=Steps(1))["bytes_per_s"] == 3 * 4 * numel
+    assert measures.measure_add(GRID, bench=BENCH, steps=Steps(1))["bytes_per_s"] == 3 * 4 * 8 * numel
     exchange = measures.measure_exchange(GRID, bench=BENCH, steps=Steps(2))
     assert exchange["weight_bytes_per_s"] == exchange["gradient_bytes_per_s"] == 4 * numel
 
