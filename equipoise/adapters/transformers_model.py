@@ -227,5 +227,20 @@ def _tensor_reasons(tensor: Any, path: str) -> Iterator[str]:
         yield f"`{path}` has gradient hooks; register them on the parameters that install leaves in its place"
 
 
+def checkpoint_tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the entries of a state dict as the family's Hugging Face checkpoints name and shape them.
+
+    transformers keeps the experts of a layer in one tensor; checkpoints have one tensor per expert and projection.
+    Weights that are tied to another are left out. Entries are views of what was given where a view suffices.
+    """
+    # Read in transformers 5.17: `save_pretrained` makes the same conversion, of the whole state dict.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in state.items():
+        if name not in model.all_tied_weights_keys:
+            # One at a time: no expert's tensor needs another's.
+            yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
 SUPPORTED = tuple(FAMILIES)
 """The `model_type`s that can be balanced."""

@@ -58,14 +58,18 @@ class Connection:
         self._lock = threading.Lock()
         self._not_before = 0.0
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Return the JSON value that the server answers with."""
-        return self._ask(path, json.dumps(body).encode())
+    def post(self, path: str, body: dict[str, Any], *, once: bool = False) -> Any:
+        """Return the JSON value that the server answers with.
+
+        Args:
+            once: do not ask again, because what was done before is lost where the server is another one by then
+        """
+        return self._ask(path, json.dumps(body).encode(), attempts=1 if once else self.patience.attempts)
 
     def get(self, path: str) -> Any:
         """Return the JSON value at `path`, or None if the server has none there."""
         try:
-            return self._ask(path, None)
+            return self._ask(path, None, attempts=self.patience.attempts)
         except TrainingError as error:
             cause = error.__cause__
             if isinstance(cause, ValueError) or (isinstance(cause, urllib.error.HTTPError) and cause.code == 404):
@@ -77,9 +81,9 @@ class Connection:
         with self._lock:
             self._not_before = max(self._not_before, time.monotonic() + seconds)
 
-    def _ask(self, path: str, content: bytes | None) -> Any:
-        last = self.patience.attempts - 1
-        for attempt in range(self.patience.attempts):
+    def _ask(self, path: str, content: bytes | None, *, attempts: int) -> Any:
+        last = attempts - 1
+        for attempt in range(attempts):
             self._wait_turn()
             try:
                 return self._send(path, content)

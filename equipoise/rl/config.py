@@ -78,6 +78,10 @@ class RolloutConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Empty: our own sampling; a folder of recorded rollouts, one file per step; or the URL of an engine."""
     engine: Literal["vllm", "sglang"] = "vllm"
     """The protocol of the URL."""
+    weights: str = ""
+    """A folder through which the engine is given new weights, with the same path for it; empty: over HTTP (sglang)."""
+    bucket_mib: Count = 512
+    """Most MiB of weights in one request or file."""
     prompts: Count = 16
     """Questions per step, over all ranks."""
     samples: Annotated[int, Meta(ge=2)] = 8

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from equipoise.adapters import transformers as adapter
-from equipoise.adapters.transformers_model import family_of
+from equipoise.adapters.transformers_model import checkpoint_tensors, family_of
 from equipoise.balancer import Balancer
 from equipoise.core import ModelShape, Stage, TrainingError
 from equipoise.core.errors import TransferError
 from equipoise.core.options import BalancerOptions
+from equipoise.engines.weights import WeightSender
 from equipoise.launch import Ranks, sum_over
 from equipoise.layer.checkpoint import expert_state_dict, gradient_norm, load_expert_state_dict
 from equipoise.planning.report import WindowReport
@@ -358,6 +359,34 @@ def sync_weights(learner: Learner, target: nn.Module, ranks: Ranks) -> str:
             )
 
     all_or_none(compare, ranks.gather)
+    return _name_weights(held_R)
+
+
+def push_weights(learner: Learner, sender: WeightSender, ranks: Ranks, *, step: int) -> str:
+    """Give the learner's weights to an outside engine and return their version. Every rank must call this.
+
+    1. Gather the whole model in canonical order, and compare it with what each rank holds itself.
+    2. The first rank sends it, in the names of its Hugging Face checkpoint. Ranks meet after each bucket, so that none
+       waits longer than one takes, and an update that fails ends on all of them.
+    """
+    state = learner.state_dict()
+    held_R: list[Held] = ranks.gather(owned_fingerprints(learner.owned_parts()))
+    # With the step: a version that the engine has had before could not be told from an update that was lost.
+    version = f"step-{step}-{_name_weights(held_R)[:12]}"
+    sending = iter(()) if not ranks.is_first else sender.send(checkpoint_tensors(learner.model, state), version)
+
+    def compare() -> None:
+        if ranks.is_first and (difference := find_difference(state, held_R)):
+            raise TransferError(f"weight sync: the gathered weights have {difference}; resume from the last checkpoint")
+
+    all_or_none(compare, ranks.gather)
+    while not all_or_none(lambda: next(sending, None) is None, ranks.gather)[0]:
+        pass
+    return version
+
+
+def _name_weights(held_R: Sequence[Held]) -> str:
+    """Return the hash of all ranks' fingerprints."""
     parts = sorted(repr((part, tuple(found))) for held in held_R for part, found in held.items())
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 

@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 
 from equipoise.core import ModelShape
 from equipoise.core.errors import TrainingError
+from equipoise.engines.connection import Patience
 from equipoise.launch import find_torchrun
 from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
 from equipoise.rl.config import TrainConfig, build_cluster, read_config, setting_of
 from equipoise.rl.metrics import not_installed
 from equipoise.rl.model import Limits, check_checkpoint, check_weights, family_config, limits_of, open_tokenizer
-from equipoise.rl.rollout import Outside, RecordedRollouts, Request, find_rollouts
+from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, find_rollouts
 from equipoise.rl.task import Question, find_reward, open_task
 
 GIB = 2**30
@@ -216,6 +217,10 @@ def _check_source(config: TrainConfig) -> None:
             raise TrainingError(
                 f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
             ) from error
+        outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
+        Engine(source, outside, patience=Patience(attempts=1, timeout_s=_CONNECT_S)).weights.check()
+        if config.rollout.weights:
+            _check_folder("setting rollout.weights", Path(config.rollout.weights))
         return
     find_rollouts(source, steps=config.steps)
     outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))

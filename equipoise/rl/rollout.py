@@ -9,7 +9,8 @@ Folder: one file per step, `step-000003.*` for step 3 where files are named so, 
     A file holds the samples of all ranks: question after question, `rollout.samples` of each. Token ids must be in it;
     each sample must begin with its question's tokens.
 Engine, `rollout.engine`: vllm or sglang, asked by `equipoise.engines`, whose `dialects.py` names every field. It must
-    be started with --enable-return-routed-experts (vLLM 0.32: and --enable-scale-out). The caller gives it new weights.
+    be started with --enable-return-routed-experts (vLLM 0.32: and --enable-scale-out). Every step gives it the current
+    weights first (`learner.push_weights`); a sample that it made with others is refused.
 
 A sample whose routes are broken is refused; or, with `rollout.allow_missing_routes`, trained without foresight: its
 rows are -1, the model routes them, and coverage counts them as unknown.
@@ -30,6 +31,7 @@ from equipoise.core.errors import TrainingError
 from equipoise.engines.client import EngineClient
 from equipoise.engines.connection import Patience
 from equipoise.engines.dialects import Sampling
+from equipoise.engines.weights import WeightOptions, WeightSender
 from equipoise.rl.config import RolloutConfig
 from equipoise.rl.task import Question, Tokenizer
 from equipoise.routes import read_routes
@@ -352,7 +354,12 @@ class Engine:
     def __init__(self, url: str, outside: Outside, *, patience: Patience | None = None) -> None:
         """Use the engine at `url`; nothing is sent yet."""
         self._url, self._outside = url.rstrip("/"), outside
-        self._client = EngineClient(url, outside.config.engine, patience=patience)
+        config = outside.config
+        self._client = EngineClient(url, config.engine, patience=patience)
+        options = WeightOptions(
+            folder=Path(config.weights) if config.weights else None, bucket_bytes=config.bucket_mib * 2**20
+        )
+        self.weights = WeightSender(url, config.engine, options=options, patience=patience)
 
     def generate(self, request: Request) -> Iterator[tuple[int, Sample]]:
         """Yield (index, sample) of this rank's questions."""
@@ -369,6 +376,18 @@ class Engine:
         for number, turns in enumerate(found):
             where = f"{self._url}, question {request.first + number}"
             samples = self._outside.read([(where, records) for records in turns], form=self._client.form)
+            _check_versions(samples, request.weight_version, where=where)
             asked = replace(request, first=request.first + number, questions=request.questions[number : number + 1])
             for index, sample in self._outside.match(samples, asked, where=where):
                 yield number * config.samples + index, sample
+
+
+def _check_versions(samples: Sequence[SampleRoutes], version: str, *, where: str) -> None:
+    """Raise if a sample was made with other weights than those the engine was given; old engines do not say."""
+    for sample in samples:
+        found = sorted({segment.weight_version for segment in sample.segments} - {"", version})
+        if version and found:
+            raise RoutesError(
+                f"{where}: sample {sample.name!r} was made with weights {', '.join(found)}, the engine was given "
+                f"{version}; give the address of one engine that nobody else updates, not of a gateway before several"
+            )

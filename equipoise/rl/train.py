@@ -1,7 +1,7 @@
 """RL post-training of a Mixture-of-Experts model, balanced by foresight: the loop, and a whole run around it.
 
 One step (`Trainer.step`), the same on every rank:
-1. sync: canonical weights are copied to the rollout copy and compared by fingerprints.
+1. sync: canonical weights are copied to the rollout copy, or sent to the outside engine, and compared by fingerprints.
 2. rollout: the copy answers this rank's questions and records its routes. Rows are counted as samples end, and windows
    of recompute planned in the background as soon as they are known, while long answers are still being made.
 3. announce: the first update window is planned too,
@@ -44,7 +44,7 @@ from equipoise.launch import RankDiedError, RankOptions, Ranks, run_ranks
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.checkpoint import Checkpoints, State
 from equipoise.rl.config import Mode, TrainConfig, build_cluster, write_config
-from equipoise.rl.learner import Learner, balancer_options, sync_weights, warm_up
+from equipoise.rl.learner import Learner, balancer_options, push_weights, sync_weights, warm_up
 from equipoise.rl.metrics import RankFigures, RunEvent, Show, Sinks, ignore, read_lines, step_metrics
 from equipoise.rl.model import build_like, build_model, copy_model, open_tokenizer
 from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sample, Sampler, to_routes
@@ -154,7 +154,10 @@ class Trainer:
         version = ""
         if isinstance(self.engine, Sampler):
             self._begin(step, "sync")
-            version = sync_weights(self.learner, self.engine.model, self.ranks)
+            version = sync_weights(self.learner, self.engine.model, self.ranks)[:12]
+        elif isinstance(self.engine, Engine):
+            self._begin(step, "sync")
+            version = push_weights(self.learner, self.engine.weights, self.ranks, step=step)
         self._begin(step, "rollout")
         share = self.config.rollout.prompts // self.ranks.size
         questions = self.task.questions(self.config.rollout.prompts, seed=self.config.seed, step=step)
@@ -164,7 +167,7 @@ class Trainer:
             first=first,
             questions=questions[first : first + share],
             seed=seed_of(self.config.seed, step, self.ranks.rank),
-            weight_version=version[:12],
+            weight_version=version,
         )
         found: dict[int, Sample] = {}
         for index, sample in self.engine.generate(request):

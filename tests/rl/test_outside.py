@@ -19,6 +19,8 @@ from equipoise.rl.config import RolloutConfig, change
 from equipoise.rl.model import build_model, copy_model
 from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sampler, to_routes
 from equipoise.rl.task import Arithmetic, CharTokenizer
+from tests.engines.answers import served as answered
+from tests.engines.live import LiveEngine
 from tests.rl import work
 from tests.rl.test_model import tiny
 from tests.routes.writers import write_dump
@@ -262,3 +264,50 @@ def test_what_a_run_recorded_trains_again_to_the_same_losses(pool, tmp_path):
     metrics = [json.loads(line) for line in (tmp_path / "third" / "metrics.jsonl").read_text().splitlines()]
     assert 0.8 < metrics[0]["coverage"] < 1.0 and metrics[0]["checked_windows"] == 0
     assert metrics[1]["coverage"] == 1.0 and metrics[1]["checked_windows"] == 8
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize(("version", "by_folder"), [("vllm 0.32", True), ("sglang 0.5.23", False)])
+def test_training_goes_on_step_by_step_with_an_engine_that_is_given_each_steps_weights(
+    pool, tmp_path, version, by_folder
+):
+    config, engine = against(version, tmp_path if by_folder else "")
+    with answered(engine.reply) as url:
+        found = pool.run(work.outside_steps, 2, change(config, rollout={"source": url}), 2)
+    weights, versions, metrics = found[0]
+    # The engine had other weights at first, and before each rollout those that the owners hold.
+    assert len(weights) == len(engine.held) == 2
+    for trained, held in zip(weights, engine.held, strict=True):
+        assert work.same_weights(trained, held)
+    assert not work.same_weights(*weights)
+    assert versions == found[1][1] and [len(one) for one in versions] == [1, 1]
+    assert [min(one).rpartition("-")[0] for one in versions] == ["step-0", "step-1"]
+    assert all(step["coverage"] == 1.0 and step["checked_windows"] for step in metrics)
+
+
+def against(version, folder):
+    """Settings of a small run, and the engine that it is to ask."""
+    rollout = {"engine": version.split()[0], "weights": str(folder), "bucket_mib": 1}
+    config = work.small(rollout=rollout, balance={"mode": "equipoise"})
+    return config, LiveEngine(build_model(config.model, seed=99), version)
+
+
+@pytest.mark.dist(2)
+def test_an_update_that_fails_and_answers_of_other_weights_end_training_on_every_rank(pool, tmp_path):
+    config, engine = against("sglang 0.5.23", "")
+    engine.keeps_version = True
+    with answered(engine.reply) as url:
+        config = change(config, rollout={"source": url})
+        first, second = pool.run(work.outside_steps, 2, config, 1)
+        assert first == second and "it says that its weights are 'default'" in first
+        assert first.startswith("TrainingError: rank 0: weights 'step-0-")
+        engine.keeps_version, engine.has_session = False, False
+        generate = engine._generate
+
+        def by_another(body):
+            engine.version = "someone else's"
+            return generate(body)
+
+        engine._generate = by_another
+        for told in pool.run(work.outside_steps, 2, config, 1):
+            assert "was made with weights someone else's, the engine was given step-0-" in told

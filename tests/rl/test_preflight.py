@@ -1,7 +1,6 @@
 """Before a run starts: what the settings name is there, or refused with what to do; every preset can be forecast."""
 
 import json
-import socket
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from equipoise.core import EquipoiseError
+from equipoise.core import EquipoiseError, TrainingError
 from equipoise.rl.config import ModelConfig, change, preset_names, read_config
 from equipoise.rl.model import build_model, family_config
 from equipoise.rl.preflight import (
@@ -27,6 +26,8 @@ from equipoise.rl.rollout import Sample, to_routes
 from equipoise.rl.task import CharTokenizer, open_task
 from equipoise.rl.train import prepare
 from equipoise.routes import write_routes
+from tests.engines.answers import served
+from tests.engines.live import LiveEngine
 from tests.rl import work
 
 JUDGES = """
@@ -172,16 +173,20 @@ def test_what_is_there_passes(here):
     config = read_config("tiny", settings=["task.reward=own_judges:judge", "steps=1"])
     build_model(change(config, model={"layers": 1}).model, seed=0).save_pretrained("whole")
     Path("good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    with socket.create_server(("127.0.0.1", 0)) as engine:
-        address = f"http://127.0.0.1:{engine.getsockname()[1]}"
+    engine = LiveEngine(build_model(config.model, seed=0), "vllm 0.32")
+    with served(engine.reply) as address:
         for changes in (
             {},
             {"task": {"data": "good.jsonl"}},
             {"model": {"path": "whole"}},
-            {"rollout": {"source": address}},
+            {"rollout": {"source": address, "weights": "out/weights"}},
             {"rollout": {"source": record(config)}},
         ):
             check_settings(change(config, **changes))
+        assert engine.calls == ["/is_paused"], "nothing is changed before a run"
+        for weights, words in (("", "vLLM takes no tensors over HTTP"), ("good.jsonl/x", "good.jsonl is a file")):
+            with pytest.raises(TrainingError, match=words):
+                check_settings(change(config, rollout={"source": address, "weights": weights}))
 
 
 def old_run(folder):

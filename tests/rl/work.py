@@ -132,6 +132,21 @@ def metrics_of(group, config, steps):
     return metrics, weights
 
 
+def outside_steps(group, config, steps):
+    """The whole weights before each step, the versions of its samples, and its metrics; or what an error says."""
+    trainer, weights, versions, metrics = trainer_of(group, config), [], [], []
+    try:
+        for step in range(steps):
+            weights.append(gathered(trainer.learner))
+            metrics.append(trainer.step(step))
+            versions.append({sample.weight_version for sample in trainer.experience.samples})
+    except EquipoiseError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainer.close()
+    return (weights if group.rank() == 0 else []), versions, metrics
+
+
 def planned_in_the_tail(group, config):
     """What happened in a step whose rollout does not end before a plan was made: events in order, and its metrics."""
     trainer, events, is_planned = trainer_of(group, config), [], threading.Event()
