@@ -1,6 +1,7 @@
 """From routes to loads: who forwards which tokens when, how many rows each expert then gets, and how uneven that is.
 
     packing.py        schedules as trainers pack them: fixed samples, token budget, CP and SP slices, order; their file
+    packer.py         schedules that keep rows in their node, within the limits of a given one
     count.py          routes to histograms, and their file; count_kernels.py, its compiled loops
     matrix.py         a schedule's loads: `load_MLRE`
     filling.py        experts for rows that have no route: last tokens, padding
@@ -16,6 +17,7 @@ from equipoise.loads.count import RangeCount, count_range, count_routes, load_co
 from equipoise.loads.forecast import MemoryForecast, forecast_memory
 from equipoise.loads.generator import Workload, generate_counts, generate_routes, generate_samples
 from equipoise.loads.matrix import count_loads, count_step
+from equipoise.loads.packer import Packing, PackingLimits, SampleSketch, pack_step, pack_window, sketch_counts
 from equipoise.loads.packing import (
     TokenPolicy,
     longest_first,
@@ -39,6 +41,12 @@ __all__ = [
     "TokenPolicy",
     "read_schedules",
     "write_schedules",
+    "pack_window",
+    "pack_step",
+    "sketch_counts",
+    "Packing",
+    "PackingLimits",
+    "SampleSketch",
     "count_routes",
     "count_range",
     "RangeCount",

@@ -81,7 +81,7 @@ def schedule_samples(
     chosen, length_B = _window(tokens_B, samples, policy)
     runs = np.array_split(chosen, require_int("ranks", ranks, low=1, error=ScheduleError))
     bins_R = [[run[i : i + size] for i in range(0, len(run), size)] for run in runs]
-    return _build(bins_R, length_B, stage=stage, policy=policy)
+    return build_schedule(bins_R, length_B, stage=stage, policy=policy)
 
 
 def schedule_tokens(
@@ -114,7 +114,7 @@ def schedule_tokens(
     while True:
         bins_R = [_level(run, length_B, count) for run in runs]
         if all(int(length_B[b].sum()) <= budget for bins in bins_R for b in bins):
-            return _build(bins_R, length_B, stage=stage, policy=policy)
+            return build_schedule(bins_R, length_B, stage=stage, policy=policy)
         count += 1
 
 
@@ -256,14 +256,16 @@ def _level(samples: np.ndarray, length_B: np.ndarray, count: int) -> list[np.nda
     return [np.array(sorted(group), dtype=np.int64) for group in bins]
 
 
-def _build(bins_R: list[list[np.ndarray]], length_B: np.ndarray, *, stage: Stage, policy: TokenPolicy) -> Schedule:
+def build_schedule(
+    bins_R: list[list[np.ndarray]], length_B: np.ndarray, *, stage: Stage, policy: TokenPolicy
+) -> Schedule:
     micro_steps = max(1, *(len(bins) for bins in bins_R))
     padding_MR = np.zeros((micro_steps, len(bins_R)), dtype=np.int64)
     pieces: list[Piece] = []
     for rank, bins in enumerate(bins_R):
         for m, group in enumerate(bins):
             pieces += [Piece(int(b), 0, int(length_B[b]), m, rank) for b in group]
-            padding_MR[m, rank] = _padding(length_B[group], policy)
+            padding_MR[m, rank] = count_padding(length_B[group], policy)
     return Schedule.of(
         pieces,
         ranks=len(bins_R),
@@ -275,7 +277,7 @@ def _build(bins_R: list[list[np.ndarray]], length_B: np.ndarray, *, stage: Stage
     )
 
 
-def _padding(lengths: np.ndarray, policy: TokenPolicy) -> int:
+def count_padding(lengths: np.ndarray, policy: TokenPolicy) -> int:
     """Count the padding tokens of one micro-batch of these lengths."""
     if not len(lengths):
         return 0
