@@ -266,8 +266,31 @@ class _EnterHome(torch.autograd.Function):
         # The experts' own backward made these gradients, so mostly no one else holds them and adding in place is safe.
         # One that is shared, or overlaps itself, is copied.
         own = tuple(
-            g.clone(memory_format=torch.contiguous_format) if g._use_count() > 1 or not g.is_contiguous() else g
+            g.clone(memory_format=torch.contiguous_format) if g._use_count() > _ALONE or not g.is_contiguous() else g
             for g in gradients
         )
         ctx.transfers.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ctx.form.filled(own))
         return None, None, None, *own
+
+
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, counts: list[int], tensor: Tensor) -> Tensor:
+        ctx.counts = counts
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.counts.append(gradient._use_count())
+        return None, gradient
+
+
+def _count_alone() -> int:
+    """How often a gradient is held that nobody else holds, which versions of torch count differently."""
+    counts: list[int] = []
+    with torch.enable_grad():
+        (_Count.apply(counts, torch.zeros(1, requires_grad=True)) * 2).sum().backward()
+    return counts[0]
+
+
+_ALONE = _count_alone()
