@@ -26,7 +26,7 @@ from torch import nn
 
 from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError, Stage, TopologyError
 from equipoise.core.options import BalancerOptions
-from equipoise.core.plan import Visit
+from equipoise.core.plan import Plan, Visit
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planning.background import BackgroundPlanner, Planned, owners_plan
 from equipoise.planning.report import WindowMeter, WindowReport
@@ -114,6 +114,11 @@ class Balancer(AbstractContextManager["Balancer"]):
     def is_open(self) -> bool:
         """Whether a window is open, that is between `begin` and `end`."""
         return self._meter is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the open window; None between windows."""
+        return None if self._meter is None else self._meter.plan
 
     @property
     def has_own_gradients(self) -> bool:

@@ -10,6 +10,7 @@
     simulate.py   a step predicted: `analyze` is the short answer, `simulate` compares policies
     report.py     a result as a page and as a summary
     train.py      RL post-training, balanced by foresight
+    watch.py      a training run while it goes on, in the terminal and as a page
     calibrate.py  measure this GPU into a profile, or check one
 
 Exit codes: 0 good, 1 findings, 2 bad input, 130 interrupted. With `--json` the last line of standard output is one JSON

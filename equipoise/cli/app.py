@@ -26,9 +26,10 @@ from equipoise.cli.plan import plan
 from equipoise.cli.report import report
 from equipoise.cli.simulate import analyze, simulate
 from equipoise.cli.train import train
+from equipoise.cli.watch import watch
 from equipoise.core.errors import EquipoiseError
 
-VERBS = (doctor, convert, generate, plan, analyze, simulate, report, train, calibrate)
+VERBS = (doctor, convert, generate, plan, analyze, simulate, report, train, watch, calibrate)
 USUAL = {
     "doctor": ("model", "form", "second", "self_check", "as_json"),
     "convert": ("out", "to", "model", "ep", "schedule", "formats"),
@@ -38,9 +39,12 @@ USUAL = {
     "simulate": ("demo", "model", "ep", "schedule", "cluster", "policies", "slots", "sweep", "report"),
     "report": ("out", "trace", "title", "force"),
     "train": ("preset", "settings", "ranks", "model", "compare", "resume", "out", "report"),
+    "watch": ("port", "once", "as_json"),
     "calibrate": ("out", "check", "ranks", "cluster", "trial"),
 }
 """Parameters of each verb that its `--help` shows, in this order; `--help-all` shows all."""
+UNLISTED = (generate,)
+"""Verbs that `equipoise --help` does not list, so that it lists nine; made-up workloads are for trials."""
 RENAMED = {
     "ingest": "equipoise convert DUMP -o routes.eqr",
     "count": "equipoise convert DUMP --to counts -o counts.npz",
@@ -79,7 +83,8 @@ def build_app() -> typer.Typer:
     # A callback also keeps the verb's name on the command line if only one verb is listed.
     app.callback()(_options_before_verb)
     for verb in VERBS:
-        app.command(name=verb.__name__, cls=SectionedCommand, epilog=_examples(verb))(flatten(guarded(verb)))
+        command = app.command(verb.__name__, cls=SectionedCommand, epilog=_examples(verb), hidden=verb in UNLISTED)
+        command(flatten(guarded(verb)))
     return app
 
 

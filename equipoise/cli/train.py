@@ -222,6 +222,9 @@ class RunView:
     def _stage(self, values: Mapping[str, Any]) -> None:
         self._status = f"step {values['step']}: {values['name']}"
 
+    def _memory(self, values: Mapping[str, Any]) -> None:
+        """Leave it to `equipoise watch`, which reads it from the run's folder."""
+
     def _note(self, values: Mapping[str, Any]) -> None:
         self.print(values["message"])
 

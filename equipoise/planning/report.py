@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core.plan import Plan
 from equipoise.layer.experts import Window
 from equipoise.planning.background import Planned
 from equipoise.transfer.waits import Counters
@@ -60,6 +61,11 @@ class WindowMeter:
     def __init__(self, counters: Counters, planned: Planned, window: Window) -> None:
         self._counters, self._planned, self._window = counters, planned, window
         self._before = _snapshot(counters)
+
+    @property
+    def plan(self) -> Plan:
+        """The window's plan."""
+        return self._planned.plan
 
     def report(self) -> WindowReport:
         """Return the report of the window up to now."""

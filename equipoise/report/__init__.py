@@ -7,6 +7,8 @@
                    the pages of an analysis, a simulation, a training run, compared modes, a rank replay
     render.py      the HTML file, with the colours of light and dark
     templates/     HTML, CSS and JavaScript of the page, and the definitions of its terms
+    live.py        a run while it goes on, from what it appends to its folder
+    serve.py       its page, for this machine alone
     summary.py     the same as text, and timelines as a Chrome trace
 
 Every figure is taken from a result document, whose skew is that of `loads.skew`.

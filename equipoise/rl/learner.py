@@ -29,6 +29,7 @@ from equipoise.core.options import BalancerOptions
 from equipoise.engines.weights import WeightSender
 from equipoise.launch import Ranks, sum_over
 from equipoise.layer.checkpoint import expert_state_dict, gradient_norm, load_expert_state_dict
+from equipoise.loads.forecast import Activations, received_bytes_MLR
 from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import WindowRoutes
 from equipoise.planning.worker import PlanWorker
@@ -167,6 +168,27 @@ class Learner:
     def report(self) -> WindowReport | None:
         """The balancer's report of the last window."""
         return None if self.balancer is None else self.balancer.report
+
+    def memory_need(self, stage: Stage) -> dict[str, Any] | None:
+        """Return the most that one rank needs in the open window for the rows it receives; None if none is planned.
+
+        Modelled from the plan, weights and optimizer aside; `limit_bytes` is all memory of a described device.
+        """
+        plan = None if self.balancer is None else self.balancer.plan
+        if self.balancer is None or plan is None or plan.itinerary is None:
+            return None
+        kept: Activations = "kept" if self._config.update.activation_checkpointing == "none" else "recomputed"
+        need_MLR = received_bytes_MLR(plan.rank_load_MLR, stage, self.shape, kept)
+        micro_step, layer, rank = (int(i) for i in np.unravel_index(int(need_MLR.argmax()), need_MLR.shape))
+        return {
+            "stage": stage,
+            "peak_bytes": int(need_MLR[micro_step, layer, rank]),
+            "rank": rank,
+            "micro_step": micro_step,
+            "layer": self.shape.layer_numbers[layer],
+            "slot_bytes": self.balancer.extra_bytes + self.balancer.row_bytes,
+            "limit_bytes": plan.cluster.memory_bytes,
+        }
 
     def forward(
         self,

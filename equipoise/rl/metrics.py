@@ -1,5 +1,7 @@
 """What a run reports: `RunEvent`s while it runs, one line of metrics per step, and the sinks that the lines go to.
 
+`events.jsonl` holds one JSON object per event of the first rank, but for metrics; a resumed run appends to it.
+
 Every metric is defined in `docs/metrics.md`, in the same order; ranks' figures are put together as said there.
 `metrics.jsonl` holds one JSON object per step, `step` first. A resumed run drops the lines after its checkpoint, so
 that the file of an interrupted and resumed run is that of an uninterrupted one, but for times.
@@ -10,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,12 +36,14 @@ class RunEvent(NamedTuple):
     start      facts of the run: model, ranks, mode, folder of results
     progress   message, done, total: something that takes a while
     stage      step, name of the stage that begins, rank; sent by every rank
+    memory     forecast of the planned window that begins: step, stage, peak_bytes and its rank, micro_step and layer
+               (received rows), slot_bytes (replica slots and rows read in place), limit_bytes; sent by the first rank
     metrics    one step's metrics
     note       message
     end        summary
     """
 
-    kind: Literal["start", "progress", "stage", "metrics", "note", "end"]
+    kind: Literal["start", "progress", "stage", "memory", "metrics", "note", "end"]
     values: Mapping[str, Any]
 
 
@@ -48,6 +52,27 @@ Show = Callable[[RunEvent], None]
 
 def ignore(event: RunEvent) -> None:
     """Show nothing."""
+
+
+def also_written(show: Show, path: Path) -> Show:
+    """Return a `Show` that also appends every event but metrics to a file, one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file: IO[str] | None = path.open("a", encoding="utf-8")
+
+    def show_and_write(event: RunEvent) -> None:
+        nonlocal file
+        show(event)
+        if file is None or event.kind == "metrics":
+            return
+        try:
+            file.write(json.dumps({"kind": event.kind, **event.values}) + "\n")
+            file.flush()
+        except OSError:
+            # Reporting must not stop training.
+            _LOG.exception("events are no longer written to %s", path)
+            file = None
+
+    return show_and_write
 
 
 class Sink(NamedTuple):

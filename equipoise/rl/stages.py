@@ -10,7 +10,8 @@ Ranks announce the same windows in the same order, each when it can: planning wa
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -255,9 +256,23 @@ class StepTally:
 class Stages:
     """Runs the windows of one step after another."""
 
-    def __init__(self, learner: Learner, config: TrainConfig, ranks: Ranks, *, reference: Any = None) -> None:
-        """Train `learner`; `reference` is a whole frozen model where a KL is asked for."""
+    def __init__(
+        self,
+        learner: Learner,
+        config: TrainConfig,
+        ranks: Ranks,
+        *,
+        reference: Any = None,
+        foresee: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Train `learner`.
+
+        Args:
+            reference: a whole frozen model where a KL is asked for
+            foresee: called on the first rank with the memory that a planned window needs, before its first micro-step
+        """
         self._learner, self._config, self._ranks, self._reference = learner, config, ranks, reference
+        self._foresee = foresee if ranks.is_first else None
         self._replay = config.update.replay
         self._is_complete = True
         self.open_step()
@@ -290,7 +305,7 @@ class Stages:
         is_recorded = self._replay == "R2"
         old: dict[int, Tensor] = {}
         for numbers in self._intake.recompute:
-            with self._learner.window(), torch.no_grad():
+            with self._window("recompute"), torch.no_grad():
                 for m, number in enumerate(numbers):
                     batch = self._batches[number]
                     old[number], ids_LTK = self._forward(m, batch, replay=self._replay == "R3", record=is_recorded)
@@ -309,7 +324,7 @@ class Stages:
                 self._submit(windows[k + 1], "update", is_replayed=self._replay != "off")
             tokens = self._total(sum(int(batch.is_response_T.sum()) for batch in window))
             loss, size = 0.0, 0.0
-            with self._learner.window():
+            with self._window("update"):
                 for m, batch in enumerate(window):
                     terms = self._terms(m, batch, old[k][m], advantage_B, tokens=tokens)
                     terms.loss.backward()
@@ -381,6 +396,14 @@ class Stages:
         self.tally.differing_rows += differing
         temperature = self._config.rollout.temperature
         return token_log_probs(logits_TV, batch.target_T, temperature=temperature), ids_LTK
+
+    @contextmanager
+    def _window(self, stage: Stage) -> Iterator[None]:
+        """Run the oldest announced window in a `with` block, and say first what memory it needs."""
+        with self._learner.window():
+            if self._foresee is not None and (need := self._learner.memory_need(stage)) is not None:
+                self._foresee(need)
+            yield
 
     def _submit(self, window: Window, stage: Stage, *, is_replayed: bool) -> None:
         """Announce a window: the ids themselves where they are replayed, else only the number of rows to expect."""

@@ -13,6 +13,7 @@ One step (`Trainer.step`), the same on every rank:
 A whole run (`run`) leaves in its folder:
     config.toml               every setting
     metrics.jsonl             one line per step
+    events.jsonl              one line per event between them: stages, forecasts of memory, notes, the end
     summary.json              what was learnt and balanced, and where files are
     checkpoints/step-000010   see `checkpoint`; its `model` is a HF checkpoint
 With `record`, the routes of every step go to a folder of their own, as vLLM's HTTP form writes them, with the model's
@@ -45,7 +46,7 @@ from equipoise.planning.worker import PlanWorker
 from equipoise.rl.checkpoint import Checkpoints, State
 from equipoise.rl.config import Mode, TrainConfig, build_cluster, write_config
 from equipoise.rl.learner import Learner, balancer_options, push_weights, sync_weights, warm_up
-from equipoise.rl.metrics import RankFigures, RunEvent, Show, Sinks, ignore, read_lines, step_metrics
+from equipoise.rl.metrics import RankFigures, RunEvent, Show, Sinks, also_written, ignore, read_lines, step_metrics
 from equipoise.rl.model import build_like, build_model, copy_model, open_tokenizer
 from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, Sample, Sampler, to_routes
 from equipoise.rl.stages import StageClock, Stages, Window, group_advantages
@@ -102,8 +103,8 @@ class Trainer:
         cluster = build_cluster(config, self.learner.shape)
         stages: tuple[Stage, ...] = ("recompute", "update")
         self._costs = {stage: CostModel.of(cluster, self.learner.shape, stage=stage) for stage in stages}
-        self.stages = Stages(self.learner, config, ranks, reference=self.reference)
-        self._clock = StageClock()
+        self.stages = Stages(self.learner, config, ranks, reference=self.reference, foresee=self._foresee)
+        self._clock, self._step = StageClock(), 0
         self.experience: Experience | None = None
         """The last step's rollout."""
 
@@ -114,7 +115,7 @@ class Trainer:
             given: a rollout to train on instead of an own one, in a comparison
         """
         self.stages.open_step()
-        self._clock = StageClock()
+        self._clock, self._step = StageClock(), step
         if given is None:
             experience = self._roll_out(step)
         else:
@@ -179,6 +180,9 @@ class Trainer:
     def _begin(self, step: int, stage: str) -> None:
         self._clock.begin(stage)
         self._show(RunEvent("stage", {"step": step, "name": stage, "rank": self.ranks.rank}))
+
+    def _foresee(self, need: dict[str, Any]) -> None:
+        self._show(RunEvent("memory", {"step": self._step, **need}))
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's entries of a checkpoint."""
@@ -381,6 +385,8 @@ def run(
     Args:
         worker: a planning process to use; None: start one
     """
+    if ranks.is_first:
+        show = also_written(show, places.out / "events.jsonl")
     # Step 1: build the model, or resume from the newest checkpoint.
     facts = {"seed": config.seed, "mode": config.balance.mode, "model": config.model.path or config.model.family}
     checkpoints = Checkpoints(places.out / "checkpoints", ranks, facts=facts, keep=config.checkpoint.keep)

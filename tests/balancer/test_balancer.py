@@ -17,12 +17,13 @@ SMALL = ParityCase(ranks=2, layers=2, tokens=12, home_slots=2)
 
 
 COUNTED = ("displaced", "displaced_far", "replicas", "replicas_far", "trades")
-MATRIX = [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2)]
+# Every layout, and every number of slots on one node and on two.
+MATRIX = [(1, 1, 1), (2, 1, 0), (2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 0), (4, 2, 1), (4, 2, 2), (8, 1, 1), (8, 2, 2)]
+IDS = [f"EP{ranks} on {nodes} nodes, {slots} slots" for ranks, nodes, slots in MATRIX]
 
 
 @pytest.mark.dist(8)
-@pytest.mark.parametrize("slots", [0, 1, 2], ids="{} slots".format)
-@pytest.mark.parametrize(("ranks", "nodes"), MATRIX, ids=[f"EP{ranks} on {nodes} nodes" for ranks, nodes in MATRIX])
+@pytest.mark.parametrize(("ranks", "nodes", "slots"), MATRIX, ids=IDS)
 def test_balanced_training_learns_what_static_training_learns(pool, ranks, nodes, slots):
     case = ParityCase(ranks=ranks, nodes=nodes, slots=slots, steps=3, layers=2, tokens=128 // ranks)
     static, balanced, has_numba = zip(*pool.run(work.train_twice, ranks, case), strict=True)
@@ -41,8 +42,7 @@ def test_balanced_training_learns_what_static_training_learns(pool, ranks, nodes
 
 
 @pytest.mark.dist(8)
-@pytest.mark.parametrize("slots", [0, 1, 2], ids="{} slots".format)
-@pytest.mark.parametrize(("ranks", "nodes"), MATRIX, ids=[f"EP{ranks} on {nodes} nodes" for ranks, nodes in MATRIX])
+@pytest.mark.parametrize(("ranks", "nodes", "slots"), MATRIX, ids=IDS)
 def test_by_seconds_everything_that_pays_is_executed_and_learns_the_same(pool, tmp_path, ranks, nodes, slots):
     profile = write_slow_profile(tmp_path)
     sizes = {"ranks": ranks, "nodes": nodes, "slots": slots, "layers": 2, "tokens": 128 // ranks, "width": 8}

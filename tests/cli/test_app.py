@@ -82,6 +82,7 @@ FLAGS = {
     },
     "generate": {*FILE, "--model", "--samples", "--tokens", "--length-sigma", "--domains", "--seed", "--step"},
     "report": {*FILE, "--trace", "--doctor", "--measured", "--title"},
+    "watch": {"--port", "--once", "--json"},
     "calibrate": {
         *FILE,
         "--check",

@@ -14,8 +14,12 @@ from tests.report.documents import metrics, write_run
 
 NAMES = [verb.__name__ for verb in VERBS]
 MODEL = ModelShape.preset("qwen3-30b-a3b")
-WORK = {"train": "equipoise.rl.train.launch", "calibrate": "equipoise.calibrate.run.require_gpu"}
-"""Where work begins that takes minutes or a GPU: examples end there; test_train.py and test_calibrate.py go on."""
+WORK = {
+    "train": "equipoise.rl.train.launch",
+    "calibrate": "equipoise.calibrate.run.require_gpu",
+    "watch": "equipoise.report.live.LiveReader",
+}
+"""Where work begins that takes minutes or a GPU: examples end there; the verbs' own tests go on."""
 PROFILE = Path(__file__).parents[2] / "equipoise/cost/profiles/h200.json"
 ADDED = {"equipoise simulate --demo": ["--policies=static", "--no-break-even"]}
 """Flags added to an example that would take half a minute."""
@@ -89,3 +93,8 @@ def test_every_example_of_every_verb_runs_as_written(equipoise, folder, monkeypa
             outcome = equipoise(verb, *words, *ADDED.get(example, []))
         wanted = (2, "equipoise: work begins\n") if verb in WORK else (0, "")
         assert (outcome.code, outcome.err) == wanted, example
+
+
+def test_nine_verbs_are_listed():
+    listed_verbs = [name for name, one in typer.main.get_command(build_app()).commands.items() if not one.hidden]
+    assert len(listed_verbs) == 9 and "watch" in listed_verbs and "generate" not in listed_verbs
