@@ -8,12 +8,12 @@ KERNELS := $(VENV)/.kernels
 # Tests start hundreds of processes; each would compile the package's sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types contracts megatron-versions clean
+.PHONY: demo test lint types contracts megatron-versions transformers-versions clean
 
 demo: $(KERNELS)
 	$(PYTHON) -m equipoise.demo out/demo.html
 
-test: $(STAMP)
+test: $(STAMP) out/transformers-$(TRANSFORMERS)
 	$(MAKE) --jobs 2 $(KERNELS) lint types contracts
 	$(PYTHON) -m pytest --minimum-tests -n 3 --dist loadgroup --no-loadscope-reorder
 
@@ -42,6 +42,15 @@ out/megatron-%: | $(STAMP)
 
 out/triton: | $(STAMP)
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==3.9.0
+
+# transformers' own expert parallelism came after the installed version; its tests run a newer one beside it, others on request.
+TRANSFORMERS := 5.22.2
+
+transformers-versions: $(KERNELS) out/transformers-5.20.2 out/transformers-5.21.1
+	for version in 5.20.2 5.21.1; do TRANSFORMERS=$$version $(PYTHON) -m pytest tests/adapters/test_sharded.py || exit 1; done
+
+out/transformers-%: | $(STAMP)
+	$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $@ transformers==$* accelerate==1.15.0
 
 # One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew. Compiling all that is
 # installed takes longer than compiling what is imported, which the first import does.

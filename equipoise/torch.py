@@ -21,7 +21,7 @@ from equipoise.planning.report import WindowReport
 from equipoise.transfer.node import ExpertWeights
 
 if TYPE_CHECKING:
-    from equipoise.adapters import megatron, transformers
+    from equipoise.adapters import megatron, transformers, transformers_sharded
 
 __all__ = [
     "Balancer",
@@ -36,12 +36,13 @@ __all__ = [
     "load_experts",
     "run_ranks",
     "transformers",
+    "transformers_sharded",
     "megatron",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Adapters import their framework, so each is imported only when it is asked for.
-    if name in ("transformers", "megatron"):
+    if name in ("transformers", "transformers_sharded", "megatron"):
         return import_module(f"equipoise.adapters.{name}")
     raise AttributeError(f"module 'equipoise.torch' has no attribute {name!r}")

@@ -130,7 +130,7 @@ PUBLIC = [
 ]
 PUBLIC_TORCH = [
     *("Balancer", "BalancerOptions", "WindowReport", "find_layers", "BalancedExperts", "LayerOptions", "ExpertWeights"),
-    *("Visit", "save_experts", "load_experts", "run_ranks", "transformers", "megatron"),
+    *("Visit", "save_experts", "load_experts", "run_ranks", "transformers", "transformers_sharded", "megatron"),
 ]
 
 

@@ -4,6 +4,7 @@
     transformers.py  Hugging Face transformers: install, uninstall, checkpoints
         transformers_model.py     inspect: what is there and what is unsupported; add a model family here
         transformers_routers.py   hooks that record and replay routes
+        transformers_sharded.py   a model that transformers itself has sharded: install, windows, uninstall
     megatron.py      Megatron-Core: install, windows around its schedules, uninstall
         megatron_model.py         inspect: what is there and what is refused
         slime.py                  hooks for slime and miles, which train with it

@@ -36,7 +36,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, expert_parameters, inspect
-from equipoise.adapters.protocol import is_in_backward
+from equipoise.adapters.protocol import check_group, is_in_backward
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
 from equipoise.core.errors import AdapterError
@@ -440,7 +440,7 @@ def install(
         worker: a planning process to use, instead of an own one
     """
     group = parallel_state.get_expert_model_parallel_group()
-    check_group(group)
+    check_group(group, advice="before initialize_model_parallel")
     # What one rank must refuse, all refuse.
     gather = partial(gather_objects, group=group)
     found = all_or_none(partial(_checked, model_chunks, cluster), gather)[group.rank()]
@@ -453,17 +453,6 @@ def install(
 def uninstall(handle: MegatronHandle) -> None:
     """Restore the model chunks of a handle. Every rank must call this."""
     handle.uninstall()
-
-
-def check_group(group: Any) -> None:
-    """Refuse an EP group without a CPU backend: plans and counts are exchanged between CPUs."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError as error:
-        raise AdapterError(
-            "Megatron's EP group cannot move CPU tensors; call torch.distributed.init_process_group with "
-            f"backend='cpu:gloo,cuda:nccl' before initialize_model_parallel ({error})"
-        ) from error
 
 
 def same_memory(parameter: Tensor) -> Tensor:

@@ -347,6 +347,21 @@ def gather(shard: Tensor, group: Any, *, to: int | None = None) -> Tensor | None
     return full.view(-1, *shard.shape[1:]).to(shard.device)
 
 
+def check_group(group: Any, *, advice: str) -> None:
+    """Refuse an EP group without a CPU backend: plans and counts are exchanged between CPUs.
+
+    Args:
+        advice: when this framework needs the process group to be made
+    """
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError as error:
+        raise AdapterError(
+            "the EP group cannot move CPU tensors; call torch.distributed.init_process_group with "
+            f"backend='cpu:gloo,cuda:nccl' {advice} ({error})"
+        ) from error
+
+
 def trainer_options(given: Mapping[str, Any], *, example: str) -> tuple[str, BalancerOptions]:
     """Return the cluster preset and the options of what a trainer's configuration says under `equipoise`.
 

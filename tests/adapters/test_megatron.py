@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from equipoise.adapters import megatron_model as model
-from equipoise.adapters.megatron import check_group, distinct
+from equipoise.adapters.megatron import distinct
+from equipoise.adapters.protocol import check_group
 from equipoise.core.errors import AdapterError
 
 DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -121,5 +122,5 @@ def test_an_ep_group_of_devices_alone_is_refused_with_the_fix():
         raise RuntimeError(f"No backend type associated with device type {device.type}")
 
     with pytest.raises(AdapterError, match="backend='cpu:gloo,cuda:nccl' before initialize_model_parallel"):
-        check_group(SimpleNamespace(_get_backend=none))
-    check_group(SimpleNamespace(_get_backend=lambda device: object()))
+        check_group(SimpleNamespace(_get_backend=none), advice="before initialize_model_parallel")
+    check_group(SimpleNamespace(_get_backend=lambda device: object()), advice="")

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class MegatronPool(Pool):
         context = preloaded_context()
         pipes = [context.Pipe() for _ in range(RANKS)]
         store = str(Path(self._folder.name) / "store")
-        parent = context.Process(target=_fork_ranks, args=([theirs for _, theirs in pipes], store))
+        parent = context.Process(target=_fork_ranks, args=([theirs for _, theirs in pipes], store, LOADED))
         parent.start()
         for _, theirs in pipes:
             theirs.close()
@@ -46,13 +47,13 @@ def _call(group: Any, name: str, *args: Any) -> Any:
     return task(group, *args)
 
 
-def _fork_ranks(pipes: list[Connection], store: str) -> None:
+def _fork_ranks(pipes: list[Connection], store: str, loaded: Sequence[str]) -> None:
     """Import once, fork the ranks, wait for them. They end with this process, and it ends with the tests."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Apex and Transformer Engine are not here, torch renames collectives, and every rank would say so many times.
     for category in (UserWarning, FutureWarning):
         warnings.simplefilter("ignore", category)
-    for module in LOADED:
+    for module in loaded:
         importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_serve, args=(pipe, rank, RANKS, store, "gloo")) for rank, pipe in enumerate(pipes)]

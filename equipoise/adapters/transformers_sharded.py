@@ -1,0 +1,386 @@
+"""The adapter of transformers' own expert parallelism: balance a model that is sharded already.
+
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8))
+    handle = install(model, cluster=cluster, options=BalancerOptions(slots=1))     # no rank ever has the whole model
+    with handle.window(routes):                         # routes[m]: ids [L, T, K] that this rank replays
+        with handle.micro_step(m, ids=routes[m]):
+            loss = model(input_ids=..., use_cache=False).logits ...
+        loss.backward()
+    optimizer.step()                                    # made before or after install
+    uninstall(model)                                    # the model as it was
+
+What `install` changes on this rank, and `uninstall` takes back; no class or function of transformers is patched:
+1. Every experts module gets a `forward` of ours. Outside a window it calls that of transformers.
+2. Hooks, see `transformers_routers`; while a window is open FSDP2's hooks of experts modules rest, because experts
+   compute on a working copy of this rank's weights, gathered once when the window begins.
+
+Parameters, FSDP2's state and the optimizer's stay where they are. When a window ends, FSDP2 is given the gradients of
+experts as in a backward pass, so that it reduces, divides and accumulates them as it would without a balancer.
+
+Private names, read in transformers 5.20 to 5.22 and torch 2.13: `EpDispatchExpertsParallel`, whose `install_forward`
+sets an experts module's forward; `_mesh_manager`; `FSDPState`, which owns FSDP2's hooks.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace as replace_fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from equipoise.adapters import transformers_model
+from equipoise.adapters.protocol import (
+    MicroBatch,
+    Recorded,
+    ReplayCounters,
+    RouteIds,
+    check_group,
+    routes_from,
+    schedule_from,
+)
+from equipoise.adapters.transformers_model import FAMILIES, Family, Found, check_router
+from equipoise.adapters.transformers_routers import LayerHooks, Routers
+from equipoise.balancer import Balancer
+from equipoise.core import Cluster, Stage
+from equipoise.core.errors import AdapterError
+from equipoise.core.options import BalancerOptions
+from equipoise.layer.experts import BalancedExperts, LayerOptions
+from equipoise.planning.rows import WindowRoutes
+from equipoise.planning.worker import PlanWorker
+from equipoise.transfer.node import ExpertWeights
+from equipoise.transfer.waits import all_or_none, gather_objects
+
+__all__ = [
+    "inspect",
+    "install",
+    "uninstall",
+    "ShardedHandle",
+    "routes_from",
+    "schedule_from",
+    "MicroBatch",
+    "Recorded",
+    "ReplayCounters",
+]
+
+FIRST = (5, 20)
+"""First minor version whose `from_pretrained` accepts an EP size of its own; 5.19 asks for ep_size=tp_size."""
+STYLE = "ep_dispatch_experts"
+"""Name of the style in a model's `ep_plan` that sends tokens to the ranks of their experts."""
+KEPT = "_equipoise_sharded"
+"""Attribute of an installed model that holds its handle."""
+
+
+class _ShardedExperts:
+    """One experts module with its sharded parameters, and the balanced experts that compute in windows."""
+
+    def __init__(self, module: Any, family: Family, hooks: LayerHooks, *, index: int, options: LayerOptions) -> None:
+        """
+        Args:
+            hooks: of the decoder layer
+            index: of the layer in plans
+        """
+        self._module, self._family, self._hooks = module, family, hooks
+        self._forward = vars(module)["forward"]
+        self._resting: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        first = module._parameters[family.tensors[0]]
+        with self._unsharded() as tensors:
+            home = ExpertWeights(*(self._exchanged(tensor).clone() for tensor in tensors))
+        self.balanced = BalancedExperts(home, layer=index, group=first.device_mesh["ep"].get_group(), options=options)
+        self.balanced.requires_grad_(first.requires_grad)
+
+    def put(self) -> None:
+        """Take the place of the module's forward."""
+        self._module.forward = self._compute
+
+    def restore(self) -> None:
+        """Give the module back its forward."""
+        self._module.forward = self._forward
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy this rank's experts, as they are now, to the working copy. Every rank must call this."""
+        with self._unsharded() as tensors:
+            for working, tensor in zip(self.balanced.home.tensors(), tensors, strict=True):
+                working.copy_(self._exchanged(tensor))
+                working.grad = None
+
+    def begin(self) -> None:
+        """Compute with balanced experts from now on."""
+        self._hooks.balanced = self.balanced
+        # FSDP2 would gather parameters that no one computes with.
+        for hooks in (self._module._forward_pre_hooks, self._module._forward_hooks):
+            self._resting.append((hooks, dict(hooks)))
+            for key, hook in tuple(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), FSDPState):
+                    del hooks[key]
+
+    def leave(self) -> None:
+        """Compute as transformers does from now on."""
+        self._hooks.balanced = self._hooks.current = None
+        for hooks, kept in self._resting:
+            hooks.clear()
+            hooks.update(kept)
+        self._resting = []
+
+    def end(self) -> None:
+        """Give FSDP2 the window's gradients, complete in the EP group. Every rank must call this.
+
+        FSDP2 reduces them over the ranks that own the same experts, divides them, and adds them to the sharded
+        parameters' `grad`, as after any backward: this is one, of a sum whose gradients are the given ones.
+        """
+        self.leave()
+        gradients = [working.grad for working in self.balanced.home.tensors()]
+        if any(gradient is None for gradient in gradients):
+            return  # a pass without backward
+        self._module.forward = lambda: sum(
+            (tensor * self._exchanged(gradient)).sum()
+            for tensor, gradient in zip(self._tensors(), gradients, strict=True)
+        )
+        self._module().backward()
+        self.put()
+        for working in self.balanced.home.tensors():
+            working.grad = None
+
+    @contextmanager
+    def _unsharded(self) -> Iterator[list[Tensor]]:
+        """Let FSDP2 gather this EP rank's experts, [E / R, ...]. Every rank must enter."""
+        self._module.unshard()
+        yield [tensor.detach() for tensor in self._tensors()]
+        self._module.reshard()
+
+    def _tensors(self) -> list[Any]:
+        return [self._module._parameters[name].to_local() for name in self._family.tensors]
+
+    def _exchanged(self, weights: Any) -> Tensor:
+        """Convert from transformers' layout to that of `BalancedExperts`, or back."""
+        exchanged: Tensor = weights.transpose(1, 2) if self._family.is_transposed and weights.ndim == 3 else weights
+        return exchanged
+
+    def _compute(self, hidden_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """Take the place of the experts' forward."""
+        if self._hooks.balanced is None:
+            output: Tensor = self._forward(hidden_TD, ids_TK, gates_TK)
+            return output
+        return self._hooks.compute(hidden_TD, ids_TK, gates_TK)
+
+
+class ShardedHandle:
+    """A sharded model whose experts are balanced in windows, seen from one rank."""
+
+    def __init__(self, model: nn.Module, found: Found, *, cluster: Cluster, options: BalancerOptions) -> None:
+        """Made by `install`."""
+        self.model, self.found = model, found
+        self.routers = Routers(model, found=found)
+        family = FAMILIES[found.family]
+        layer_options = LayerOptions(activation=family.activation, products=_products(model))
+        self._experts = [
+            _ShardedExperts(model.get_submodule(one.experts_path), family, hooks, index=at, options=layer_options)
+            for at, (one, hooks) in enumerate(zip(found.layers, self.routers.layers, strict=True))
+        ]
+        self.balancer = Balancer(cluster=cluster, model=found.shape, group=ep_group(model), options=options)
+        self._is_failed = False
+
+    def put(self, worker: PlanWorker | None) -> None:
+        """Attach the balancer, then change the model, which cannot fail."""
+        pairs = zip(self.found.layers, self._experts, strict=True)
+        self.balancer.attach({one.experts_path: experts.balanced for one, experts in pairs}, worker=worker)
+        for experts in self._experts:
+            experts.put()
+        setattr(self.model, KEPT, self)
+
+    @property
+    def counters(self) -> ReplayCounters:
+        """Router calls and replayed rows so far."""
+        return self.routers.counters
+
+    @property
+    def extra_bytes(self) -> Mapping[str, int]:
+        """Bytes of this rank beyond what transformers holds, by what they are for."""
+        copies = sum(tensor.nbytes for experts in self._experts for tensor in experts.balanced.home.tensors())
+        moving = {"balancer": self.balancer.extra_bytes, "rows in place of all-to-all": self.balancer.row_bytes}
+        return {"working copy of the weights": copies, **moving}
+
+    def micro_step(self, micro_step: int, *, ids: RouteIds | None = None, record: bool = False) -> Any:
+        """Wrap the forward pass of one micro-step in a `with` block; backward may run later, also checkpointed.
+
+        Args:
+            micro_step: its number in the window
+            ids: what this rank's tokens replay, see `RouteIds`; None: the model routes itself
+            record: give a `Recorded`, which then holds the ids that were used
+        """
+        return self.routers.forward_pass(micro_step, ids=ids, record=record)
+
+    def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
+        """Plan the next window in the background. Every rank must call this.
+
+        Args:
+            routes: routes[m] are the ids [L, T, K] that this rank replays in micro-step m; -1 where unknown
+        """
+        self.balancer.submit(routes, stage=stage)
+
+    def begin(self) -> None:
+        """Begin the window that was submitted first. Every rank must call this."""
+        if self._is_failed:
+            raise AdapterError("a window was left with an error; uninstall, load a checkpoint and install again")
+        if self.balancer.is_open:
+            raise AdapterError("a window is open; end it before the next begins")
+        for experts in self._experts:
+            experts.fill()
+        # A working copy need not return: the sharded parameters stay at their owners.
+        self.balancer.begin(with_weights=False)
+        for experts in self._experts:
+            experts.begin()
+
+    def end(self) -> None:
+        """End the window: gradients go to their owners and into `grad` of the sharded parameters."""
+        self.balancer.end()
+        for experts in self._experts:
+            experts.end()
+
+    @contextmanager
+    def window(self, routes: WindowRoutes | None = None, *, stage: Stage = "update") -> Iterator[None]:
+        """Begin and end a window around a `with` block; submits `routes` first where given."""
+        if routes is not None:
+            self.submit(routes, stage=stage)
+        self.begin()
+        try:
+            yield
+        except BaseException as error:
+            self._is_failed = True
+            for experts in self._experts:
+                experts.leave()
+            self.balancer.abort(f"left the window with an error: {error!r}")
+            raise
+        self.end()
+
+    def uninstall(self) -> None:
+        """Restore the model and free what was added. Every rank must call this, with no window open."""
+        if self.balancer.is_open and not self._is_failed:
+            raise AdapterError("cannot uninstall: a window of the balancer is open; end it first")
+        self.routers.unwrap()
+        for experts in self._experts:
+            experts.restore()
+        delattr(self.model, KEPT)
+        self.balancer.close()
+
+
+def install(
+    model: nn.Module,
+    *,
+    cluster: Cluster,
+    options: BalancerOptions | None = None,
+    worker: PlanWorker | None = None,
+) -> ShardedHandle:
+    """Balance the experts of a sharded model from now on, in windows. Every rank of the model must call this.
+
+    Args:
+        model: made by `from_pretrained` with a `DistributedConfig` of fsdp_size and ep_size
+        cluster: of one EP group
+        worker: a planning process to use, instead of an own one
+    """
+    # What one rank must refuse, all refuse.
+    found = all_or_none(partial(_checked, model, cluster), partial(gather_objects, group=None))[dist.get_rank()]
+    handle = ShardedHandle(model, found, cluster=cluster, options=options or BalancerOptions())
+    handle.put(worker)
+    return handle
+
+
+def uninstall(model: nn.Module) -> None:
+    """Restore the model exactly. Every rank must call this."""
+    if KEPT not in vars(model):
+        raise AdapterError(f"this {type(model).__name__} has no balanced experts; install them first")
+    getattr(model, KEPT).uninstall()
+
+
+def inspect(model: nn.Module) -> Found:
+    """Find the MoE layers of a sharded model, and say what is unsupported."""
+    found = transformers_model.inspect(model)
+    reasons = list(_version_reasons())
+    if not reasons:
+        reasons += _sharding_reasons(model)
+    if not reasons:
+        reasons += [reason for one in found.layers for reason in _experts_reasons(model, one.experts_path, found)]
+    return replace_fields(found, unsupported=tuple(reasons))
+
+
+def ep_group(model: Any) -> Any:
+    """Return the ranks that tokens of a sharded model are sent between."""
+    return model._mesh_manager.get_mesh("ep").get_group()
+
+
+def _products(model: Any) -> Any:
+    """One product for all experts on GPUs, one for each on CPUs, where grouped products are a loop too."""
+    return "grouped" if next(model.parameters()).is_cuda else "loop"
+
+
+def _checked(model: nn.Module, cluster: Cluster) -> Found:
+    """Refuse what cannot be balanced, before anything changes."""
+    if KEPT in vars(model):
+        raise AdapterError(f"this {type(model).__name__} has balanced experts already; uninstall them first")
+    found = inspect(model)
+    if found.unsupported:
+        raise AdapterError("; ".join(found.unsupported))
+    group = ep_group(model)
+    check_group(group, advice="before the model is loaded")
+    if cluster.ep != group.size():
+        raise AdapterError(
+            f"the cluster has an EP group of {cluster.ep} ranks, the model's has {group.size()}; give one with "
+            f"ep={group.size()}"
+        )
+    for layer in found.layers:
+        # The model's own router has a part of its weights on every rank; gates are made by its class.
+        router = type(model.get_submodule(layer.router_path))(model.config.get_text_config())
+        nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+        check_router(router, FAMILIES[found.family], path=layer.router_path, version=transformers.__version__)
+    return found
+
+
+def _version_reasons() -> Iterator[str]:
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < FIRST:
+        yield (
+            f"transformers {transformers.__version__} does not send tokens between ranks of an EP size of its own; use "
+            "5.20 or newer, or the adapter equipoise.torch.transformers, which takes a whole model"
+        )
+
+
+def _sharding_reasons(model: Any) -> Iterator[str]:
+    sizes = getattr(model.config, "distributed_config", None)
+    if sizes is None or sizes.ep_size == 1:
+        yield (
+            "the model is not expert parallel; load it with distributed_config=DistributedConfig(fsdp_size=..., "
+            "ep_size=...), or use the adapter equipoise.torch.transformers"
+        )
+        return
+    if STYLE not in model.ep_plan.values():
+        yield f"the model's ep_plan has no {STYLE!r}: its ranks all compute the same tokens; use that style"
+    for name, limit in (("tp_size", 1), ("pp_size", 1), ("fsdp_mixed_precision", False), ("fsdp_cpu_offload", False)):
+        if getattr(sizes, name) != limit:
+            yield f"{name}={getattr(sizes, name)} is not supported; use {name}={limit}, with fsdp_size and ep_size"
+    if getattr(model, "hf_quantizer", None) is not None:
+        yield "the model is quantized; load it without quantization_config"
+
+
+def _experts_reasons(model: Any, path: str, found: Found) -> Iterator[str]:
+    experts, family = model.get_submodule(path), FAMILIES[found.family]
+    if "EpDispatchExpertsParallel" not in getattr(vars(experts).get("forward"), "__qualname__", ""):
+        yield f"the forward of `{path}` is not that of transformers' {STYLE!r}; load the model without patches of it"
+    if sorted(experts._parameters) != sorted(family.tensors):
+        yield f"`{path}` keeps {sorted(experts._parameters)}; this adapter knows {sorted(family.tensors)}"
+        return
+    if family.activation == "swiglu" and experts.config.hidden_act not in ("silu", "swish"):
+        yield f"`{path}` activates with {experts.config.hidden_act!r}; only silu is computed by the balanced experts"
+    for name in family.tensors:
+        parameter = experts._parameters[name]
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or mesh.mesh_dim_names != ("efsdp", "ep"):
+            yield f"`{path}.{name}` is not sharded over the meshes efsdp and ep; load the model with distributed_config"
+        elif parameter.shape[0] % mesh.size():
+            yield (
+                f"`{path}.{name}`: {parameter.shape[0]} experts do not divide by the {mesh.size()} ranks that share "
+                "them; use as many ranks as divide them"
+            )

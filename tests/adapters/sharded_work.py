@@ -1,0 +1,190 @@
+"""What ranks do in the tests of sharded transformers models. Imports no planner: training processes must not."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+from equipoise import Cluster
+from equipoise.adapters import transformers_sharded as adapter
+from equipoise.adapters.transformers_routers import wrap_routers
+from equipoise.core.errors import AdapterError
+from equipoise.core.options import BalancerOptions
+from equipoise.planning.worker import PlanWorker
+from tests.adapters.tiny import EXPERTS, VOCAB, build
+
+RANKS, STEPS, SAMPLES, TOKENS = 4, 3, 2, 12
+logging.disable_progress_bar()
+
+
+@functools.cache
+def kept_worker():
+    """One planning process for all tests of this rank; it ends with the rank."""
+    return PlanWorker()
+
+
+@contextlib.contextmanager
+def stable_sorts():
+    """Let transformers keep the order of an expert's tokens: torch leaves it open, and sums depend on it."""
+    argsort = torch.argsort
+    torch.argsort = functools.partial(argsort, stable=True)
+    yield
+    torch.argsort = argsort
+
+
+def save(group, folder, family, **figures):
+    """Write the whole model, which the first rank alone has."""
+    if group.rank() == 0:
+        build(family, **figures).save_pretrained(folder)
+    dist.barrier(group)
+
+
+def load(folder, ep, dtype=torch.float32, **sizes):
+    """The model as transformers shards it: this rank reads its part."""
+    config = DistributedConfig(**{"fsdp_size": RANKS, "ep_size": ep, **sizes})
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config, **implementations)
+
+
+def made_routes(shape, *, step, micro_steps):
+    """[micro-step] ids [L, T, K] of this rank, most of them of the first experts."""
+    make = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    size = (micro_steps, shape.layers, SAMPLES * TOKENS, EXPERTS)
+    return (torch.rand(size, generator=make) - torch.linspace(0.0, 2.0, EXPERTS)).topk(shape.top_k, dim=-1).indices
+
+
+def loss_of(model, *, step, micro_step=0):
+    make = torch.Generator().manual_seed(1000 * step + 10 * micro_step + dist.get_rank())
+    tokens = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=make)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+
+
+def train(model, *, micro_steps, install=None):
+    """Losses, gradients of the first step, weights after the last one, and how much moved, of this rank."""
+    shape = adapter.inspect(model).shape
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    handle = install(model) if install else None
+    routers = wrap_routers(model) if handle is None else handle.routers
+    losses, grads, moved = [], {}, [0, 0]
+    for step in range(STEPS):
+        routes = made_routes(shape, step=step, micro_steps=micro_steps)
+        with contextlib.nullcontext() if handle is None else handle.window(list(routes)):
+            for m in range(micro_steps):
+                with routers.forward_pass(m, ids=routes[m]):
+                    loss = loss_of(model, step=step, micro_step=m)
+                loss.backward()
+                losses.append(loss.item())
+        if handle is not None:
+            report = handle.balancer.report
+            moved = [moved[0] + report.displaced, moved[1] + report.replicas]
+        grads = grads or {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = routers.counters.rows
+    routers.unwrap() if handle is None else adapter.uninstall(model)
+    weights = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "grads": grads, "weights": weights, "moved": moved, "rows": rows}
+
+
+def installer(ep, *, slots):
+    cluster = Cluster.preset("h200", nodes=1, ranks_per_node=ep)
+    options = BalancerOptions(slots=slots, objective="skew")
+    return lambda model: adapter.install(model, cluster=cluster, options=options, worker=kept_worker())
+
+
+def parity(group, folder, family, ep, micro_steps):
+    """The unbalanced model, placement alone, replicas with gradient checkpointing, and float64, of one checkpoint."""
+    save(group, folder, family, num_experts_per_tok=2)
+    with stable_sorts():
+        legs = {"plain": train(load(folder, ep), micro_steps=micro_steps)}
+    legs["exact"] = train(load(folder, ep, torch.float64), micro_steps=micro_steps)
+    legs["placed"] = train(load(folder, ep), micro_steps=micro_steps, install=installer(ep, slots=0))
+    model = load(folder, ep)
+    model.gradient_checkpointing_enable()
+    model.train()
+    legs["replicated"] = train(model, micro_steps=micro_steps, install=installer(ep, slots=1))
+    return legs
+
+
+def objects(model):
+    """What install may change and uninstall must restore, by identity."""
+    found = {}
+    for path, module in model.named_modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"):
+            # Bound methods are made anew at every look: those of one object are equal.
+            found[path, kind] = list(getattr(module, kind).values())
+        found[path, "forward"] = [vars(module).get("forward")]
+        found[path, "parameters"] = [id(parameter) for parameter in module._parameters.values()]
+        found[path, "attributes"] = sorted(vars(module))
+    return found
+
+
+def life(group, folder):
+    """What stays as it was: objects, the model outside windows, and after a window that was left with an error."""
+    save(group, folder, "qwen3_moe")
+    model = load(folder, 4)
+    with torch.no_grad():
+        before = loss_of(model, step=0).item()
+    kept = objects(model)
+    handle = installer(4, slots=1)(model)
+    with torch.no_grad():
+        outside = loss_of(model, step=0).item()
+    refused = [_refusal(lambda: installer(4, slots=1)(model)), _refusal(lambda: handle.micro_step(0).__enter__())]
+    handle.routers._current = None
+    routes = list(made_routes(handle.found.shape, step=0, micro_steps=1))
+    extra = handle.extra_bytes
+    try:
+        with handle.window(routes):
+            raise ValueError("an error of the loss")
+    except ValueError as error:
+        refused.append(str(error))
+    refused.append(_refusal(handle.begin))
+    adapter.uninstall(model)
+    refused.append(_refusal(lambda: adapter.uninstall(model)))
+    with torch.no_grad():
+        after = loss_of(model, step=0).item()
+    return {
+        "losses": (before, outside, after),
+        "same": objects(model) == kept,
+        "refused": refused,
+        "extra": dict(extra),
+        "experts": sum(p.to_local().nbytes for name, p in model.named_parameters() if ".experts." in name),
+    }
+
+
+def _refusal(work):
+    try:
+        work()
+    except AdapterError as error:
+        return str(error)
+    return "accepted"
+
+
+def refused(group, folder):
+    """The words of every refusal, by what was asked for; nothing has changed after each."""
+    save(group, folder, "qwen3_moe")
+    model = load(folder, 4)
+    kept, words = objects(model), {}
+    sizes = model.config.distributed_config
+    for name, value in (("tp_size", 2), ("pp_size", 2), ("fsdp_mixed_precision", True), ("fsdp_cpu_offload", True)):
+        model.config.distributed_config = SimpleNamespace(**{**vars(sizes), name: value})
+        words[name] = _refusal(lambda: installer(4, slots=1)(model))
+    model.config.distributed_config = None
+    words["whole"] = _refusal(lambda: installer(4, slots=1)(model))
+    model.config.distributed_config = sizes
+    words["cluster"] = _refusal(lambda: installer(2, slots=1)(model))
+    experts = model.model.layers[0].mlp.experts
+    forward = experts.forward
+    if group.rank() == 1:
+        # One rank's patch is refused by all.
+        experts.forward = lambda *args: forward(*args)
+    words["patched"] = _refusal(lambda: installer(4, slots=1)(model))
+    experts.forward = forward
+    return words, objects(model) == kept

@@ -1,0 +1,117 @@
+"""transformers' own expert parallelism: a model that is sharded already trains balanced as it trains alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.adapters import transformers_sharded
+from tests.adapters.sharded_pool import NEWER, NewerPool
+from tests.adapters.tiny import build
+
+
+@pytest.fixture(scope="module")
+def newer_pool(request):
+    """Four ranks with the newer transformers."""
+    if not NEWER.is_dir():
+        needed = f"{NEWER.name} is not there: make out/{NEWER.name}"
+        pytest.fail(needed) if request.config.getoption("--minimum-tests") else pytest.skip(needed)
+    workers = NewerPool()
+    yield workers
+    workers.close()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def differing(leg, wanted, kind):
+    return [name for name, tensor in wanted[kind].items() if not torch.equal(tensor, leg[kind][name])]
+
+
+def error(ranks, leg, name):
+    """Root mean square over all experts, against float64."""
+    errors = [legs[leg]["grads"][name] - legs["exact"]["grads"][name] for legs in ranks]
+    return float(torch.cat(errors).pow(2).mean().sqrt())
+
+
+def is_close(leg, plain):
+    """Whether every gradient is that of the unbalanced model but for rounding."""
+    largest = max(float(gradient.abs().max()) for gradient in plain["grads"].values())
+    worst = max(float((leg["grads"][name] - plain["grads"][name]).abs().max()) for name in plain["grads"])
+    return worst <= 5e-6 * largest and leg["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+
+
+# Over two owners of an expert FSDP2 sums gradients in every micro-step, a window once: one micro-step is compared.
+# gpt-oss keeps its matrices transposed, and products of the two layouts round differently.
+@pytest.mark.parametrize(
+    ("family", "ep", "micro_steps", "is_same"),
+    [("qwen3_moe", 4, 2, True), ("qwen3_moe", 2, 1, True), ("gpt_oss", 2, 1, False)],
+    ids=["EP4", "EP2 x FSDP2", "gpt-oss"],
+)
+def test_three_steps_are_those_of_the_sharded_model_without_a_balancer(
+    newer_pool, tmp_path, family, ep, micro_steps, is_same
+):
+    ranks = newer_pool.call("parity", str(tmp_path), family, ep, micro_steps)
+    for name in ranks[0]["plain"]["grads"]:
+        if ".experts." in name:
+            assert error(ranks, "replicated", name) <= 1.1 * error(ranks, "plain", name), name
+    for legs in ranks:
+        plain, placed, replicated = (legs[name] for name in ("plain", "placed", "replicated"))
+        assert placed["moved"][0] > 0 and replicated["moved"][1] > 0, "experts move in these windows"
+        if is_same:
+            assert placed["losses"] == plain["losses"]
+            assert differing(placed, plain, "grads") == differing(placed, plain, "weights") == []
+        assert is_close(placed, plain) and is_close(replicated, plain)
+        assert len(set(plain["losses"])) == len(plain["losses"]), "every step trains"
+        given, used, other = plain["rows"]
+        assert given == used > other > 0, "routes are replayed that the model would not choose"
+        assert plain["rows"] == placed["rows"] == replicated["rows"]
+
+
+def test_install_and_uninstall_leave_everything_as_it_was(newer_pool, tmp_path):
+    for rank in newer_pool.call("life", str(tmp_path)):
+        assert rank["same"]
+        before, outside, after = rank["losses"]
+        assert before == outside == after
+        twice, alone, left, again, none = rank["refused"]
+        assert "has balanced experts already" in twice
+        assert alone == "accepted" and left == "an error of the loss"
+        assert "a window was left with an error; uninstall" in again
+        assert "has no balanced experts" in none
+        assert rank["extra"]["working copy of the weights"] == rank["experts"]
+
+
+def test_what_cannot_be_balanced_is_refused_by_name_on_every_rank_and_nothing_changes(newer_pool, tmp_path):
+    for words, is_same in newer_pool.call("refused", str(tmp_path)):
+        assert is_same
+        for name in ("tp_size", "pp_size", "fsdp_mixed_precision", "fsdp_cpu_offload"):
+            assert f"{name}=" in words[name] and "is not supported; use" in words[name]
+        assert "the model is not expert parallel" in words["whole"]
+        assert "an EP group of 2 ranks, the model's has 4" in words["cluster"]
+        assert "rank 1: the forward of `model.layers.0.mlp.experts` is not that of transformers'" in words["patched"]
+
+
+def test_a_version_that_does_not_send_tokens_is_refused_by_name():
+    (reason,) = transformers_sharded.inspect(build("qwen3_moe")).unsupported
+    assert "transformers 5.17" in reason and "use 5.20 or newer" in reason
+
+
+def test_the_example_replays_every_row_and_moves_experts_in_every_window(newer_pool):
+    done = subprocess.run(
+        [sys.executable, "examples/transformers_sharded.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{NEWER}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["window 0", "window 1", "window 2"]
+    for number, line in enumerate(lines):
+        assert ", 0 replicas pulled" not in line
+        rows = 512 * (number + 1)
+        assert line.endswith(f"{rows} of {rows} rows replayed so far")
