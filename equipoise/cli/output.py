@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -225,7 +225,7 @@ def show_analysis(analysis: "Analysis", console: Console, *, source: str) -> Non
     console.print(analysis_answer(analysis))
 
     console.print(_heading("Time in expert layers per step", f"{seconds_unit(analysis)}, all predicted"))
-    console.print(seconds_table(analysis))
+    console.print(seconds_table(analysis, width=console.width))
     console.print(seconds_notes(analysis))
 
     for name, stage, planned in _distinct_stages(analysis):
@@ -271,16 +271,32 @@ def seconds_unit(analysis: "Analysis") -> str:
     return "seconds" if analysis.seconds.now.total >= 1 else "milliseconds"
 
 
-def seconds_table(analysis: "Analysis") -> Table:
-    """Show seconds now, if balanced and with a plan, by stage and part."""
+def seconds_table(analysis: "Analysis", *, width: int) -> Group:
+    """Show seconds now, if balanced and with a plan, by stage and part; in two tables if one is too wide."""
     scale = _UNITS[seconds_unit(analysis)]
     planned = ["planned", "saved"] if analysis.trial is not None else []
-    table = build_table(["  stage", "part", "now", "balanced", "lost", "lost, %", *planned], num_text=2)
+    rows = [["  stage", "part", "now", "balanced", "lost", "lost, %", *planned]]
     for name, stage in analysis.stages.items():
         for i, cells in enumerate(_part_rows(stage.seconds, scale)):
-            table.add_row("" if i else f"  {name}", *cells)
-    table.add_row("  step", "total", *_seconds_cells(analysis.seconds, "total", scale), style="bold")
-    return table
+            rows.append(["" if i else f"  {name}", *cells])
+    rows.append(["  step", "total", *_seconds_cells(analysis.seconds, "total", scale)])
+    return Group(*_split_table(rows, num_text=2, width=width))
+
+
+def _split_table(rows: Sequence[Sequence[str]], *, num_text: int, width: int) -> Iterator[Table]:
+    """Yield tables with as many columns of numbers as fit beside those of text; the last row is bold."""
+    # A column is as wide as its widest cell and a space; the frame takes two more.
+    sizes = [max(map(len, column)) + 1 for column in zip(*rows, strict=True)]
+    names, columns = list(range(num_text)), list(range(num_text, len(sizes)))
+    while columns:
+        fitting = len(columns)
+        while fitting > 1 and 2 + sum(sizes[i] for i in (*names, *columns[:fitting])) > width:
+            fitting -= 1
+        head, *body, last = [[row[i] for i in (*names, *columns[:fitting])] for row in rows]
+        table = build_table(head, body, num_text=num_text)
+        table.add_row(*last, style="bold")
+        yield table
+        del columns[:fitting]
 
 
 def _part_rows(seconds: "Prediction", scale: float) -> Iterator[list[str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
+from rich.console import Console
 
 from equipoise.cli import INTERRUPTED
 from equipoise.cli.options import (
@@ -225,8 +226,11 @@ def simulate(
     found, is_whole = _add_sweep(found, source, windows, axes, case, break_even=sweep.break_even)
 
     name = GENERATED if dump is None else dump.name
-    text = summary(found, title=name)
-    publish(found, lambda console: console.print(text, soft_wrap=True, end=""), title=name, results=results)
+
+    def show_summary(console: Console) -> None:
+        console.print(summary(found, title=name, width=console.width), soft_wrap=True, end="")
+
+    publish(found, show_summary, title=name, results=results)
     if not is_whole:
         raise typer.Exit(INTERRUPTED)
 

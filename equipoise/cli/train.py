@@ -168,7 +168,7 @@ def _compare(
     if comparison is None:
         # Not the first of the ranks that torchrun started: the first one prints.
         return 0
-    view.print(*comparison.lines())
+    view.print(*comparison.lines(width=view.width))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "comparison.json").write_text(json.dumps(comparison.to_dict(), indent=1) + "\n")
@@ -197,6 +197,11 @@ class RunView:
         getattr(self, f"_{event.kind}")(event.values)
         if self._live is not None:
             self._live.update(Group(self._table(), Text(self._status, style="dim")))
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return self._console.width
 
     def print(self, *lines: str) -> None:
         """Print lines, above the live table if there is one."""
@@ -233,7 +238,9 @@ class RunView:
         step, every = values["step"], max(1, (self._last + 1) // LINES)
         if self._live is None and (len(self._steps) == 1 or step % every == 0 or step == self._last):
             rows = [[*COLUMNS], _cells(values)] if len(self._steps) == 1 else [_cells(values)]
-            self.print(*("".join(f"{cell:>9}" for cell in row) for row in rows))
+            # 78 columns in all.
+            sizes = [max(6, len(name)) for name in COLUMNS]
+            self.print(*(" ".join(map(str.rjust, row, sizes)) for row in rows))
 
     def _end(self, values: Mapping[str, Any]) -> None:
         if self._live is not None:

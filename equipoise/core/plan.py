@@ -548,7 +548,7 @@ class Explanation(Value):
     estimated_share: float
 
     def __str__(self) -> str:
-        lines = [self.title, "", f"{'':<28}{'busiest':>12}{'mean':>12}{'skew':>9}"]
+        lines = [self.title, "", f"{'':<24}{'busiest':>9}{'mean':>9}{'skew':>8}"]
         mean = float(self.plan_R.mean())
         for label, busiest in (
             ("experts at their owners", int(self.static_R.max())),
@@ -556,19 +556,19 @@ class Explanation(Value):
             ("planned", int(self.plan_R.max())),
             ("bound of these homes", self.bound),
         ):
-            lines.append(f"{label:<28}{busiest:>12}{mean:>12.1f}{busiest / mean if mean else 1.0:>9.4f}")
+            lines.append(f"{label:<24}{busiest:>9}{mean:>9.1f}{busiest / mean if mean else 1.0:>8.4f}")
         planned, closed, saved = (ns / 1e6 for ns in (self.ns, self.closed_ns, self.closed_ns - self.ns))
         seconds = f"{planned:.3f} ms as planned, {closed:.3f} ms without replicas: {saved:.3f} ms saved."
         lines += ["", f"Replicas: {len(self.replicas)}; gate {self.gate}. {seconds}"]
         lines += [f"What binds: {self.binds} ({_BINDS_TEXT[self.binds]})."]
         if self.estimated_share > 0:
             lines += [f"{self.estimated_share:.1%} of the window's rows are estimated: their routes are unknown."]
-        lines += ["", f"{'rank':>5}{'node':>6}{'at owners':>12}{'at homes':>12}{'planned':>12}  replicas"]
+        lines += ["", f"{'rank':>4}{'node':>6}{'at owners':>11}{'at homes':>10}{'planned':>9}  replicas"]
         for rank, node in enumerate(self.node_R):
             own = (replica for replica in self.replicas if replica.rank == rank)
             held = "; ".join(f"expert {r.expert} of rank {r.home}: {r.rows} rows" for r in own)
-            figures = f"{self.static_R[rank]:>12}{self.home_R[rank]:>12}{self.plan_R[rank]:>12}"
-            lines.append(f"{rank:>5}{node:>6}{figures}  {held}".rstrip())
+            figures = f"{self.static_R[rank]:>11}{self.home_R[rank]:>10}{self.plan_R[rank]:>9}"
+            lines.append(f"{rank:>4}{node:>6}{figures}  {held}".rstrip())
         return "\n".join(lines)
 
 

@@ -30,6 +30,7 @@ from equipoise.rl.config import Mode, TrainConfig, change
 from equipoise.rl.metrics import RunEvent, Show
 from equipoise.rl.model import build_model
 from equipoise.rl.train import Experience, Trainer, show_warm_up, start_planner
+from equipoise.sim.summary import wrapped
 
 LIMITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 """Largest difference between two modes, by the weights' dtype; in bf16 one step of its rounding, since modes that
@@ -115,19 +116,22 @@ class Comparison:
         """Whether every pair agrees and something was moved; a free comparison has no verdict."""
         return self.is_free or (all(pair.is_good for pair in self.pairs) and not self.problems)
 
-    def lines(self) -> list[str]:
-        """Return the comparison as text."""
-        lines = [f"{'':>24}{'step':>6}{'loss':>12}{'grad norm':>12}{'d loss':>10}{'d norm':>10}{'d weight':>10}"]
+    def lines(self, *, width: int = 80) -> list[str]:
+        """Return the comparison as text, with tables of at most `width` columns."""
+        rows = [["mode, step", "loss", "grad norm", "d loss", "d norm", "d weight"]]
         for index, leg in enumerate(self.legs):
             pair = None if index == 0 else self.pairs[index - 1]
             for step, (loss, norm) in enumerate(zip(leg["loss"], leg["grad_norm"], strict=True)):
                 gaps = () if pair is None else (pair.loss_gap[step], pair.norm_gap[step], pair.weight_gap[step])
-                name = leg["name"] if step == 0 else ""
-                lines.append(f"{name:>24}{step:>6}{loss:>12.6f}{norm:>12.6f}" + "".join(f"{g:>10.1e}" for g in gaps))
-            lines.append(f"{'':>24}displaced {leg['displaced']}, replicas {leg['replicas']}")
-        lines.append("Measured here, log-prob pass and update of the median step, rollout left out:")
+                shown = [f"{gap:.1e}" for gap in gaps] or [""] * 3
+                rows.append([f"{leg['name']}, {step}", f"{loss:.6f}", f"{norm:.6f}", *shown])
+        lines = wrapped(rows, width)
+        lines += ["", "Measured here, log-prob pass and update of the median step, rollout left out:"]
+        rows = [["mode", "s per step", "tokens/s", "displaced", "replicas"]]
         for leg in self.legs:
-            lines.append(f"{leg['name']:>24}{leg['step_s']:>10.3f} s per step{leg['tokens_per_s']:>12,.0f} tokens/s")
+            moved = (str(leg["displaced"]), str(leg["replicas"]))
+            rows.append([leg["name"], f"{leg['step_s']:.3f}", f"{leg['tokens_per_s']:,.0f}", *moved])
+        lines += [*wrapped(rows, width), ""]
         if self.is_free:
             return [*lines, "every mode made its own rollouts: no verdict"]
         for pair in self.pairs:

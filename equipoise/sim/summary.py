@@ -1,6 +1,7 @@
-"""A simulation in plain text, tables of 100 columns or less: the answer, policies, parts, sweep, notes."""
+"""A simulation in plain text, for any width: the answer, policies, parts, sweep, notes."""
 
-from collections.abc import Collection, Iterator, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from equipoise.sim.windows import PlanSource, StepCase
 SHORT = 0.5
 """A first micro-step below this share of the longest gets a note."""
 WIDEST = 100
-"""Columns of a table; wider ones go on below."""
+"""Columns of the text if no width is given; wider tables go on below."""
 MIB = 2**20
 CROSSING = {
     "rows": "Every row crosses nodes on its own, as in Megatron's alltoall dispatcher; engines that send a token once "
@@ -114,12 +115,13 @@ class Unit(NamedTuple):
         return f"{seconds * self.scale:.{3 if self.name == 's' else 2}f}"
 
 
-def summary(simulation: Simulation, *, title: str) -> str:
-    """Write a simulation as text."""
+def summary(simulation: Simulation, *, title: str, width: int = WIDEST) -> str:
+    """Write a simulation as text of at most `width` columns; no number is cut."""
     document = simulation.to_dict()
     policies, unit = document["policies"], Unit.of(document["policies"])
-    lines = [*_head(document, title), "", *_answer(policies)]
-    lines.append("Policies: time in expert layers, share of balanced and speed-up of it, then of the whole step")
+    lines = [*wrap_text([*_head(document, title), "", *_answer(policies)], width)]
+    about = "Policies: time in expert layers, share of balanced and speed-up of it, then of the whole step"
+    lines += wrap_text([about], width)
     expert, step = f"expert {unit.name}", f"step {unit.name}"
     head = ["policy", "slots", expert, "of bal.", "speed-up", "experts", step, "of bal.", "speed-up", "MiB/GPU"]
     rows = [
@@ -137,16 +139,16 @@ def summary(simulation: Simulation, *, title: str) -> str:
         ]
         for entry in policies
     ]
-    lines += [*table([head, *rows]), ""]
+    lines += [*wrapped([head, *rows], width), ""]
     # One column per part that any policy has.
     parts = [f.name.rstrip("_") for f in fields(Parts)]
     shown = [key for key in parts if any(entry["seconds"][key] for entry in policies)]
     head = ["policy", *(PARTS.get(key, key) for key in shown)]
     rows = [[entry["policy"], *(unit.show(entry["seconds"][key]) for key in shown)] for entry in policies]
-    lines += [f"Parts, {unit.name} on the critical path", *wrapped([head, *rows]), ""]
+    lines += [f"Parts, {unit.name} on the critical path", *wrapped([head, *rows], width), ""]
     if document["sweep"] is not None:
-        lines += _sweep(document["sweep"], unit)
-    return "\n".join([*lines, *(f"- {note}" for note in document["notes"])]) + "\n"
+        lines += _sweep(document["sweep"], unit, width)
+    return "\n".join([*lines, *wrap_text((f"- {note}" for note in document["notes"]), width)]) + "\n"
 
 
 def _head(document: dict[str, Any], title: str) -> Iterator[str]:
@@ -185,7 +187,7 @@ def _answer(policies: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
 
 
-def _sweep(sweep: dict[str, Any], unit: Unit) -> Iterator[str]:
+def _sweep(sweep: dict[str, Any], unit: Unit, width: int) -> Iterator[str]:
     if sweep["points"]:
         yield f"Sweep, {unit.name} in expert layers"
         head = ["EP", "slots", "samples", "tokens/rank", "skew", "static", "equipoise", "balanced", "saved", "of bal."]
@@ -202,10 +204,11 @@ def _sweep(sweep: dict[str, Any], unit: Unit) -> Iterator[str]:
             ]
             for point in sweep["points"]
         ]
-        yield from (*table([head, *rows]), "")
+        yield from (*wrapped([head, *rows], width), "")
     if sweep["break_even"] is not None:
         worth, curves = sweep["break_even"]["worth"], sweep["break_even"]["curves"]
-        yield f"Break-even: tokens per rank from which on a plan pays (saves at least {worth:.0%} of expert time)"
+        about = f"Break-even: tokens per rank from which on a plan pays (saves at least {worth:.0%} of expert time)"
+        yield from wrap_text([about], width)
         rows = [
             [
                 f"{curve['skew']:.2f}",
@@ -214,7 +217,8 @@ def _sweep(sweep: dict[str, Any], unit: Unit) -> Iterator[str]:
             ]
             for curve in curves
         ]
-        yield from (*table([["skew", "pays from", *(f"{p['tokens']:,}" for p in curves[0]["points"])], *rows]), "")
+        head = ["skew", "pays from", *(f"{p['tokens']:,}" for p in curves[0]["points"])]
+        yield from (*wrapped([head, *rows], width), "")
 
 
 def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
@@ -230,13 +234,21 @@ def table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> lis
     return lines
 
 
-def wrapped(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table; columns beyond its width follow below, beside the same names."""
+def wrapped(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return the lines of a table; columns beyond `width` follow below, beside the same names."""
     shown = len(rows[0])
-    while shown > 2 and max(map(len, table([row[:shown] for row in rows]))) > WIDEST:
+    while shown > 2 and max(map(len, table([row[:shown] for row in rows]))) > width:
         shown -= 1
     lines = table([row[:shown] for row in rows])
-    return lines if shown == len(rows[0]) else [*lines, *wrapped([[row[0], *row[shown:]] for row in rows])]
+    return lines if shown == len(rows[0]) else [*lines, *wrapped([[row[0], *row[shown:]] for row in rows], width)]
+
+
+def wrap_text(lines: Iterable[str], width: int) -> Iterator[str]:
+    """Yield lines of text broken between words; what goes on below is indented."""
+    for line in lines:
+        indent = len(line) - len(line.lstrip()) + 2
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        yield from textwrap.wrap(line, width, subsequent_indent=" " * indent, **options) or [""]
 
 
 def _percent(share: float | None) -> str:

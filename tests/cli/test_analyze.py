@@ -244,7 +244,7 @@ def test_without_a_dump_the_demo_is_pointed_to(equipoise, store):
         assert "--demo" in outcome.err
 
 
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", [50, 80])
 def test_the_demo_ends_with_a_table_that_fits_the_terminal(equipoise, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     outcome = equipoise("analyze", "--demo")
@@ -258,7 +258,7 @@ def test_the_demo_ends_with_a_table_that_fits_the_terminal(equipoise, monkeypatc
         "all predicted",
         "derived from",
     ):
-        assert words in outcome.out
+        assert words in " ".join(outcome.out.split())
     assert max(len(line) for line in outcome.out.splitlines()) <= columns
     assert [line.split()[0] for line in outcome.out.splitlines() if line.strip()[:2] in ("16", "32", "64")] == [
         "16",

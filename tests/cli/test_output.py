@@ -158,7 +158,7 @@ def test_the_answer_names_lost_saved_memory_and_skew():
 
 def test_columns_add_up_to_the_step():
     analysis = analyzed(hot_loads())
-    lines = drawn(seconds_table(analysis)).splitlines()
+    lines = drawn(seconds_table(analysis, width=80)).splitlines()
     compute, exchange, moved, total = (
         figures(next(line for line in lines if part in line)) for part in ("compute", "all-to-all", "transfers", "step")
     )
@@ -176,7 +176,7 @@ def test_small_steps_are_in_milliseconds_and_long_ones_in_seconds():
 def test_level_loads_are_not_worth_it():
     level = analyzed(LoadMatrix(np.full((2, 2, 8, 64), 50, dtype=np.int64)))
     assert "not worth it here: saves 0.0 ms, 0.0%, less than 1%" in drawn(analysis_answer(level))
-    assert "-0.00" not in drawn(seconds_table(level))
+    assert "-0.00" not in drawn(seconds_table(level, width=80))
     assert "not worth it" not in drawn(analysis_answer(analyzed(hot_loads())))
 
 
@@ -204,12 +204,16 @@ def test_placement_alone_takes_boxes_for_experts_that_move():
 
 
 @pytest.mark.parametrize("slots", [None, 1])
-def test_everything_fits_into_80_columns(slots):
+@pytest.mark.parametrize("width", [80, 50])
+def test_everything_fits_into_80_and_50_columns_with_every_number_whole(slots, width):
     analysis = analyzed(LoadMatrix(hot_loads(64).load_MLRE * 40), slots=slots)
-    text = drawn(analysis_answer(analysis), seconds_table(analysis), seconds_notes(analysis))
+    table = drawn(seconds_table(analysis, width=width), width=width)
+    text = drawn(analysis_answer(analysis), seconds_notes(analysis), width=width) + table
     assert chr(0x2026) not in text
     assert ("planned" in text) == (slots is not None)
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= width
+    wide = drawn(seconds_table(analysis, width=200), width=200)
+    assert sorted(re.findall(r"\S*\d\S*", table)) == sorted(re.findall(r"\S*\d\S*", wide))
 
 
 def test_a_table_that_is_too_wide_folds_text_and_numbers_and_cuts_none():

@@ -55,14 +55,16 @@ def test_the_table_says_it_all():
     text = str(explained([99, 1, 3, 1, 50, 0, 50, 0], (1, 1, 1)))
     lines = text.splitlines()
     assert lines[0].startswith("Micro-step 0, layer index 0 (layer 0) of qwen3-30b-a3b, update: 4 ranks on 2 nodes")
-    assert "experts at their owners              100        51.0   1.9608" in text
-    assert "planned                               99        51.0   1.9412" in text
-    assert "bound of these homes                  52        51.0   1.0196" in text
+    assert "experts at their owners       100     51.0  1.9608" in text
+    assert "planned                        99     51.0  1.9412" in text
+    assert "bound of these homes           52     51.0  1.0196" in text
     assert "Replicas: 1; gate open." in text
     assert "What binds: slots (every rank that could take more rows has its replica slots full)." in text
     assert lines[-3].split() == ["1", "0", "4", "4", "5", *["expert", "1", "of", "rank", "0:", "1", "rows"]]
     assert len([line for line in lines if line[:5].strip().isdigit()]) == 4
     assert "estimated" not in text
+    # Its tables fit into 50 columns but for what is said of replicas.
+    assert max(len(line.partition("  expert")[0]) for line in [*lines[2:7], *lines[-5:]]) <= 50
 
 
 def test_estimated_rows_are_mentioned():
