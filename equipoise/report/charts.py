@@ -41,7 +41,8 @@ PART_COLOURS = {
     "publish": PURPLE,
     "collect": "#9a5fb4",
     "edges": PURPLE,
-    "planning": VERMILION,
+    "planning": "#8b5a2b",
+    "training": "#5f7da3",
     "attention": "#a9adb3",
     "waiting": VERMILION,
     "bubble": "#c7cacd",
@@ -273,17 +274,24 @@ def over_mean(load: np.ndarray) -> np.ndarray:
     return np.where(mean > 0, load / np.where(mean > 0, mean, 1.0), 1.0)
 
 
-def _about_one(ratios: Mapping[str, np.ndarray]) -> tuple[float, float]:
+def _about_one(skew: float) -> tuple[float, float]:
     """Return the ends of the colours: symmetric about one, so that level is the background's colour, in all views.
 
-    From nothing to twice the mean at most: what is hotter has the last colour.
+    The last colour is the page's mean skew, so that a heat map looks as uneven as the headline says: at least 1.05,
+    at most twice the mean.
     """
-    reach = min(1.0, max(0.05, *(float(np.abs(r - 1).max()) for r in ratios.values())))
+    reach = min(1.0, max(0.05, skew - 1))
     return 1 - reach, 1 + reach
 
 
-def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
-    """Draw each rank's rows in each micro-step over the mean rank's, by view; `load_MR`: [micro-steps, ranks]."""
+def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, skew: float, caption: str) -> Chart:
+    """Draw each rank's rows in each micro-step over the mean rank's, by view.
+
+    Args:
+        load_MR: [micro-steps, ranks] rows, by view
+        skew: the headline's mean skew, which has the last colour
+        caption: what is seen
+    """
     steps, ranks = map(range, next(iter(load_MR.values())).shape)
     ratios = {name: over_mean(load).T for name, load in load_MR.items()}
     grid = HeatGrid(rows="rank", columns="micro-step", row_labels=ranks, column_labels=steps, value="load / mean")
@@ -293,12 +301,12 @@ def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
         caption=caption,
         scale="diverging",
         terms=("load", "rank", "micro-step", "before", "after"),
-        **heat_map(ratios, grid, ends=_about_one(ratios)),
+        **heat_map(ratios, grid, ends=_about_one(skew)),
     )
 
 
-def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], caption: str) -> Chart:
-    """Draw each rank's rows in each layer over the mean rank's, by view; `load_LR`: [layers, ranks]."""
+def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], skew: float, caption: str) -> Chart:
+    """Draw each rank's rows in each layer over the mean rank's, by view: [layers, ranks]; `skew` as above."""
     ratios = {name: over_mean(load) for name, load in load_LR.items()}
     ranks = range(next(iter(load_LR.values())).shape[1])
     grid = HeatGrid(rows="layer", columns="rank", row_labels=layers, column_labels=ranks, value="load / mean")
@@ -309,7 +317,7 @@ def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], 
         scale="diverging",
         terms=("load", "rank", "before", "after"),
         wide=False,
-        **heat_map(ratios, grid, ends=_about_one(ratios), height=HALF_HEIGHT),
+        **heat_map(ratios, grid, ends=_about_one(skew), height=HALF_HEIGHT),
     )
 
 

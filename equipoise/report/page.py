@@ -134,10 +134,17 @@ class Page:
     missing: tuple[Missing, ...]
     document: dict[str, Any] = field(repr=False)
     """The result itself, for download."""
+    num_open: int = 5
+    """Sections that are shown at once; the others are folded, one click away."""
 
     def __post_init__(self) -> None:
         names = [section.name for section in self.sections]
         assert len(set(names)) == len(names), f"two sections of one name: {names}"
+
+    @property
+    def open_and_folded(self) -> tuple[tuple[Chart | Listing, ...], tuple[Chart | Listing, ...]]:
+        """The sections that are shown at once, and those that are folded."""
+        return self.sections[: self.num_open], self.sections[self.num_open :]
 
     @property
     def charts(self) -> tuple[Chart, ...]:

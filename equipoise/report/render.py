@@ -151,12 +151,13 @@ def write_page(page: Page, path: Path) -> int:
 def pair_halves(page: Page) -> frozenset[str]:
     """Return the sections at half width: narrow charts that follow one another, in pairs; one left over is wide."""
     halves: list[str] = []
-    waiting: str | None = None
-    for section in page.sections:
-        is_narrow = isinstance(section, Chart) and not section.wide
-        if is_narrow and waiting is not None:
-            halves += [waiting, section.name]
-        waiting = section.name if is_narrow and waiting is None else None
+    for sections in page.open_and_folded:
+        waiting: str | None = None
+        for section in sections:
+            is_narrow = isinstance(section, Chart) and not section.wide
+            if is_narrow and waiting is not None:
+                halves += [waiting, section.name]
+            waiting = section.name if is_narrow and waiting is None else None
     return frozenset(halves)
 
 

@@ -15,14 +15,20 @@ from typing import Any
 
 from equipoise.core import EquipoiseError
 from equipoise.core.value import plural
-from equipoise.report.charts import STYLES, bars, frame, line, whole_ticks, with_unit
-from equipoise.report.page import Chart, Figure, Missing, Page, Table, num_bytes, percent, ratio, seconds
-from equipoise.report.render import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, VERMILION
+from equipoise.report.charts import PART_COLOURS, STYLES, bars, frame, line, whole_ticks, with_unit
+from equipoise.report.page import Chart, Figure, Missing, Page, Table, digits, num_bytes, percent, ratio, seconds
+from equipoise.report.render import BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW
 
 FORMAT = "equipoise-run-1"
 Document = dict[str, Any]
 Steps = list[Document]
-_TIME_COLOURS = {"rollout": GREY, "training": BLUE, "waiting for plans": PURPLE, "exposed transfers": VERMILION}
+_TIME_COLOURS = {
+    "rollout": PART_COLOURS["rollout"],
+    "training": PART_COLOURS["training"],
+    "waiting for plans": PART_COLOURS["planning"],
+    "exposed transfers": PART_COLOURS["transfers"],
+}
+_PATH_COLOURS = {"peer": ORANGE, "host": YELLOW, "p2p": GREEN, "shm": PURPLE}
 
 
 def read_run(folder: Path) -> Document:
@@ -51,11 +57,13 @@ def run_page(document: Document, *, title: str) -> Page:
     """Make the page of a run."""
     steps, settings = document["steps"], document["settings"]
     has_skew = all(step["skew_after"] is not None for step in steps)
-    charts = [_reward(steps), _skew(steps, has_after=has_skew), _time(steps)]
+    is_priced = any(step["static_s"] for step in steps)
+    charts = [_time(steps), _skew(steps, has_after=has_skew)]
+    if is_priced:
+        charts.append(_predicted(steps, settings.get("balance", {}).get("objective")))
+    charts.append(_reward(steps))
     if any(any(step["bytes"].values()) for step in steps):
         charts.append(_bytes(steps))
-    if any(step["static_s"] for step in steps):
-        charts.append(_predicted(steps, settings.get("balance", {}).get("objective")))
     model = settings.get("model", {})
     name = model.get("path") or model.get("family") or "a model"
     mode = settings.get("balance", {}).get("mode", "unknown")
@@ -67,10 +75,16 @@ def run_page(document: Document, *, title: str) -> Page:
         notes=(),
         figures=_figures(steps, has_after=has_skew),
         sections=tuple(charts),
-        missing=(*_MISSING, *((_NOT_TIMED,) if any(step["static_s"] for step in steps) else ())),
+        missing=(_NOT_COMPARED, *_MISSING, *((_NOT_TIMED,) if is_priced else ())),
         document=document,
     )
 
+
+_NOT_COMPARED = Missing(
+    title="Measured speed-up, equal losses",
+    text="A run has nothing to be compared with. The same steps, trained in several modes, tell both:",
+    command="equipoise train --compare static,equipoise --report report.html",
+)
 
 _MISSING = (
     Missing(
@@ -89,12 +103,24 @@ _NOT_TIMED = Missing(
 
 
 def _answer(steps: Steps, *, has_after: bool) -> str:
-    first, last = _quarters(steps, "reward")
-    learnt = f"Mean reward went from {first:.3f} in the first quarter to {last:.3f} in the last"
-    before = f"the busiest rank had {ratio(_mean(steps, 'skew_before'))} times the mean load at the owners"
+    """Say what balance gained: load and predicted time of experts, then what was measured of the whole step."""
+    before, static = ratio(_mean(steps, "skew_before")), _mean(steps, "static_s")
+    measured = f"Measured: {seconds(_mean(steps, 'seconds'))} per step, {_tokens(steps)} tokens/s."
     if not has_after:
-        return f"{learnt}; {before}."
-    return f"{learnt}; {before}, {ratio(_mean(steps, 'skew_after'))} times as it was run."
+        return (
+            f"Every rank had all experts; spread over ranks, the busiest would have {before} times the mean. {measured}"
+        )
+    levelled = f"The busiest rank had {ratio(_mean(steps, 'skew_after'))} times the mean load, {before} at the owners"
+    if not static:
+        return f"{levelled}. {measured}"
+    saved = _mean(steps, "saved_s")
+    faster = f"{ratio(static / (static - saved))} times as fast" if saved > 0 else f"{percent(-saved / static)} slower"
+    change = f"expert layers are predicted to be {faster} on the described cluster" if saved else "no time is saved"
+    return f"{levelled}; {change}. {measured}"
+
+
+def _tokens(steps: Steps) -> str:
+    return digits(_mean(steps, "tokens_per_s"))
 
 
 def _conditions(steps: Steps, settings: Document) -> tuple[str, ...]:
@@ -115,11 +141,21 @@ def _figures(steps: Steps, *, has_after: bool) -> tuple[Figure, ...]:
     spent = sum(step["seconds"] for step in steps)
     waited, exposed = (sum(step[name] for step in steps) for name in ("waited_s", "exposed_s"))
     skew = ratio(_mean(steps, "skew_before")) + (f" to {ratio(_mean(steps, 'skew_after'))}" if has_after else "")
-    return (
-        Figure(label="Reward", value=f"{first:.3f} to {last:.3f}", text="first and last quarter"),
+    static, saved = _mean(steps, "static_s"), _mean(steps, "saved_s")
+    found = [
+        Figure(
+            label="Tokens per second", value=_tokens(steps), text=f"measured, {seconds(spent / len(steps))} per step"
+        ),
         Figure(label="Mean skew", value=skew, text="busiest rank / mean rank, update"),
-        Figure(label="Waited for plans", value=percent(waited / spent), text=f"{seconds(waited)} of {seconds(spent)}"),
-        Figure(label="Exposed transfers", value=percent(exposed / spent), text=f"{seconds(exposed)}, slowest rank"),
+    ]
+    if static:
+        text = f"expert layers, {seconds(static)} to {seconds(static - saved)} per step"
+        found.append(Figure(label="Predicted speed-up", value=f"{ratio(static / (static - saved))} x", text=text))
+    stood = f"{percent(waited / spent)} for plans, {percent(exposed / spent)} for transfers"
+    return (
+        *found,
+        Figure(label="Stood still", value=percent((waited + exposed) / spent), text=stood),
+        Figure(label="Reward", value=f"{ratio(first)} to {ratio(last)}", text="first and last quarter"),
     )
 
 
@@ -198,7 +234,7 @@ def _time(steps: Steps) -> Chart:
 
 def _bytes(steps: Steps) -> Chart:
     paths = sorted({path for step in steps for path, moved in step["bytes"].items() if moved})
-    colours = {path: (ORANGE, BLUE, GREEN, PURPLE, *SERIES)[place] for place, path in enumerate(paths)}
+    colours = {path: _PATH_COLOURS.get(path, SKY) for path in paths}
     moved = sum(sum(step["bytes"].values()) for step in steps)
     return _stacked(
         steps,

@@ -216,15 +216,18 @@ def _missing(document: Document, compared: ComparedPolicies) -> Iterator[Missing
 
 def _sections(document: Document, views: dict[str, Document], after: Document | None) -> Iterator[Chart | Listing]:
     """Yield everything the document holds, in the order of the page; `views`: before and after, if they exist."""
+    by_step, by_layer = _rank_loads(document, after)
+    # What people ask for first; what follows the first five is folded.
     yield _skew(document, after)
     yield _policies(document)
-    yield from _rank_loads(document, after)
-    yield _traffic(document, views)
-    yield _experts(document)
-    yield _rank_seconds(document, views)
+    yield by_step
     if any(policy["timeline"] for policy in views.values()):
         yield _timeline(document, views)
     yield _memory(document, views)
+    yield by_layer
+    yield _traffic(document, views)
+    yield _experts(document)
+    yield _rank_seconds(document, views)
     if document["sweep"] is not None:
         yield from _sweep(document["sweep"])
     if after is not None and any(use["bytes"] for window in after["windows"] for use in window["paths"]):
@@ -296,14 +299,17 @@ def _rank_loads(document: Document, after: Document | None) -> Iterator[Chart]:
         for name, windows in named
     }
     by_layer = {name: np.array(windows[window][name]["rank_load_LR"], dtype=float) for name, windows in named}
+    skew = float(np.concatenate([w["before"]["skew_M"] for w in document["windows"]]).mean())
     yield charts.rank_heat_map(
         by_step,
+        skew=skew,
         caption="Rows over the mean rank's, all layers of a micro-step added up; single layers are more uneven than "
-        f"this. A level rank has the colour of the ground.{_stages_added(document)}",
+        f"this. No colour means average, the strongest the step's mean skew or more.{_stages_added(document)}",
     )
     yield charts.layer_heat_map(
         by_layer,
         layers=document["layer_numbers"],
+        skew=skew,
         caption=f"Rows over the mean rank's, all micro-steps of {_windows(document)[window][0]} added up: layers are "
         "uneven in different ways.",
     )

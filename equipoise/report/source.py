@@ -2,7 +2,7 @@
 
     an object with `to_dict()`          Analysis, Simulation, a comparison of training modes
     a document, or a file with one      by its field `format`
-    a folder                            of a training run, by its metrics.jsonl
+    a folder                            of a training run, by its metrics.jsonl, or of a comparison.json
 
 A result that cannot be understood is refused before anything is written; an assertion of ours that fails is a defect of
 ours, and is not blamed on the result.
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from equipoise.core import EquipoiseError
 from equipoise.core.value import plural
 from equipoise.report import analysis, comparison, replay, run, simulation
-from equipoise.report.page import Listing, Missing, Page, Table, percent
+from equipoise.report.page import Chart, Listing, Missing, Page, Table, percent
 from equipoise.report.replay import NOT_MEASURED, validation_chart
 from equipoise.sim.result import FORMAT as SIMULATION_FORMAT
 
@@ -81,16 +81,19 @@ def build_page(
             "version"
         ) from error
     # What was given beside the result, or the command that makes it.
-    sections, missing = list(page.sections), list(page.missing)
+    missing, given = list(page.missing), list[Chart | Listing]()
     if measured is None:
         missing.append(NOT_MEASURED)
     else:
-        sections.append(validation_chart(*read_document(measured)))
+        given.append(validation_chart(*read_document(measured)))
     if doctor is None:
         missing.append(NO_VERDICT)
     else:
-        sections.append(doctor_listing(*read_document(doctor)))
-    return replace(page, sections=tuple(sections), missing=tuple(missing))
+        given.append(doctor_listing(*read_document(doctor)))
+    # What was asked for is not folded.
+    first, rest = page.open_and_folded
+    sections = (*first, *given, *rest)
+    return replace(page, sections=sections, missing=tuple(missing), num_open=page.num_open + len(given))
 
 
 def doctor_listing(diagnosis: Document, name: str = "the diagnosis") -> Listing:
@@ -120,6 +123,9 @@ def read_document(result: Result) -> tuple[Document, str]:
         return result, "this result"
     if isinstance(result, str | Path):
         path = Path(result)
+        compared = path / "comparison.json"
+        if compared.is_file() and not (path / "metrics.jsonl").exists():
+            return _read_file(compared), path.resolve().name
         return run.read_run(path) if path.is_dir() else _read_file(path), path.resolve().name
     if not callable(getattr(result, "to_dict", None)):
         raise EquipoiseError(

@@ -42,7 +42,7 @@ class Opened:
 
 
 def open_in(browser, path, *, width=1280, scheme="light"):
-    """Open a file in a browser context of its own, and wait until its charts are drawn."""
+    """Open a file in a browser context of its own, unfold it, and wait until its charts are drawn."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     context.set_default_timeout(PATIENCE_MS)
     opened = Opened(context.new_page())
@@ -52,6 +52,12 @@ def open_in(browser, path, *, width=1280, scheme="light"):
     page.on("request", lambda request: opened.requests.append(request.url))
     page.goto(path.as_uri())
     page.wait_for_selector("body[data-ready=true]")
+    more = page.locator("details.more")
+    if more.count():
+        # Closed until a reader asks for it.
+        assert more.get_attribute("open") is None
+        page.click("details.more > summary")
+        page.wait_for_selector("details.more[data-drawn=true]")
     return opened
 
 

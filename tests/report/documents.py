@@ -183,6 +183,7 @@ def metrics(step, **others):
         "exposed_s": 0.05,
         "rollout_s": 0.8,
         "seconds": 2.0,
+        "tokens_per_s": 1500.0,
         **others,
     }
 

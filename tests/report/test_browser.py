@@ -202,7 +202,9 @@ def test_definitions_are_one_click_away(opened):
 
 def test_on_paper_it_is_light_and_fits(open_page, page, file):
     opened = open_page(file, width=760, scheme="dark").page
+    opened.click("details.more > summary")
     opened.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert opened.locator("#section-traffic").is_visible()
     opened.emulate_media(media="print")
     assert is_soon(opened, "matchMedia('print').matches")
     assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

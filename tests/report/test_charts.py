@@ -11,6 +11,7 @@ from equipoise.report.charts import (
     MAX_TICKS,
     cost_parts,
     expert_heat_map,
+    layer_heat_map,
     memory,
     over_mean,
     rank_heat_map,
@@ -37,14 +38,25 @@ def test_plotly_knows_every_property(chart):
 def test_a_layer_without_rows_is_level_and_not_a_hole():
     load = np.array([[0.0, 0.0], [1.0, 3.0]])
     assert over_mean(load).tolist() == [[1.0, 1.0], [0.5, 1.5]]
-    chart = rank_heat_map({"before": load}, caption="x")
+    chart = rank_heat_map({"before": load}, skew=1.4, caption="x")
     assert chart.traces[0]["z"] == [[1.0, 0.5], [1.0, 1.5]]
     assert chart.views == ()
 
 
+@pytest.mark.parametrize(("skew", "ends"), [(1.0, (0.95, 1.05)), (1.4, (0.6, 1.4)), (3.5, (0.0, 2.0))])
+def test_a_heat_map_has_its_strongest_colour_at_the_mean_skew_of_the_headline(skew, ends):
+    load = np.array([[9.0, 1.0], [1.0, 3.0]])
+    for chart in (
+        rank_heat_map({"before": load}, skew=skew, caption="x"),
+        layer_heat_map({"before": load}, layers=[0, 1], skew=skew, caption="x"),
+    ):
+        axis = chart.layout["coloraxis"]
+        assert (axis["cmin"], axis["cmax"]) == pytest.approx(ends)
+
+
 def test_one_rank_one_layer_one_micro_step_can_be_drawn():
     one = np.ones((1, 1))
-    assert rank_heat_map({"before": one, "after": one}, caption="x").layout["coloraxis"]["cmin"] == pytest.approx(0.95)
+    assert rank_heat_map({"before": one, "after": one}, skew=1.0, caption="x").traces[0]["z"] == [[1.0]]
     assert expert_heat_map({"load": one}, layers=[7], caption="x").traces[0]["y"] == ["7"]
     assert traffic({"before": np.zeros((1, 1))}, caption="x").layout["coloraxis"]["cmax"] == 1.0
     point = skew_over_micro_steps({"before": [1.5]}, windows=[("update", 1)], caption="x").traces[0]
@@ -53,7 +65,7 @@ def test_one_rank_one_layer_one_micro_step_can_be_drawn():
 
 def test_many_micro_steps_are_binned_and_the_data_is_not():
     load = np.random.default_rng(0).integers(1, 9, size=(600, 4))
-    chart = rank_heat_map({"before": load, "after": load}, caption="x")
+    chart = rank_heat_map({"before": load, "after": load}, skew=1.4, caption="x")
     assert len(chart.traces[0]["x"]) == 200
     assert chart.traces[0]["x"][:2] == ["0-2", "3-5"]
     assert "the mean of 3 micro-steps" in chart.note

@@ -135,7 +135,8 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
 def test_the_doctors_verdict_becomes_a_table(tmp_path):
     (tmp_path / "doctor.json").write_text(json.dumps(DIAGNOSIS))
     page = build_page(simulation(), title="x", doctor=tmp_path / "doctor.json")
-    listing = page.sections[-1]
+    # What was asked for is not folded.
+    listing = page.open_and_folded[0][-1]
     assert listing.name == "doctor"
     assert "1 of 2 checks found something in 12 samples, 3,456 rows: rows-tokens." in listing.caption
     assert listing.data.rows[0] == ("rows-tokens", "finding", "16.7 % of samples", "sample 3", "record again")
@@ -145,7 +146,7 @@ def test_the_doctors_verdict_becomes_a_table(tmp_path):
 
 def test_one_sample_of_a_verdict_is_not_said_as_many():
     page = build_page(simulation(), title="x", doctor={**DIAGNOSIS, "num_samples": 1, "num_rows": 1})
-    assert "in 1 sample, 1 row:" in page.sections[-1].caption
+    assert "in 1 sample, 1 row:" in page.open_and_folded[0][-1].caption
 
 
 def test_without_a_verdict_the_page_says_how_to_get_one():

@@ -2,7 +2,13 @@
 
 import pytest
 
+from equipoise.report import build_page
+from equipoise.report.charts import PART_COLOURS
 from equipoise.report.render import GROUND, INK, QUIET, SERIES, themes
+from tests.report.documents import metrics, simulation, small_analysis, write_run
+
+SAME = {"waiting for plans": "planning", "exposed transfers": "transfers"}
+"""Parts that have a longer name on the page of a run."""
 
 
 def luminance(colour):
@@ -23,6 +29,21 @@ def test_ink_and_series_stand_out_from_the_ground(scheme):
     assert contrast(INK[scheme], ground) >= 7
     assert contrast(QUIET[scheme], ground) >= 7
     assert min(contrast(colour, ground) for colour in SERIES) >= 1.7
+
+
+def test_a_part_has_one_colour_on_every_page_and_no_other_part_of_a_chart_has_it(tmp_path):
+    run = write_run(tmp_path / "run", [metrics(step) for step in range(3)])
+    legends = [
+        {name: colour for name, colour, _ in chart.legend if name in PART_COLOURS or colour in PART_COLOURS.values()}
+        for result in (simulation(), small_analysis(), run)
+        for chart in build_page(result, title="x").charts
+        if chart.traces[0]["type"] == "bar" and chart.name not in ("memory", "bytes-over-steps")
+    ]
+    assert len(legends) > 3
+    for legend in legends:
+        assert len(set(legend.values())) == len(legend), legend
+        for name, colour in legend.items():
+            assert colour == PART_COLOURS[SAME.get(name, name)], name
 
 
 def test_schemes_differ_in_ground_and_never_in_series():

@@ -77,6 +77,14 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
   }
 
+  // A chart that is drawn while it is folded does not know its width.
+  async function unfold(part) {
+    // Paper has a width of its own.
+    if (!part.open || closed.length) return;
+    await Promise.all([...part.querySelectorAll(".plot")].map((plot) => Plotly.Plots.resize(plot)));
+    part.dataset.drawn = "true";
+  }
+
   function forPaper() {
     // A browser may say twice that it prints.
     closed.push(...document.querySelectorAll("details:not([open])"));
@@ -101,6 +109,7 @@
 
   themeButton.addEventListener("click", () => choose(scheme() === "dark" ? "light" : "dark"));
   systemDark.addEventListener("change", () => chosen === null && recolour(scheme()));
+  for (const part of document.querySelectorAll("details.more")) part.addEventListener("toggle", () => unfold(part));
   addEventListener("beforeprint", forPaper);
   addEventListener("afterprint", forScreen);
   for (const button of document.querySelectorAll("[data-view]")) {
