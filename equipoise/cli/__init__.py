@@ -5,7 +5,7 @@
     output.py     the terminal: tables, progress, the JSON line
     step_loads.py from a dump to the loads of a step
     doctor.py     is the recorded routing right?
-    convert.py    a dump into a store, histograms or loads; `generate` makes a workload
+    convert.py    a dump into a store, histograms or loads; `pack` makes a schedule, `generate` a workload
     plan.py       the loads of one window into a plan
     simulate.py   a step predicted: `analyze` is the short answer, `simulate` compares policies
     report.py     a result as a page and as a summary

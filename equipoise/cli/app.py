@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from equipoise import __version__
 from equipoise.cli.calibrate import calibrate
-from equipoise.cli.convert import convert, generate
+from equipoise.cli.convert import convert, generate, pack
 from equipoise.cli.doctor import doctor
 from equipoise.cli.output import guarded
 from equipoise.cli.plan import plan
@@ -29,11 +29,12 @@ from equipoise.cli.train import train
 from equipoise.cli.watch import watch
 from equipoise.core.errors import EquipoiseError
 
-VERBS = (doctor, convert, generate, plan, analyze, simulate, report, train, watch, calibrate)
+VERBS = (doctor, convert, generate, pack, plan, analyze, simulate, report, train, watch, calibrate)
 USUAL = {
     "doctor": ("model", "form", "second", "self_check", "as_json"),
     "convert": ("out", "to", "model", "ep", "schedule", "formats"),
     "generate": ("model", "out", "samples", "tokens", "seed"),
+    "pack": ("out", "model", "ep", "schedule", "mini_batches", "ranks_per_node", "as_json"),
     "plan": ("model", "cluster", "slots", "policy", "explain", "out"),
     "analyze": ("demo", "model", "ep", "schedule", "cluster", "sends", "memory_gib", "report"),
     "simulate": ("demo", "model", "ep", "schedule", "cluster", "policies", "slots", "sweep", "report"),
@@ -54,7 +55,7 @@ RENAMED = {
 }
 """Old verbs, and the command that does the same."""
 
-HELP = """Expert load balancing by foresight for RL post-training of Mixture-of-Experts models.
+HELP = """Expert load balancing by foresight for RL post-training of MoE models.
 
 Start here:
 equipoise analyze --demo

@@ -1,9 +1,12 @@
-"""Convert recorded routes into the native store, histograms or loads; or generate a workload into a store.
+"""Convert recorded routes into the native store, histograms or loads; pack samples; or generate a workload.
 
     equipoise convert rollouts.jsonl --model qwen3-30b-a3b -o routes.eqr
     equipoise convert routes.eqr --to loads --schedule tokens:16384 -o loads.npz
     equipoise convert routes.eqr --to counts --pairs -o counts.npz
     equipoise convert --formats
+
+    equipoise pack rollouts.jsonl --model qwen3-30b-a3b --ep 16 -o schedule.json
+    equipoise pack trainer.eqr --ep 16 --schedule tokens:16384 -o packed.json
 
     equipoise generate --model qwen3-30b-a3b -o generated.eqr
     equipoise generate --model deepseek-v3 --samples 16 --tokens 512 -o small.eqr
@@ -11,12 +14,16 @@
 The store is mapped and checksummed. Histograms are enough to plan, and thousands of times smaller than routes. Loads
 are what the planner reads: one file per window and EP group, such as loads-0-recompute.npz and loads-1-update.npz if a
 step has several.
+
+Packing decides which rank forwards which sample in which micro-step, by the samples' experts. --schedule says how they
+are packed so far: by a rule, or as in a trainer's own file, whose limits are kept. What is written is a file that
+--schedule of other verbs reads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +31,7 @@ from equipoise.cli.options import (
     ForceFlag,
     JsonFlag,
     PackingFlags,
+    RanksPerNodeOption,
     ReadingFlags,
     find_model,
     npz_kind,
@@ -32,6 +40,10 @@ from equipoise.cli.options import (
 from equipoise.cli.output import build_table, print_json, progress, screen
 from equipoise.core import EquipoiseError, ModelShape, RoutesError, SampleRoutes, ScheduleError
 from equipoise.core.value import plural, require_int
+
+if TYPE_CHECKING:
+    from equipoise.core import Schedule
+    from equipoise.loads import Packing
 
 Target = Literal["store", "counts", "loads"]
 
@@ -239,3 +251,75 @@ def _list_formats(*, as_json: bool) -> None:
     screen(as_json=as_json).print(build_table(["format", "what it is"], rows, num_text=2, title="Formats of routes"))
     if as_json:
         print_json({"formats": [{"name": name, "summary": summary} for name, summary in rows]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWindow:
+    """What packing did to one window; shares and limits before and after."""
+
+    stage: str
+    samples: int
+    micro_steps: int
+    how: str
+    given_crossing: float
+    crossing: float
+    given_limits: dict[str, int]
+    limits: dict[str, int]
+
+    @classmethod
+    def of(cls, given: "Schedule", made: "Packing") -> "PackedWindow":
+        """Return the figures of one window."""
+        from equipoise.loads import PackingLimits
+
+        return cls(
+            stage=given.stage,
+            samples=len(given.pieces),
+            micro_steps=given.micro_steps,
+            how=made.how,
+            given_crossing=made.given_crossing,
+            crossing=made.crossing,
+            given_limits=PackingLimits.of(given)._asdict(),
+            limits=PackingLimits.of(made.schedule)._asdict(),
+        )
+
+
+def pack(
+    dump: Annotated[Path, typer.Argument(help="Rollouts in any format, or a counts .npz file.", show_default=False)],
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The schedule to write, for example schedule.json.")],
+    reading: ReadingFlags,
+    packing: PackingFlags,
+    ranks_per_node: RanksPerNodeOption = 8,
+    force: ForceFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Pack samples by their experts, so that rows stay in their node."""
+    from equipoise.cli.step_loads import check_packing, pack_given, read_samples, schedule_step, token_policy
+    from equipoise.loads import write_schedules
+
+    if npz_kind(dump) == "loads":
+        raise ScheduleError(f"{dump} holds loads, which are scheduled already; give the samples")
+    refuse_existing(out, force=force, read=(dump, Path(packing.schedule) if packing.is_file else None))
+    samples = read_samples(dump, reading, packing)
+    check_packing(packing, samples.model)
+    found: list[PackedWindow] = []
+
+    def packed(given: "tuple[Schedule, ...]") -> "tuple[Schedule, ...]":
+        made = pack_given(samples, given, packing, ranks_per_node=ranks_per_node)
+        found.extend(map(PackedWindow.of, given, made))
+        return tuple(each.schedule for each in made)
+
+    schedules = schedule_step(packing, samples, policy=token_policy(samples), pack=packed)
+    write_schedules(schedules, out)
+    document: dict[str, Any] = {"out": str(out), "windows": [asdict(window) for window in found]}
+    if as_json:
+        print_json(document)
+        return
+    console = screen(as_json=as_json)
+    table = build_table(["  window", "samples", "micro-steps", "rows across, given", "packed", "how"])
+    for window in found:
+        shares = f"{window.given_crossing:.1%}", f"{window.crossing:.1%}"
+        table.add_row(f"  {window.stage}", str(window.samples), str(window.micro_steps), *shares, window.how)
+    console.print(table)
+    console.print("Rows across: with homes that follow the samples, before replicas.", soft_wrap=True)
+    console.print(f"Written: {out}", soft_wrap=True)

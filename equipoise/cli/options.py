@@ -75,6 +75,7 @@ DEFAULT_SENDS: Sends = "tokens"
 HistoryOption = Annotated[
     Path | None, typer.Option("--history", help="Loads of an earlier step (.npz), for the policy eplb-history.")
 ]
+RanksPerNodeOption = Annotated[int, typer.Option("--ranks-per-node", help="Ranks per node: GPUs that NVLink connects.")]
 DemoFlag = Annotated[bool, typer.Option("--demo", help="Use a generated step of Qwen3-30B-A3B shape.")]
 
 
@@ -165,7 +166,7 @@ class MachineFlags:
         Path | None,
         typer.Option("--profile", help="Prices of your own GPU: the file that `equipoise calibrate -o` wrote."),
     ] = None
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks per node: GPUs that NVLink connects.")] = 8
+    ranks_per_node: RanksPerNodeOption = 8
     network_gbit: Annotated[
         float | None, typer.Option(help="Network of one GPU, one direction, in Gb/s; the preset's if left out.")
     ] = None

@@ -184,6 +184,9 @@ def simulate(
     *,
     reading: ReadingFlags,
     packing: PackingFlags,
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Pack samples by their experts, within the limits of --schedule.")
+    ] = False,
     demo: DemoFlag = False,
     machine: MachineFlags,
     step: StepFlags,
@@ -206,7 +209,8 @@ def simulate(
     history = read_history(policy.history, policy.names)
 
     # Step 2: read the dump, and check what depends on it, before the step is simulated, which may take minutes too.
-    source = open_step(dump, reading, packing, demo_samples=256 if demo else None)
+    pack_for = machine.ranks_per_node if pack else None
+    source = open_step(dump, reading, packing, demo_samples=256 if demo else None, pack_for=pack_for)
     windows = source.windows(packing.ep, None)
     case = StepCase(
         cluster=cluster,

@@ -29,13 +29,16 @@ from equipoise.core import (
 )
 from equipoise.core.value import plural, require_int
 from equipoise.loads import (
+    Packing,
     TokenPolicy,
     count_routes,
     count_step,
     generate_counts,
     load_counts,
     longest_first,
+    pack_step,
     read_schedules,
+    sketch_counts,
     slice_context,
     slice_sequence,
     step_schedules,
@@ -58,7 +61,12 @@ class StepSource:
 
 
 def open_step(
-    dump: Path | None, reading: ReadingFlags, packing: PackingFlags, *, demo_samples: int | None = None
+    dump: Path | None,
+    reading: ReadingFlags,
+    packing: PackingFlags,
+    *,
+    demo_samples: int | None = None,
+    pack_for: int | None = None,
 ) -> StepSource:
     """Open the step of a dump, or a generated one; routes are read here, once for all widths of a sweep.
 
@@ -67,10 +75,13 @@ def open_step(
         reading: how to read it
         packing: how to schedule it
         demo_samples: samples to generate where the user asked for the demo
+        pack_for: ranks per node, if samples are packed by their experts
     """
     if (dump is None) == (demo_samples is None):
         raise RoutesError("give one of the two: a DUMP, or --demo for a generated step")
     if dump is not None and npz_kind(dump) == "loads":
+        if pack_for is not None:
+            raise ScheduleError(f"{dump} holds loads, which --pack cannot pack again; give the samples")
         return _open_loads(dump, reading, packing)
     samples: RouteCounts | Routes
     if dump is None:
@@ -78,7 +89,7 @@ def open_step(
         model = find_model(reading.model or DEMO_MODEL)
         samples = generate_counts(model, samples=demo_samples, mean_tokens=4096)
     else:
-        samples = _read_samples(dump, reading, packing)
+        samples = read_samples(dump, reading, packing)
     # A dump may hold only some of the model's layers.
     model = samples.model.replace(layers=len(samples.layer_numbers))
 
@@ -87,7 +98,7 @@ def open_step(
 
     return StepSource(
         model=model,
-        windows=lambda ep, micro: count_samples(samples, packed(ep, micro)),
+        windows=lambda ep, micro: count_samples(samples, packed(ep, micro), pack_for=pack_for),
         check=lambda ep, micro: check_packing(packed(ep, micro), model),
         pair_LEE=samples.pair_LEE if isinstance(samples, RouteCounts) else None,
     )
@@ -150,7 +161,7 @@ def count_dump(dump: Path, reading: ReadingFlags, *, pairs: bool = False) -> Rou
     return counts
 
 
-def _read_samples(dump: Path, reading: ReadingFlags, packing: PackingFlags) -> RouteCounts | Routes:
+def read_samples(dump: Path, reading: ReadingFlags, packing: PackingFlags) -> RouteCounts | Routes:
     """Read the samples of a dump, which may take minutes: histograms, or the routes if samples are cut."""
     if npz_kind(dump) == "counts":
         counts = load_counts(dump)
@@ -174,31 +185,62 @@ def _read_samples(dump: Path, reading: ReadingFlags, packing: PackingFlags) -> R
     return Routes.of(samples, model=model, layer_numbers=stream.layer_numbers)
 
 
-def count_samples(samples: RouteCounts | Routes, packing: PackingFlags) -> tuple[LoadMatrix, ...]:
-    """Schedule the samples of a step and count the loads of every window."""
+def count_samples(
+    samples: RouteCounts | Routes, packing: PackingFlags, *, pack_for: int | None = None
+) -> tuple[LoadMatrix, ...]:
+    """Schedule the samples of a step and count the loads of every window; arguments as in `open_step`."""
     check_packing(packing, samples.model)
+
+    def packed(given: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        assert pack_for is not None, "only called if samples are packed"
+        return tuple(made.schedule for made in pack_given(samples, given, packing, ranks_per_node=pack_for))
+
+    pack = None if pack_for is None else packed
+    schedules = schedule_step(packing, samples, policy=token_policy(samples), pack=pack)
+    if isinstance(samples, RouteCounts):
+        return count_step(samples, schedules, ep=packing.ep)
+    with progress("counting") as show:
+        return count_step(samples, schedules, ep=packing.ep, progress=show)
+
+
+def token_policy(samples: RouteCounts | Routes) -> TokenPolicy:
+    """Return what becomes of last tokens: a histogram that holds the last token's row cannot drop it again."""
     if isinstance(samples, Routes):
-        tokens_B = np.array([sample.num_tokens for sample in samples], dtype=np.int64)
-        schedules = schedule_step(packing, tokens_B, policy=TokenPolicy())
-        with progress("counting") as show:
-            return count_step(samples, schedules, ep=packing.ep, progress=show)
-    if packing.cp > 1 or packing.sp > 1:
-        raise ScheduleError(
-            f"--cp {packing.cp} and --sp {packing.sp} cut samples, and histograms hold them whole; give the routes, or "
-            "leave both out"
-        )
+        return TokenPolicy()
     unknown_BL = samples.unknown_BL
     is_last_recorded = unknown_BL is None or bool((unknown_BL.min(axis=1) == 0).any())
-    # A histogram that holds the last token's row cannot drop it again: then all tokens are forwarded.
-    policy = TokenPolicy(last_token="unknown" if is_last_recorded else "drop")
-    return count_step(samples, schedule_step(packing, samples.tokens_B, policy=policy), ep=packing.ep)
+    return TokenPolicy(last_token="unknown" if is_last_recorded else "drop")
 
 
-def schedule_step(packing: PackingFlags, tokens_B: np.ndarray, *, policy: TokenPolicy) -> tuple[Schedule, ...]:
-    """Schedule the samples of a step, by the trainer's file or by rule."""
+def pack_given(
+    samples: RouteCounts | Routes, given: tuple[Schedule, ...], packing: PackingFlags, *, ranks_per_node: int
+) -> tuple[Packing, ...]:
+    """Pack the windows of a step by experts; a source is a rank, or the ranks that share its samples."""
+    require_int("--ranks-per-node", ranks_per_node, low=1, error=TopologyError)
+    each = packing.cp * packing.sp
+    if each > 1 and ranks_per_node % each:
+        raise TopologyError(
+            f"--cp {packing.cp} x --sp {packing.sp} does not divide the {ranks_per_node} ranks of a node: a sample "
+            "would be on two nodes; give --ranks-per-node that they divide, or do not pack"
+        )
+    counts = samples if isinstance(samples, RouteCounts) else count_routes(samples)
+    node_R = np.arange(packing.ep // each) * each // ranks_per_node
+    return pack_step(sketch_counts(counts), given, node_R=node_R.tolist(), policy=token_policy(samples))
+
+
+Pack = Callable[[tuple[Schedule, ...]], tuple[Schedule, ...]]
+"""From windows of whole samples to the same windows, packed."""
+
+
+def schedule_step(
+    packing: PackingFlags, samples: RouteCounts | Routes, *, policy: TokenPolicy, pack: Pack | None = None
+) -> tuple[Schedule, ...]:
+    """Schedule the samples of a step, by the trainer's file or by rule; `pack` is called before samples are cut."""
+    pack = pack or (lambda given: given)
     if packing.is_file:
-        step = _read_schedule(packing)
+        step = pack(_read_schedule(packing))
     else:
+        tokens_B = _tokens_of(samples)
         # A mini-batch has at least one sample.
         require_int("--mini-batches", packing.mini_batches, low=1, high=max(1, len(tokens_B)), error=ScheduleError)
         whole = step_schedules(
@@ -209,8 +251,14 @@ def schedule_step(packing: PackingFlags, tokens_B: np.ndarray, *, policy: TokenP
             policy=policy,
             **_packing_rule(packing),
         )
-        step = tuple(slice_sequence(slice_context(window, packing.cp), packing.sp) for window in whole)
+        step = tuple(slice_sequence(slice_context(window, packing.cp), packing.sp) for window in pack(whole))
     return tuple(longest_first(window) for window in step) if packing.longest_first else step
+
+
+def _tokens_of(samples: RouteCounts | Routes) -> np.ndarray:
+    if isinstance(samples, RouteCounts):
+        return samples.tokens_B
+    return np.array([sample.num_tokens for sample in samples], dtype=np.int64)
 
 
 def check_packing(packing: PackingFlags, model: ModelShape) -> None:

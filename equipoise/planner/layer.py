@@ -7,7 +7,8 @@
 2. `candidates` levels twice. Replicas stay inside a node, so first the *nodes* must be level in every micro-step
    (`level_nodes`), then the ranks inside each node (`level_ranks`). Both are one problem: put experts into *groups*.
 3. Rows that cross nodes often cost more than rows on a fuller rank. So levelled nodes are tried with experts moved to
-   the nodes whose sources choose them (`bring_near`), and with ranks level in what crosses, too (`with_far`).
+   the nodes whose sources choose them (`bring_near`), and with ranks level in what crosses, too (`with_far`). Where
+   samples were packed by their experts, homes that follow the samples are tried as well (`follow_sources`).
 
 The inner functions, `level`, `near` and `evaluate`, are compiled; the plain ones of `tests/planner/reference.py` return
 the same to the bit.
@@ -26,6 +27,7 @@ import numpy as np
 from equipoise.core.compiled import compiled
 from equipoise.cost.model import Tables
 from equipoise.cost.window import mean_visit_ns, row_prices
+from equipoise.loads.packer import follow_nodes
 from equipoise.planner import homes
 from equipoise.planner.assemble import WindowTask
 from equipoise.planner.replicas import LayerPlan, LayerProblem, evaluate
@@ -53,6 +55,8 @@ class Kernels(NamedTuple):
     evaluate: Callable[[np.ndarray, np.ndarray, np.ndarray, LayerProblem, Tables], LayerPlan]
 
 
+FEWER_CROSSING = 15 / 16
+"""Homes that follow the sources are tried where at most this share of the crossing rows is left."""
 COMPILED = Kernels(homes.level, homes.near, evaluate)
 
 
@@ -206,7 +210,37 @@ def candidates(
     if len(pair_EE) > 0:
         together_E = level_nodes(inputs, start_E, affinity(inputs.share_EM, pair_EE), problem, level)
         found.append(level_ranks(inputs, together_E, problem, level))
+    follow_E = follow_sources(load_MRE, found[0], problem)
+    if (follow_E != found[0]).any():
+        far = with_far(inputs, load_MRE, follow_E, problem)
+        found.append(level_ranks(far, follow_E, problem, level))
+        found.append(bring_near(load_MRE, follow_E, problem, kernels.near))
     return found
+
+
+def follow_sources(load_MRE: np.ndarray, home_E: np.ndarray, problem: LayerProblem) -> np.ndarray:
+    """[E] homes in the nodes that send each expert most rows; `home_E` where few rows more would stay in their node.
+
+    Swaps alone do not get there from level nodes: single swaps make nodes unlevel before they save anything.
+    """
+    node_R, experts = problem.node_R, len(home_E)
+    ranks_N = np.bincount(node_R)
+    is_in_NR = (node_R == np.arange(len(ranks_N))[:, None]).astype(np.int64)
+    rows_NE = is_in_NR @ load_MRE.sum(axis=0)
+    whole = int(rows_NE.sum())
+
+    def crossing(node_E: np.ndarray) -> int:
+        return whole - int(rows_NE[node_E, np.arange(experts)].sum())
+
+    # No homes keep more rows than this, and sources that nobody packed differ by one or two percent.
+    least = FEWER_CROSSING * crossing(node_R[home_E])
+    if whole - int(rows_NE.max(axis=0).sum()) > least:
+        return home_E
+    node_E, owner_E = follow_nodes(rows_NE.astype(np.float64), ranks_N, rounds=8), owners(experts, len(node_R))
+    follow_E = assign_ranks(node_E, owner_E.copy(), owner_E, node_R)
+    if crossing(node_E) > least or int((follow_E != owner_E).sum()) > problem.budget:
+        return home_E
+    return follow_E
 
 
 def is_good_start(inputs: Inputs, warm_home_E: np.ndarray, owner_E: np.ndarray, problem: LayerProblem) -> bool:

@@ -45,6 +45,7 @@ FLAGS = {
     },
     "doctor": {"--model", "--format", "--second", "--second-format", "--min-agreement", "--self-check", "--json"},
     "convert": {*(READING | PACKING | FILE), "--to", "--pairs", "--formats"},
+    "pack": {*(READING | PACKING | FILE), "--ranks-per-node"},
     "plan": {
         *(MACHINE | FILE),
         "--model",
@@ -62,6 +63,7 @@ FLAGS = {
     "simulate": {
         *(READING | PACKING | MACHINE | RESULTS),
         "--demo",
+        "--pack",
         "--policies",
         "--slots",
         "--history",

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.planner.layer import edge_price, edges_ns, owners
+from equipoise.planner.layer import edge_price, edges_ns, follow_sources, owners
 from tests.planner import problems
 
 few = settings(max_examples=60, deadline=None)
@@ -54,3 +54,23 @@ def test_homes_at_their_owners_have_no_edges_and_others_cost_no_less(one, crossi
     owner_E = owners(load_MRE.shape[2], load_MRE.shape[1])
     stayed = edges_ns(owner_E, owner_E, 0, problem)
     assert stayed == 0 <= edges_ns(home_E, owner_E, 0, problem) <= edges_ns(home_E, owner_E, crossing, problem)
+
+
+@given(problems.layers(), st.booleans(), st.integers(0, 2**32 - 1))
+@settings(max_examples=10, deadline=None)
+def test_homes_follow_sources_that_were_packed_and_only_those(one, packed, seed):
+    """Two nodes whose sources choose one half of the experts three times as often, or all alike."""
+    rng = np.random.default_rng(seed)
+    experts, node_R = 16, np.array([0, 0, 1, 1])
+    node_E = rng.permutation(np.repeat([0, 1], experts // 2))
+    likes_RE = 1 + 2 * (node_R[:, None] == node_E) if packed else np.full((4, experts), 2)
+    load_MRE = rng.poisson(100 * likes_RE, size=(6, 4, experts))
+    problem, home_E = problem_of(one, node_R=node_R, budget=experts), owners(experts, 4)
+    # Owners that keep as many rows as homes that follow leave nothing to gain.
+    is_better = packed and int((node_E != node_R[home_E]).sum()) > 4
+    found = follow_sources(load_MRE, home_E, problem)
+    if is_better:
+        assert np.array_equal(node_R[found], node_E)
+        assert np.array_equal(follow_sources(load_MRE, home_E, problem._replace(budget=3)), home_E)
+    elif not packed:
+        assert np.array_equal(found, home_E)
