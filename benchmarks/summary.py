@@ -76,7 +76,8 @@ def node_summary() -> str:
         "eplb-oracle": "EPLB oracle",
         "lplb": "LPLB",
         "equipoise, 1 slot": "**Equipoise**",
-        "uniform, prepared": "forced uniform routes, prepared",
+        "uniform at random, prepared": "uniform routes, at random",
+        "uniform, prepared": "uniform routes, exactly level",
     }
     lines = []
     for case in dict.fromkeys(case for case, _ in found):
@@ -87,7 +88,7 @@ def node_summary() -> str:
 
 def parts_table() -> str:
     """Measured and predicted milliseconds of each part of a window, for the policies that are told apart by it."""
-    shown, found = ("static, prepared", "lplb", "equipoise, 1 slot", "uniform, prepared"), {}
+    shown, found = ("static, prepared", "lplb", "equipoise, 1 slot", "uniform at random, prepared"), {}
     for row in _read("node_h200")["parts"]:
         if row["policy"] in shown and not row["case"].endswith("experts alone"):
             both = f"{1e3 * row['measured_s']:.0f} / {1e3 * row['predicted_s']:.0f}"

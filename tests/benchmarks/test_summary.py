@@ -80,6 +80,12 @@ def test_figures_in_the_sentences_of_the_readme_are_those_of_the_reports():
     assert f"an update reaches {math.floor(min(ours))} to {round(max(ours))} % of `balanced`" in text
     added = [limit["value"] for limit in transfer["pulls"]["limits"]]
     assert f"pulls from the host add {max(0, round(min(added)))} to {round(max(added))} %" in text
+    node = json.loads((REPORTS / "node_h200_202611.json").read_text())
+    windows = [r for r in summary._windows() if r["policy"] == "equipoise, 1 slot" and "recompute" not in r["case"]]
+    speeds = [row["over_static"] for row in windows]
+    assert f"Measured: {min(speeds):.2f} to {max(speeds):.2f} times as fast" in text
+    (error,) = (one["value"] for one in node["limits"] if one["name"] == "mean error of all predictions")
+    assert f"Predictions were off by {100 * error:.1f} % in the mean" in text
 
 
 def test_what_the_replay_cannot_resolve_is_not_less_than_its_scatter():

@@ -26,7 +26,7 @@ SMALL = {
     "model.heads": 4,
     "model.experts": 32,
     "model.expert_width": 128,
-    "warmup.steps": 8,
+    "warmup.steps": 60,
     "warmup.batch": 16,
     "rollout.prompts": 8,
     "rollout.samples": 4,
