@@ -35,6 +35,8 @@ TURNS = 4
 """Most turns of choosing nodes for samples, then for experts."""
 ROUNDS = 3
 """Assignments of experts to nodes that are tried each time, at changing prices of a full node."""
+EVEN_STEPS = 16
+"""Most swaps that make nodes more level afterwards."""
 PRICE_STEPS = 120
 """Steps in which prices of full nodes are found, when samples choose nodes."""
 
@@ -344,7 +346,7 @@ def choose_alike(own_UN: np.ndarray, units: Units, ranks_N: np.ndarray) -> np.nd
         if over_N.max() < least:
             best_U, least = node_U, over_N.max()
         price_N += np.rint(units.rows_UF.sum() / whole * over_N / (1 + turn))
-    return best_U
+    return even_out(best_U, units.tokens_U, ranks_N)
 
 
 def share_out(own_UN: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
@@ -382,7 +384,25 @@ def choose_freely(own_UN: np.ndarray, units: Units, ranks_N: np.ndarray) -> np.n
             best_U, least = node_U, over_2N.max()
         # Whole numbers, so that products with sizes are exact.
         price_2N += np.rint(unit_2[:, None] * over_2N * (0.1 / (1 + turn / 20)))
-    return best_U
+    return even_out(best_U, units.tokens_U, ranks_N)
+
+
+def even_out(node_U: np.ndarray, tokens_U: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
+    """[U] node of each unit after swaps between the fullest and the emptiest node, until none makes them more level."""
+    node_U = node_U.copy()
+    for _ in range(EVEN_STEPS):
+        fill_N = np.bincount(node_U, weights=tokens_U, minlength=len(ranks_N)) / ranks_N
+        most, least = int(fill_N.argmax()), int(fill_N.argmin())
+        wanted = (fill_N[most] - fill_N[least]) / (1 / ranks_N[most] + 1 / ranks_N[least])
+        full, empty = np.flatnonzero(node_U == most), np.flatnonzero(node_U == least)
+        if not len(full) or not len(empty):
+            break
+        off = np.abs(tokens_U[full][:, None] - tokens_U[empty] - wanted)
+        row, column = np.unravel_index(int(off.argmin()), off.shape)
+        if off[row, column] >= wanted:
+            break
+        node_U[full[row]], node_U[empty[column]] = least, most
+    return node_U
 
 
 def _bisect(units: Units, ranks_N: np.ndarray) -> np.ndarray:
@@ -457,7 +477,7 @@ def _regrouped(
 
 
 def _regroup(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray, by: np.ndarray) -> Bins:
-    """Pack each node's units anew: the longest first into the emptiest micro-batch; alike ones share a micro-step.
+    """Pack each node's units anew into level micro-batches; alike ones share a micro-step.
 
     Args:
         by: [U] what makes micro-batches alike: tokens or squares
@@ -468,7 +488,7 @@ def _regroup(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray
     bins: Bins = [[[] for _ in range(count)] for _ in node_R]
     for node in range(int(node_R.max()) + 1):
         ranks = np.flatnonzero(node_R == node).tolist()
-        filled = _level(np.flatnonzero(found.node_U == node), units.tokens_U, len(ranks) * count)
+        filled = difference(np.flatnonzero(found.node_U == node).tolist(), units.tokens_U, len(ranks) * count)
         filled.sort(key=lambda members: -int(by[members].sum()))
         for place, members in enumerate(filled):
             bins[ranks[place % len(ranks)]][order_M[place // len(ranks)]] = sorted(
@@ -477,15 +497,22 @@ def _regroup(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray
     return bins
 
 
-def _level(chosen: np.ndarray, tokens_U: np.ndarray, count: int) -> list[list[int]]:
-    """Put units, the largest first, into the emptiest of `count` bins."""
-    heap = [(0, number) for number in range(count)]
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for u in chosen[np.argsort(-tokens_U[chosen], kind="stable")].tolist():
-        total, number = heapq.heappop(heap)
-        bins[number].append(u)
-        heapq.heappush(heap, (total + int(tokens_U[u]), number))
-    return bins
+def difference(chosen: Sequence[int], tokens_U: np.ndarray, count: int) -> list[list[int]]:
+    """Partition units into `count` level parts by Karmarkar and Karp's differencing.
+
+    The two least level partial partitions are merged, the fullest part of one with the emptiest of the other.
+    """
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for u in chosen:
+        parts = [(int(tokens_U[u]), [int(u)])] + [(0, [])] * (count - 1)
+        heap.append((-int(tokens_U[u]) if count > 1 else 0, int(u), parts))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(count)]
 
 
 def _join(given: Schedule, groups: Sequence[Bins], policy: TokenPolicy) -> Schedule:

@@ -14,7 +14,6 @@ from equipoise.loads import (
     pack_step,
     pack_window,
     schedule_samples,
-    schedule_tokens,
     sketch_counts,
     slice_sequence,
     step_schedules,
@@ -174,9 +173,8 @@ def test_samples_of_a_prompt_stay_in_one_micro_batch():
     rng = np.random.default_rng(3)
     counts = random_counts(rng, 32, kinds=4, longest=30)
     prompt_B = np.arange(32) // 4
-    window = schedule_tokens(
-        counts.tokens_B, ranks=4, token_budget=400, policy=TokenPolicy(last_token="unknown", pad_to_multiple=1)
-    )
+    policy = TokenPolicy(last_token="unknown")
+    window = schedule_samples(counts.tokens_B, ranks=4, samples_per_micro_step=4, policy=policy)
     made = pack_window(sketch_counts(counts), window, node_R=[0, 0, 1, 1], prompt_B=prompt_B)
     places = {(int(prompt_B[p[0]]), p[3], p[4]) for p in made.schedule.pieces.tolist()}
     assert len(places) == len({prompt for prompt, *_ in places})
