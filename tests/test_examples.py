@@ -19,7 +19,14 @@ def test_there_are_examples():
 def test_an_example_is_short_and_names_its_command(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 80
-    assert f"python examples/{path.name}" in text
+    # Run by itself, by torchrun, or named in a trainer's flags.
+    commands = (f"python examples/{path.name}", f"torchrun --nproc-per-node=4 examples/{path.name}", f" {path.stem}.")
+    assert any(command in text for command in commands)
+
+
+def test_the_readme_links_every_example():
+    readme = (ROOT / "README.md").read_text()
+    assert [path.name for path in EXAMPLES if f"(examples/{path.name})" not in readme] == []
 
 
 def test_the_balanced_layer_opens_the_gate_where_that_pays():

@@ -155,7 +155,8 @@ def imported_by(text):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_an_example_imports_the_public_faces_alone(path):
-    assert imported_by(path.read_text()) <= {"equipoise", "equipoise.torch"}
+    # Trainers' flags name the module of hooks, so it is public too.
+    assert imported_by(path.read_text()) <= {"equipoise", "equipoise.torch", "equipoise.adapters.slime"}
 
 
 @pytest.mark.parametrize(

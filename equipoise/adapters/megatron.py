@@ -450,6 +450,11 @@ def install(
     return handle
 
 
+def installed(model_chunks: Sequence[nn.Module]) -> MegatronHandle | None:
+    """Return the handle of these model chunks, or None where nothing is installed."""
+    return getattr(bare(model_chunks[0]), KEPT, None)
+
+
 def uninstall(handle: MegatronHandle) -> None:
     """Restore the model chunks of a handle. Every rank must call this."""
     handle.uninstall()

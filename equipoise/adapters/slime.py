@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from equipoise.adapters.megatron import KEPT, MegatronHandle, install
+from equipoise.adapters.megatron import MegatronHandle, install, installed
 from equipoise.adapters.megatron_model import bare, inspect
 from equipoise.adapters.protocol import trainer_options
 from equipoise.core import Cluster, Stage
@@ -78,7 +78,7 @@ def _begin(args: Any, model: Sequence[nn.Module], *, caller: str, stage: Stage) 
 
     # Routes differ between ranks; where those of one are missing, all ranks of the training stop.
     all_or_none(check, partial(gather_objects, group=dist.group.WORLD))
-    handle: MegatronHandle | None = getattr(bare(model[0]), KEPT, None)
+    handle = installed(model)
     if handle is None:
         cluster, options = _settings(args)
         cluster.home_slots(inspect(model).shape)
@@ -104,7 +104,7 @@ def _replayed(args: Any, model: Sequence[nn.Module], counts: Sequence[int]) -> l
     """Return the ids that this rank's routers will replay, by window, micro-step and layer."""
     if not args.use_routing_replay:
         raise AdapterError("args.use_routing_replay is off, so no routes are known; add --use-rollout-routing-replay")
-    handle = getattr(bare(model[0]), KEPT, None)
+    handle = installed(model)
     if handle is not None and handle.balancer.is_open:
         raise AdapterError("the last window is open, because an error left it; restart from a checkpoint")
     found = inspect(model) if handle is None else handle.found

@@ -96,7 +96,7 @@ class Trainer:
     @property
     def balancer(self) -> Any:
         """The balancer that the hooks have installed, if they have."""
-        handle = getattr(bare(self.run.chunks[0]), megatron.KEPT, None)
+        handle = megatron.installed(self.run.chunks)
         return None if handle is None else handle.balancer
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ def replay_with_hooks(group: Any, layout: Layout, pads_with: str) -> dict[str, A
         expected = Trainer(build(layout), pads_with=pads_with, has_hooks=False).train(steps, routes)
         trainer = Trainer(build(layout), pads_with=pads_with, has_hooks=True)
         found = trainer.train(steps, routes)
-        megatron.uninstall(getattr(bare(trainer.run.chunks[0]), megatron.KEPT))
+        megatron.uninstall(megatron.installed(trainer.run.chunks))
         return {
             "differences": found.differences(expected),
             "losses": len(expected.losses),

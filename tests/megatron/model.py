@@ -137,15 +137,32 @@ def kept_group(ranks: tuple[int, ...], purpose: str | None, backend: str | None)
 
 
 @contextmanager
-def parallel(layout: Layout) -> Iterator[None]:
-    """Set up Megatron's state for a layout, and take it down. Every rank must call this."""
+def kept_groups() -> Iterator[None]:
+    """Let Megatron make its groups from kept ones; its state is taken down at the end. Every rank must call this."""
 
     def keep(ranks: Sequence[int], *, backend: str | None = None, group_desc: str | None = None, **_: Any) -> Any:
         with patch.object(dist, "new_group", new_group):
             return kept_group(tuple(ranks), group_desc, backend)
 
-    new_group = dist.new_group
-    with patch.object(dist, "new_group", keep):
+    new_group, initialize = dist.new_group, parallel_state.initialize_model_parallel
+
+    def initialize_with_kept(*args: Any, **options: Any) -> None:
+        with patch.object(dist, "new_group", keep):
+            initialize(*args, **options)
+
+    try:
+        with patch.object(parallel_state, "initialize_model_parallel", initialize_with_kept):
+            yield
+    finally:
+        with patch.object(dist, "destroy_process_group"):
+            parallel_state.destroy_model_parallel()
+        RouterReplay.clear_global_router_replay_instances()
+
+
+@contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    """Set up Megatron's state for a layout, and take it down. Every rank must call this."""
+    with kept_groups():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -153,12 +170,7 @@ def parallel(layout: Layout) -> Iterator[None]:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=1,
         )
-    try:
         yield
-    finally:
-        with patch.object(dist, "destroy_process_group"):
-            parallel_state.destroy_model_parallel()
-        RouterReplay.clear_global_router_replay_instances()
 
 
 def build(layout: Layout) -> Run:

@@ -15,7 +15,7 @@ from equipoise.launch import end_with_parent
 from tests.pool import START_S, Pool, _serve, preloaded_context
 
 RANKS = 4
-LOADED = ("tests.megatron.work", "tests.megatron.life", "tests.megatron.hooks", "tests.megatron.trainer")
+LOADED = tuple(f"tests.megatron.{name}" for name in ("work", "life", "hooks", "trainer", "examples"))
 """Modules whose functions ranks may run."""
 
 

@@ -109,9 +109,13 @@ def make(kind: type, layout: Layout, mode: str, **options: Any) -> Any:
         optimizer_offload=True,
         **options,
     )
-    hf_config = SimpleNamespace(architectures=["GPTModel"])
+    return made_by(kind, engine_config)
+
+
+def made_by(kind: type, engine_config: Any) -> Any:
+    """Make an engine of this configuration, for a model that needs no files."""
     model_config = SimpleNamespace(
-        hf_config=hf_config,
+        hf_config=SimpleNamespace(architectures=["GPTModel"]),
         mtp=SimpleNamespace(enable=False),
         tokenizer=SimpleNamespace(pad_token_id=0),
         model_type="language_model",
