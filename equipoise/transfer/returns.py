@@ -26,6 +26,7 @@ training hands them in while another thread publishes or collects layers.
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from operator import contains, setitem
@@ -137,6 +138,7 @@ class FarReturns:
             self._nccl.close()
 
 
+@dataclass(slots=True)
 class BoxTurns:
     """Whose turn it is to use which mailboxes of every rank, and the steps of mapped rows that come in between.
 
@@ -144,45 +146,33 @@ class BoxTurns:
     front of a layer whose input needs no gradient, or one whose rows went by collectives.
     """
 
-    def __init__(self, rows: MappedRows, *, turns: int) -> None:
-        """
-        Args:
-            turns: sets of boxes, which layers use one after the other
-        """
-        self._rows, self._next = rows, 0
-        self._filled: dict[tuple[int, int], tuple[int, int]] = {}
-        """Turn and last step of each (micro-step, layer) whose boxes are filled and not read yet."""
-        self._read_at = [-1] * turns
-        """Last step before each set of boxes was read."""
+    rows: MappedRows
+    read_at: list[int]
+    """Last step before each set of boxes was read; layers use the sets one after the other. -1: never read."""
+    filled: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Turn and last step of each (micro-step, layer) whose boxes are filled and not read yet."""
+    next_turn: int = 0
 
     def fill(self, micro_step: int, layer: int) -> int:
         """Return the set of boxes to fill; what the current stream does next comes behind its last reader."""
-        turn, self._next = self._next, (self._next + 1) % len(self._read_at)
-        if turn in (kept for kept, _ in self._filled.values()):
+        turn, self.next_turn = self.next_turn, (self.next_turn + 1) % len(self.read_at)
+        if turn in (kept for kept, _ in self.filled.values()):
             raise TransferError(
-                f"micro-step {micro_step}, layer index {layer}: gradients of replicas of {len(self._filled)} layers "
+                f"micro-step {micro_step}, layer index {layer}: gradients of replicas of {len(self.filled)} layers "
                 "are computed and not added yet; let each layer's backward pass end before the next layers'"
             )
-        if self._read_at[turn] == self._rows.number:
-            self._rows.end(layer=layer)
-        self._filled[micro_step, layer] = turn, self._rows.number
+        if self.read_at[turn] == self.rows.number:
+            self.rows.end(layer=layer)
+        self.filled[micro_step, layer] = turn, self.rows.number
         return turn
 
     def read(self, micro_step: int, layer: int) -> int:
         """Return the set of boxes to read; what the current stream does next comes behind all that filled it."""
-        turn, filled_at = self._filled.pop((micro_step, layer))
-        if filled_at == self._rows.number:
-            self._rows.end(layer=layer)
-        self._read_at[turn] = self._rows.number
+        turn, filled_at = self.filled.pop((micro_step, layer))
+        if filled_at == self.rows.number:
+            self.rows.end(layer=layer)
+        self.read_at[turn] = self.rows.number
         return turn
-
-    def check_read(self) -> None:
-        """Raise if boxes were filled and never read; the same on all ranks."""
-        for micro_step, layer in self._filled:
-            raise TransferError(
-                f"the returned gradients of layer index {layer}, micro-step {micro_step} were never collected by "
-                "their homes; every backward pass of the window must run on all ranks"
-            )
 
 
 class Mailboxes:
@@ -215,7 +205,7 @@ class Mailboxes:
         if number >= 2**23:
             raise TransferError(f"window {number:,}; tags count fewer than {2**23:,}: open the balancer anew")
         self._window, self._handed_in = number, set()
-        self._turns = None if rows is None else BoxTurns(rows, turns=self._node.layout.depth + 1)
+        self._turns = None if rows is None else BoxTurns(rows, [-1] * (self._node.layout.depth + 1))
         if self._far is None and plan.cross_node and returns_far(plan):
             # Bounded, unlike what follows: all ranks are here from now on.
             self._node.agree([0], Transfer("return", path="p2p"))
@@ -283,31 +273,28 @@ class Mailboxes:
                 totals[at] = kept
         first = 0 if self._turns is None else node.layout.slots * self._turns.read(micro_step, layer)
         for replica in mine:
-            slot = int(plan.home_slot_LE[layer, replica.expert])
+            expert, rank = replica
+            slot, added = int(plan.home_slot_LE[layer, expert]), 0
             if replica in arrived:
                 self._add(totals, slot, arrived[replica])
-            elif self._turns is not None:
-                needs = needs_of(plan, Visit(micro_step, "backward", layer), rank=replica.rank)
-                at = [need.expert for need in needs].index(replica.expert)
-                self._add_box(totals, slot, replica.rank, first + at)
+                continue
+            tags, name = self._tags[rank], self._name(micro_step, layer, expert)
+            if self._turns is not None:
+                needs = needs_of(plan, Visit(micro_step, "backward", layer), rank=rank)
+                box = first + [need.expert for need in needs].index(expert)
             else:
-                tags, name = self._tags[replica.rank], self._name(micro_step, layer, replica.expert)
-                transfer = Transfer("return", layer, replica.expert, node.direct_path, replica.rank)
+                transfer = Transfer("return", layer, expert, node.direct_path, rank)
                 with node.counters.timed(node.direct_path, node.device):
                     node.watchdog.wait(partial(contains, tags, name), transfer)
                 box = int(np.flatnonzero(tags == name)[0])
-                self._add_box(totals, slot, replica.rank, box)
+            for total, returned in zip(totals, node.mailboxes[rank].tensors(), strict=True):
+                total[slot].add_(returned[box])
+                added += int(returned[box].nbytes)
+            if self._turns is None:
                 # Last, because the replica's rank fills the box again as soon as it is free.
                 self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
-
-    def _add_box(self, totals: list[torch.Tensor], slot: int, rank: int, box: int) -> None:
-        """Add the gradient in a mailbox of this node."""
-        node, added = self._node, 0
-        for total, returned in zip(totals, node.mailboxes[rank].tensors(), strict=True):
-            total[slot].add_(returned[box])
-            added += int(returned[box].nbytes)
-        node.counters.arrive(node.direct_path, added)
-        node.counters.returns += 1
+            node.counters.arrive(node.direct_path, added)
+            node.counters.returns += 1
 
     def _add(self, totals: list[torch.Tensor], slot: int, numbers: torch.Tensor) -> None:
         """Add a gradient that came from another node, all its numbers in a row."""
@@ -333,8 +320,12 @@ class Mailboxes:
 
     def check_empty(self) -> None:
         """Raise if a gradient of this rank was never read; called once all ranks have finished the window."""
-        if self._turns is not None:
-            self._turns.check_read()
+        for micro_step, layer in () if self._turns is None else self._turns.filled:
+            # The same on all ranks, unlike tags.
+            raise TransferError(
+                f"the returned gradients of layer index {layer}, micro-step {micro_step} were never collected by "
+                "their homes; every backward pass of the window must run on all ranks"
+            )
         occupied = self._tags[self._node.rank]
         left = occupied[occupied != 0]
         if len(left):
