@@ -278,11 +278,12 @@ class Mailboxes:
             if replica in arrived:
                 self._add(totals, slot, arrived[replica])
                 continue
-            tags, name = self._tags[rank], self._name(micro_step, layer, expert)
+            tags = self._tags[rank]
             if self._turns is not None:
                 needs = needs_of(plan, Visit(micro_step, "backward", layer), rank=rank)
                 box = first + [need.expert for need in needs].index(expert)
             else:
+                name = self._name(micro_step, layer, expert)
                 transfer = Transfer("return", layer, expert, node.direct_path, rank)
                 with node.counters.timed(node.direct_path, node.device):
                     node.watchdog.wait(partial(contains, tags, name), transfer)
