@@ -28,7 +28,7 @@ from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Plan, Visit
 from equipoise.layer.experts import BalancedExperts, Window
-from equipoise.planning.background import BackgroundPlanner, Planned, owners_plan
+from equipoise.planning.background import BackgroundPlanner, Measured, Planned, owners_plan
 from equipoise.planning.report import WindowMeter, WindowReport
 from equipoise.planning.rows import RankRows, WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
@@ -184,6 +184,9 @@ class Balancer(AbstractContextManager["Balancer"]):
             raise InfeasiblePlanError("no window is open; begin one before it ends")
         self._engine.close_window()
         meter, self._meter = self._meter, None
+        report = meter.report()
+        if self._planner is not None:
+            self._planner.tell(Measured(report.realised_s, sum(report.exposed_s.values())))
         if self.enabled:
             # A row of any rank that did not follow its prepared dispatch is an error on every rank. Counts are reduced
             # on the CPU, which every EP group is able to do.
@@ -196,8 +199,8 @@ class Balancer(AbstractContextManager["Balancer"]):
                     f"{int(total_L.sum())} rows of other ranks did not follow their prepared dispatch; drop this "
                     "step's gradients and replay the recorded routes"
                 )
-        self.report = meter.report()
-        return self.report
+        self.report = report
+        return report
 
     def layers_home(self) -> list[int]:
         """Return the indices of layers whose gradients have come home since the last call; does not wait."""

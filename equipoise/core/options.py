@@ -155,12 +155,20 @@ class BalancerOptions(PlanOptions, TransferOptions):
     those submitted: each layer then sorts its rows, exchanges counts, and follows the actual routes."""
     prepared_bytes: int = 8 << 30
     """Most bytes of host memory per rank for the dispatches of one window; beyond it layers exchange counts."""
+    adapts: bool = False
+    """Compare what windows promise with what they take, and plan less, or nothing, while that does not pay
+    (`planning.course`). Measured time then decides about plans, so that two runs need not have the same bits."""
     planning_timeout_s: float = 300.0
     """Bound on planning one window and on every exchange of it; the first one may have to compile the planner."""
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
         TransferOptions.__post_init__(self)
+        if self.adapts and self.objective == "skew":
+            raise InfeasiblePlanError(
+                "BalancerOptions.adapts is True with objective 'skew': the one plans less where that does not pay, the "
+                "other levels rows whatever it costs; use objective 'seconds'"
+            )
         if self.memory_bytes is not None:
             raise InfeasiblePlanError(
                 f"BalancerOptions.memory_bytes is {self.memory_bytes}; a balancer allocates its slots once, so give "

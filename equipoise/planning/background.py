@@ -8,6 +8,7 @@ Steps of a window, in one background thread per rank, in the order in which wind
 5. Make the window's dispatches ahead where all ranks know all their routes.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,20 +20,41 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from equipoise.core import Cluster, EquipoiseError, InfeasiblePlanError, LoadMatrix, ModelShape, Plan, TransferError
+from equipoise.core import (
+    Cluster,
+    EquipoiseError,
+    InfeasiblePlanError,
+    LoadMatrix,
+    ModelShape,
+    Plan,
+    Stage,
+    TransferError,
+)
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Bytes, ReplicaTable, Seconds
 from equipoise.layer.dispatch import WindowDispatches, prepared_bytes
 from equipoise.layer.experts import BalancedExperts
+from equipoise.planning.course import Course, Outcome, Way, moved_seconds
 from equipoise.planning.rows import RankRows, WindowRoutes, join_rows
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.waits import OwnGroup, all_or_none
+
+_LOG = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """What a window took on one rank."""
+
+    realised_s: float
+    exposed_s: float
 
 
 class Planned(NamedTuple):
     """A window ready to begin."""
 
     plan: Plan
+    way: Way = "full"
+    """How much was planned."""
     planning_s: float = 0.0
     """Seconds from the exchange of rows to agreement, in the background."""
     waited_s: float = 0.0
@@ -80,6 +102,10 @@ class BackgroundPlanner:
         self._is_open = False
         self._windows: deque[tuple[Future[Planned], WindowDispatches]] = deque()
         self._taken: WindowDispatches | None = None
+        # What is decided from measured windows, by stage; each planned window until its outcome is known, oldest first.
+        self._courses: dict[Stage, Course] = {}
+        self._unseen: deque[Planned] = deque()
+        self._measured: list[Measured] = []
 
     def submit(self, rows: RankRows, routes: WindowRoutes) -> None:
         """Plan the next window in the background, then make its dispatches. Every rank must call this.
@@ -92,10 +118,17 @@ class BackgroundPlanner:
             timeout_s=self._options.planning_timeout_s,
             is_mapped=self._is_mapped,
         )
+        # Every rank has ended the same windows by now, because all make the same calls.
+        measured, self._measured = self._measured, []
         # Submit both jobs at once: the thread then runs them in the same order on every rank.
-        planned = self._thread.submit(self._plan, rows, dispatches)
+        planned = self._thread.submit(self._plan, rows, dispatches, measured)
         self._thread.submit(self._prepare, planned)
         self._windows.append((planned, dispatches))
+
+    def tell(self, measured: Measured) -> None:
+        """Take what the window that has ended took on this rank; every rank is told of every window."""
+        if self._options.adapts:
+            self._measured.append(measured)
 
     def take(self) -> Planned:
         """Wait for the oldest window that has not been taken. Every rank must call this."""
@@ -123,22 +156,24 @@ class BackgroundPlanner:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._worker.take_back(self)
 
-    def _plan(self, rows: RankRows, dispatches: WindowDispatches) -> Planned:
-        # Step 1: exchange what every rank sends. The clock starts behind it: a rank may submit long before the others.
-        rows_R = self._group.gather(rows)
+    def _plan(self, rows: RankRows, dispatches: WindowDispatches, measured: list[Measured]) -> Planned:
+        # Step 1: exchange what every rank sends, and what windows took. The clock starts behind it: a rank may submit
+        # long before the others.
+        rows_R, measured_R = zip(*self._group.gather((rows, measured)), strict=True)
         begin = time.monotonic()
+        course = self._decide(rows.stage, measured_R)
         loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
 
         plans: list[Plan] = []
 
         def assemble() -> str:
-            plans.append(self._call("whole", loads, shares))
+            plans.append(self._call("whole", loads, shares, course.next_way, course.correction))
             return plans[0].digest()
 
         try:
             # Step 2: plan this rank's share of the layers.
             layers = range(self._group.rank, loads.num_layers, self._group.size)
-            shares = all_or_none(partial(self._call, "share", loads, layers), self._group.gather)
+            shares = all_or_none(partial(self._call, "share", loads, layers, course.next_way), self._group.gather)
             # Step 3: assemble the whole plan from all shares.
             digests = all_or_none(assemble, self._group.gather)
             # Step 4: compare digests.
@@ -153,12 +188,36 @@ class BackgroundPlanner:
             self._is_open = False
             raise
         why = why_exchanged(rows_R, plans[0], self._options, is_mapped=self._is_mapped)
-        return Planned(
+        made = Planned(
             plans[0],
+            way=course.next_way,
             planning_s=time.monotonic() - begin,
             dispatches=None if why else dispatches,
             dispatch=f"exchanged: {why}" if why else "prepared",
         )
+        if self._options.adapts:
+            self._unseen.append(made)
+        return made
+
+    def _decide(self, stage: Stage, measured_R: Sequence[Sequence[Measured]]) -> Course:
+        """Learn from windows that have ended, each as long as on its slowest rank; return the stage's course."""
+        for one_R in zip(*measured_R, strict=True):
+            planned = self._unseen.popleft()
+            plan = planned.plan
+            seen = Outcome(
+                way=planned.way,
+                static_s=plan.static_seconds,
+                moved_s=moved_seconds(plan),
+                realised_s=max(one.realised_s for one in one_R),
+                exposed_s=max(one.exposed_s for one in one_R),
+            )
+            course = self._courses.get(plan.loads.stage, Course()).after(seen)
+            self._courses[plan.loads.stage] = course
+            if course.said and self._group.rank == 0:
+                _LOG.warning(
+                    "%s: %s; transfers are priced %.2f times as filed", plan.loads.stage, course.said, course.correction
+                )
+        return self._courses.get(stage, Course())
 
     def _prepare(self, planned: Future[Planned]) -> None:
         # Step 5: make all dispatches, on every rank or on none.

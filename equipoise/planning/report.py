@@ -1,5 +1,6 @@
 """`WindowReport`: what a plan promised for one window, what this rank moved, and how long training waited."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,10 @@ class WindowReport:
     """Bytes that reached this rank, by path."""
     exposed_s: Mapping[str, float]
     """Seconds this rank waited for transfers, by path."""
+    realised_s: float = 0.0
+    """Seconds from begin to end on this rank, attention and all."""
+    way: str = "full"
+    """How much was planned: `full`, `placement` or `off`."""
     dispatch: str = "exchanged"
     """`prepared` where all dispatches were made ahead, else `exchanged` and why; the same on all ranks."""
     dispatch_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +65,7 @@ class WindowMeter:
 
     def __init__(self, counters: Counters, planned: Planned, window: Window) -> None:
         self._counters, self._planned, self._window = counters, planned, window
-        self._before = _snapshot(counters)
+        self._before, self._begin_s = _snapshot(counters), time.monotonic()
 
     @property
     def plan(self) -> Plan:
@@ -83,6 +88,8 @@ class WindowMeter:
             replicas=len(plan.replica_table),
             planning_s=self._planned.planning_s,
             waited_s=self._planned.waited_s,
+            realised_s=time.monotonic() - self._begin_s,
+            way=self._planned.way,
             dispatch=self._planned.dispatch,
             dispatch_bytes=dict(self._window.sent_bytes),
             planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,

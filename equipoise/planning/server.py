@@ -13,6 +13,7 @@ planned from other loads, is planned here.
 import hashlib
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from equipoise.planner.assemble import WindowTask
 from equipoise.planner.layer import layer_problem, plan_layer
 from equipoise.planner.plan import complete
 from equipoise.planner.replicas import LayerPlan
+from equipoise.planning.course import WAYS, Way, moved_seconds
 
 Share = bytes
 """Planned layers by key, pickled: a rank that unpickled them would import the planner."""
@@ -38,12 +40,19 @@ class PlanServer:
         self.num_planned = 0
         """Layers planned here, in all windows."""
 
-    def share(self, loads: LoadMatrix, layers: Sequence[int]) -> Share:
+    def share(self, loads: LoadMatrix, layers: Sequence[int], way: Way = "full") -> Share:
         """Plan some layers of a window."""
-        return pickle.dumps({_key(*inputs): self._plan_layer(*inputs) for inputs in self._inputs(loads, layers)})
+        found = self._inputs(loads, layers, self._on(way))
+        return pickle.dumps({_key(*inputs): self._plan_layer(*inputs) for inputs in found})
 
-    def whole(self, loads: LoadMatrix, shares: Sequence[Share]) -> Plan:
-        """Plan a window from the shares of all ranks."""
+    def whole(self, loads: LoadMatrix, shares: Sequence[Share], way: Way = "full", correction: float = 1.0) -> Plan:
+        """Plan a window from the shares of all ranks.
+
+        Args:
+            way: how much may be planned
+            correction: factor on the predicted seconds of exposed transfers; a plan that does not pay with it is not
+                used, and less is planned
+        """
         known: dict[str, LayerPlan] = {}
         for share in shares:
             known.update(pickle.loads(share))
@@ -51,37 +60,49 @@ class PlanServer:
         def recall(*inputs: Any) -> LayerPlan:
             return known.get(_key(*inputs)) or self._plan_layer(*inputs)
 
-        self._before = plan(
-            loads,
-            cluster=self._cluster,
-            model=self._model,
-            slots=self._options.slots,
-            objective=self._options.objective,
-            options=self._options,
-            warm=self._before,
-            planner=recall,
-        )
-        return self._before
+        for tried in WAYS[WAYS.index(way) :]:
+            options = self._on(tried)
+            made = plan(
+                loads,
+                cluster=self._cluster,
+                model=self._model,
+                slots=options.slots,
+                objective=options.objective,
+                options=options,
+                warm=self._before,
+                planner=recall,
+            )
+            dearer_s = (correction - 1.0) * moved_seconds(made)
+            if dearer_s <= 0 or made.seconds.total + dearer_s < made.static_seconds:
+                break
+        self._before = made
+        return made
+
+    def _on(self, way: Way) -> BalancerOptions:
+        """The options of a way: homes alone have no replica slots, and `off` moves no home."""
+        if way == "full":
+            return self._options
+        return replace(self._options, slots=0, max_displaced=0 if way == "off" else self._options.max_displaced)
 
     def _plan_layer(self, *inputs: Any) -> LayerPlan:
         self.num_planned += 1
         return plan_layer(*inputs)
 
-    def _inputs(self, loads: LoadMatrix, layers: Sequence[int]) -> list[tuple[Any, ...]]:
+    def _inputs(self, loads: LoadMatrix, layers: Sequence[int], options: BalancerOptions) -> list[tuple[Any, ...]]:
         """Return what `planner.plan` gives its layer planner for these layers."""
         completed, estimated = complete(loads)
         task = WindowTask(
             loads=completed,
             cluster=self._cluster,
             model=self._model,
-            slots=self._options.slots,
-            objective=self._options.objective,
-            options=self._options,
+            slots=options.slots,
+            objective=options.objective,
+            options=options,
             policy="equipoise",
             estimated_share=estimated,
         )
         experts, ranks = self._model.experts, self._cluster.ep
-        limit = self._options.max_displaced
+        limit = options.max_displaced
         problem = layer_problem(task, budget=experts if limit is None else min(limit, experts))
         tables = task.cost.tables(experts // ranks + task.slots)
         owner_E = np.arange(experts) // (experts // ranks)

@@ -77,6 +77,24 @@ def test_by_seconds_nothing_moves_where_nothing_pays(pool):
 
 
 @pytest.mark.dist(2)
+@pytest.mark.parametrize("best", ["off", "full"])
+def test_what_does_not_pay_is_left_on_all_ranks_and_learns_the_same(pool, tmp_path, best):
+    sizes = {"ranks": 2, "slots": 1, "layers": 2, "tokens": 64, "width": 8}
+    case = ParityCase(**sizes, steps=14, profile=write_slow_profile(tmp_path))
+    costs = {"full": 1.0, "placement": 1.1, "off": 0.8 if best == "off" else 1.2}
+    static, adapted = zip(*pool.run(work.train_with_costs, 2, case, costs), strict=True)
+    assert [measure for measure in judge(case, static, adapted).measures if not measure.is_good] == []
+    ways, others = [[report.way for report in training.reports] for training in adapted]
+    assert others == ways
+    for stage in ("recompute", "update"):
+        gone = [way for moves, way in zip(adapted[0].moves, ways, strict=True) if moves.stage == stage]
+        assert gone[:8] == ["full"] * 8 and gone[9] == "off", "the first trial"
+        assert gone[-1] == best
+    for moves, way in zip(adapted[0].moves, ways, strict=True):
+        assert (moves.displaced + moves.replicas > 0) == (way == "full")
+
+
+@pytest.mark.dist(2)
 def test_two_runs_have_the_same_bits(pool):
     for first, second in pool.run(work.train_again, 2, SMALL):
         assert all(map(torch.equal, first, second))

@@ -15,7 +15,9 @@ from equipoise.balancer import Balancer, BalancerOptions, find_layers
 from equipoise.core.errors import EquipoiseError
 from equipoise.layer.experts import Window
 from equipoise.planning.background import owners_plan
+from equipoise.planning.report import WindowMeter
 from equipoise.planning.worker import PlanWorker
+from tests.parity import run
 from tests.parity.run import routes_of, run_window, train
 from tests.parity.stack import SmallStack, window_inputs
 from tests.transfer.test_memory import held, is_back
@@ -40,6 +42,23 @@ def train_twice(group, case):
     """Static and balanced training, and whether this process has numba."""
     both = train(group, case, enabled=False), train(group, case, worker=kept_worker())
     return *both, "numba" in sys.modules
+
+
+def train_with_costs(group, case, costs):
+    """Static training, and balanced training whose windows seem to take `costs[way]` times what `static_s` predicts."""
+    measure, options = WindowMeter.report, run.BalancerOptions
+
+    def pretend(meter):
+        report = measure(meter)
+        # Ranks measure different times, and must decide alike.
+        return dataclasses.replace(report, realised_s=report.static_s * costs[report.way] * (1 - 0.01 * group.rank()))
+
+    static = train(group, case, enabled=False)
+    WindowMeter.report, run.BalancerOptions = pretend, functools.partial(options, adapts=True)
+    try:
+        return static, train(group, case, worker=kept_worker())
+    finally:
+        WindowMeter.report, run.BalancerOptions = measure, options
 
 
 def state_bytes(net):
