@@ -2,6 +2,7 @@
 
 import threading
 from math import gcd
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core import InfeasiblePlanError, TopologyError
+import equipoise as eq
+from equipoise.core import InfeasiblePlanError, LoadMatrix, ModelShape, TopologyError
 from equipoise.rl import learner, train
 from equipoise.rl.config import build_cluster, change
-from equipoise.rl.learner import Part, find_difference, fingerprints, owned_fingerprints
+from equipoise.rl.learner import Learner, Part, find_difference, fingerprints, owned_fingerprints
 from equipoise.rl.metrics import ignore
 from equipoise.rl.model import build_model
 from equipoise.rl.preflight import shape_of
@@ -267,3 +269,28 @@ def test_swapped_experts_swapped_rows_and_a_shifted_row_are_seen(dtype):
     for changed in (rows, shifted):
         found = fingerprints(changed).tolist()
         assert [i for i in range(4) if found[i] != plain[i]] == [1]
+
+
+@pytest.mark.parametrize(("checkpointing", "kept"), [("none", True), ("reentrant", False)])
+def test_the_memory_of_a_window_is_that_of_its_fullest_rank(checkpointing, kept):
+    shape = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)
+    rng = np.random.default_rng(0)
+    loads = LoadMatrix(rng.integers(0, 90, size=(3, 2, 4, 8)), layer_numbers_L=np.array(shape.layer_numbers))
+    plan = eq.plan(loads, cluster=eq.Cluster.preset("h200", ep=4), model=shape, slots=1, objective="skew")
+    update = SimpleNamespace(activation_checkpointing=checkpointing)
+    rank_0 = SimpleNamespace(
+        balancer=SimpleNamespace(plan=plan, extra_bytes=5, row_bytes=7),
+        shape=shape,
+        _config=SimpleNamespace(update=update),
+    )
+    need = Learner.memory_need(rank_0, "update")
+    b, d, f = shape.weight_bytes, shape.hidden, shape.expert_width
+    most = {}
+    for m, layer, rank in np.ndindex(plan.rank_load_MLR.shape):
+        own, other = int(plan.rank_load_MLR[m, layer, rank]), int(plan.rank_load_MLR[m, 1 - layer, rank])
+        most[m, layer, rank] = own * (3 * d + 6 * f) * b + kept * other * (d + 3 * f) * b
+    place = (need["micro_step"], shape.layer_numbers.index(need["layer"]), need["rank"])
+    assert need["peak_bytes"] == max(most.values()) == most[place]
+    assert (need["slot_bytes"], need["limit_bytes"]) == (12, plan.cluster.memory_bytes)
+    rank_0.balancer.plan = None
+    assert Learner.memory_need(rank_0, "update") is None
