@@ -153,8 +153,8 @@ def planned_in_the_tail(group, config):
     planner, generate = trainer.learner.balancer._planner, trainer.engine.generate
     plan = planner._plan
 
-    def planned(rows, dispatches):
-        made = plan(rows, dispatches)
+    def planned(rows, *others):
+        made = plan(rows, *others)
         events.append(f"planned {rows.stage}")
         is_planned.set()
         return made
