@@ -19,6 +19,7 @@ Invariants (asserted by the tests):
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -455,6 +456,10 @@ def _deal(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray) -
     return bins
 
 
+Partition = Callable[[Sequence[int], np.ndarray, int], list[list[int]]]
+"""From units, their tokens and a number of parts to the units of each part: the two functions below."""
+
+
 def _regrouped(
     given: Schedule,
     groups: Sequence[Schedule],
@@ -465,21 +470,25 @@ def _regrouped(
 ) -> tuple[Schedule, tuple[str, ...]]:
     """Regroup every EP group; return the schedule and the limits that it exceeds.
 
-    Micro-batches with alike squares share a micro-step, or, where that exceeds a limit, those with alike tokens.
+    Differencing makes tokens most level; longest first spreads long samples, which levels squares. Micro-batches with
+    alike squares share a micro-step, or those with alike tokens. The first schedule within the limits counts.
     """
     limits = PackingLimits.of(given)
-    for by in ("squares_U", "tokens_U"):
-        bins = [_regroup(g, u, n, node_R, getattr(u, by)) for g, u, n in zip(groups, units, found, strict=True)]
+    for part, by in product((difference, longest_into_emptiest), ("squares_U", "tokens_U")):
+        bins = [_regroup(g, u, n, node_R, part, getattr(u, by)) for g, u, n in zip(groups, units, found, strict=True)]
         schedule = _join(given, bins, policy)
         if not limits.exceeded(schedule):
             break
     return schedule, limits.exceeded(schedule)
 
 
-def _regroup(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray, by: np.ndarray) -> Bins:
+def _regroup(
+    given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray, partition: Partition, by: np.ndarray
+) -> Bins:
     """Pack each node's units anew into level micro-batches; alike ones share a micro-step.
 
     Args:
+        partition: how units are divided
         by: [U] what makes micro-batches alike: tokens or squares
     """
     count = given.micro_steps
@@ -488,7 +497,7 @@ def _regroup(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray
     bins: Bins = [[[] for _ in range(count)] for _ in node_R]
     for node in range(int(node_R.max()) + 1):
         ranks = np.flatnonzero(node_R == node).tolist()
-        filled = difference(np.flatnonzero(found.node_U == node).tolist(), units.tokens_U, len(ranks) * count)
+        filled = partition(np.flatnonzero(found.node_U == node).tolist(), units.tokens_U, len(ranks) * count)
         filled.sort(key=lambda members: -int(by[members].sum()))
         for place, members in enumerate(filled):
             bins[ranks[place % len(ranks)]][order_M[place // len(ranks)]] = sorted(
@@ -513,6 +522,17 @@ def difference(chosen: Sequence[int], tokens_U: np.ndarray, count: int) -> list[
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
     return [part for _, part in heap[0][2]] if heap else [[] for _ in range(count)]
+
+
+def longest_into_emptiest(chosen: Sequence[int], tokens_U: np.ndarray, count: int) -> list[list[int]]:
+    """Put units, the longest first, into the emptiest of `count` parts."""
+    heap = [(0, number) for number in range(count)]
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for u in sorted(chosen, key=lambda u: -int(tokens_U[u])):
+        total, number = heapq.heappop(heap)
+        parts[number].append(u)
+        heapq.heappush(heap, (total + int(tokens_U[u]), number))
+    return parts
 
 
 def _join(given: Schedule, groups: Sequence[Bins], policy: TokenPolicy) -> Schedule:
