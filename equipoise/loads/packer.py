@@ -163,7 +163,7 @@ def pack_window(
     units = samples if prompt_B is None else [_units(sketch, group, prompt_B) for group in groups]
     ranks_N = np.bincount(node_array_R)
     tried: dict[str, Schedule] = {}
-    for choose in (choose_freely, choose_alike):
+    for choose in (choose_freely, choose_evenly, choose_alike):
         found = [find_nodes(each, ranks_N, choose) for each in units]
         schedule, exceeded = _regrouped(given, groups, units, found, node_array_R, policy)
         if not exceeded:
@@ -277,7 +277,7 @@ class UnitNodes(NamedTuple):
 
 
 Choice = Callable[[np.ndarray, Units, np.ndarray], np.ndarray]
-"""From own rows, units and ranks of nodes to the node of each unit: `choose_freely` or `choose_alike`."""
+"""From own rows, units and ranks of nodes to the node of each unit: `choose_freely` and the like."""
 
 
 def find_nodes(units: Units, ranks_N: np.ndarray, choose: Choice) -> UnitNodes:
@@ -385,7 +385,12 @@ def choose_freely(own_UN: np.ndarray, units: Units, ranks_N: np.ndarray) -> np.n
             best_U, least = node_U, over_2N.max()
         # Whole numbers, so that products with sizes are exact.
         price_2N += np.rint(unit_2[:, None] * over_2N * (0.1 / (1 + turn / 20)))
-    return even_out(best_U, units.tokens_U, ranks_N)
+    return best_U
+
+
+def choose_evenly(own_UN: np.ndarray, units: Units, ranks_N: np.ndarray) -> np.ndarray:
+    """[U] node of each unit as `choose_freely` has it, tokens evened out."""
+    return even_out(choose_freely(own_UN, units, ranks_N), units.tokens_U, ranks_N)
 
 
 def even_out(node_U: np.ndarray, tokens_U: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
