@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from equipoise.core.options import Capacities
+    from equipoise.imbalance import imbalance_metrics
     from equipoise.loads import count_loads, count_routes, skew
     from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.report import write_report
@@ -56,6 +57,7 @@ _HOMES = {
     "write_report": "equipoise.report",
     "PlanOptions": "equipoise.planner",
     "Capacities": "equipoise.core.options",
+    "imbalance_metrics": "equipoise.imbalance",
     "simulate": "equipoise.sim",
     "StepSetting": "equipoise.sim",
 }
@@ -72,6 +74,7 @@ __all__ = [
     "plan",
     "plan_step",
     "simulate",
+    "imbalance_metrics",
     "write_report",
     "Cluster",
     "ModelShape",
