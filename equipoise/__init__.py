@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from equipoise.core.options import Capacities
     from equipoise.imbalance import imbalance_metrics
-    from equipoise.loads import count_loads, count_routes, skew
+    from equipoise.loads import count_loads, count_routes, pack_window, schedule_tokens, sketch_counts, skew
     from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.report import write_report
     from equipoise.routes import diagnose, read_routes, write_routes
@@ -52,6 +52,9 @@ _HOMES = {
     "Delivery": "equipoise.routes.doctor",
     "count_loads": "equipoise.loads",
     "skew": "equipoise.loads",
+    "schedule_tokens": "equipoise.loads",
+    "sketch_counts": "equipoise.loads",
+    "pack_window": "equipoise.loads",
     "plan": "equipoise.planner",
     "plan_step": "equipoise.planner",
     "write_report": "equipoise.report",
@@ -71,6 +74,9 @@ __all__ = [
     "prove_slicing",
     "count_loads",
     "skew",
+    "schedule_tokens",
+    "sketch_counts",
+    "pack_window",
     "plan",
     "plan_step",
     "simulate",

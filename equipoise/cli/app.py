@@ -44,8 +44,9 @@ USUAL = {
     "calibrate": ("out", "check", "ranks", "cluster", "trial"),
 }
 """Parameters of each verb that its `--help` shows, in this order; `--help-all` shows all."""
-UNLISTED = (generate,)
-"""Verbs that `equipoise --help` does not list, so that it lists nine; made-up workloads are for trials."""
+UNLISTED = (generate, pack)
+"""Verbs that `equipoise --help` does not list, so that it lists nine: made-up workloads are for trials, and packing is
+first tried with `simulate --pack`."""
 RENAMED = {
     "ingest": "equipoise convert DUMP -o routes.eqr",
     "count": "equipoise convert DUMP --to counts -o counts.npz",

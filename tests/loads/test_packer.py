@@ -105,7 +105,7 @@ def test_every_sample_once_and_no_limit_exceeded(seed, samples, nodes, ranks, gr
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_better_than_the_best_of_all_and_near_it(seed):
+def test_no_better_than_the_best_of_all_and_no_worse_than_the_given_one(seed):
     """Six samples on two nodes of one rank: all schedules within the limits, all homes."""
     rng = np.random.default_rng(seed)
     counts = random_counts(rng, 6, experts=4, layers=1, longest=40)
