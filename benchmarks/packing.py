@@ -19,8 +19,8 @@ every node, so only rows are shown. Packers:
     experts   ours, within the limits of `given`
     strict    ours, within the limits of `length`, whose sums of squares leave little room to regroup samples
 Prices are those of the planner's other benchmarks: kernels measured on one H200, all-to-all modelled; no cluster was
-run. 8 MoE layers of each model. The sketch, the rounds and the homes that a planner tries were chosen on these traces, so
-others may gain less.
+run. 8 MoE layers of each model. The sketch, the rounds and the homes that a planner tries were chosen on these traces,
+so others may gain less.
 """
 
 import argparse
