@@ -4,6 +4,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
+# Newest that is tested; tests of transformers' own expert parallelism run it beside the installed version, which is older.
+TRANSFORMERS := 5.22.2
 
 # Tests start hundreds of processes; each would compile the package's sources anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -43,9 +45,7 @@ out/megatron-%: | $(STAMP)
 out/triton: | $(STAMP)
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==3.9.0
 
-# transformers' own expert parallelism came after the installed version; its tests run a newer one beside it, others on request.
-TRANSFORMERS := 5.22.2
-
+# Before a release: transformers' own expert parallelism with older versions than the one that `make test` runs.
 transformers-versions: $(KERNELS) out/transformers-5.20.2 out/transformers-5.21.1
 	for version in 5.20.2 5.21.1; do TRANSFORMERS=$$version $(PYTHON) -m pytest tests/adapters/test_sharded.py || exit 1; done
 
