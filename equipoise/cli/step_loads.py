@@ -190,6 +190,11 @@ def count_samples(
 ) -> tuple[LoadMatrix, ...]:
     """Schedule the samples of a step and count the loads of every window; arguments as in `open_step`."""
     check_packing(packing, samples.model)
+    if isinstance(samples, RouteCounts) and (packing.cp > 1 or packing.sp > 1):
+        raise ScheduleError(
+            f"--cp {packing.cp} and --sp {packing.sp} cut samples, and histograms hold them whole; give the routes, or "
+            "leave both out"
+        )
 
     def packed(given: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
         assert pack_for is not None, "only called if samples are packed"
