@@ -15,14 +15,12 @@ def test_stand_ins_are_removed_and_refuse_a_changed_target(megatron_pool):
 def test_layouts_train_the_same_model_and_twice_the_same_bits(megatron_pool):
     """Where the same ranks see the same data, in two groups by the number of data-parallel ranks."""
     norms = {}
-    for name in ("EP2 x DP2", "overlap", "grouped experts", "EP4, TP2 + SP", "EP2 x PP2", "EP2 x PP2 x VPP2"):
+    for name in ("EP2 x DP2", "grouped experts", "EP4, TP2 + SP", "EP2 x PP2 x VPP2"):
         ranks = megatron_pool.call("train_twice", LAYOUTS[name])
         assert [rank["differences"] for rank in ranks] == [[]] * 4, name
         assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), name
         norms[name] = ranks[0]["norms"]
     assert norms["grouped experts"] == pytest.approx(norms["EP2 x DP2"], rel=1e-6)
-    assert norms["overlap"] == pytest.approx(norms["EP2 x DP2"], rel=1e-4)
-    assert norms["EP2 x PP2"] == pytest.approx(norms["EP4, TP2 + SP"], rel=1e-4)
     assert norms["EP2 x PP2 x VPP2"] == pytest.approx(norms["EP4, TP2 + SP"], rel=1e-4)
 
 
