@@ -185,7 +185,7 @@ class Balancer(AbstractContextManager["Balancer"]):
         self._engine.close_window()
         meter, self._meter = self._meter, None
         report = meter.report()
-        if self._planner is not None:
+        if self._planner is not None and self.options.adapts:
             self._planner.tell(Measured(report.realised_s, sum(report.exposed_s.values())))
         if self.enabled:
             # A row of any rank that did not follow its prepared dispatch is an error on every rank. Counts are reduced

@@ -127,8 +127,7 @@ class BackgroundPlanner:
 
     def tell(self, measured: Measured) -> None:
         """Take what the window that has ended took on this rank; every rank is told of every window."""
-        if self._options.adapts:
-            self._measured.append(measured)
+        self._measured.append(measured)
 
     def take(self) -> Planned:
         """Wait for the oldest window that has not been taken. Every rank must call this."""
@@ -161,19 +160,23 @@ class BackgroundPlanner:
         # long before the others.
         rows_R, measured_R = zip(*self._group.gather((rows, measured)), strict=True)
         begin = time.monotonic()
-        course = self._decide(rows.stage, measured_R)
+        way: Way = "full"
+        correction = 1.0
+        if self._options.adapts:
+            course = self._decide(rows.stage, measured_R)
+            way, correction = course.next_way, course.correction
         loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
 
         plans: list[Plan] = []
 
         def assemble() -> str:
-            plans.append(self._call("whole", loads, shares, course.next_way, course.correction))
+            plans.append(self._call("whole", loads, shares, way, correction))
             return plans[0].digest()
 
         try:
             # Step 2: plan this rank's share of the layers.
             layers = range(self._group.rank, loads.num_layers, self._group.size)
-            shares = all_or_none(partial(self._call, "share", loads, layers, course.next_way), self._group.gather)
+            shares = all_or_none(partial(self._call, "share", loads, layers, way), self._group.gather)
             # Step 3: assemble the whole plan from all shares.
             digests = all_or_none(assemble, self._group.gather)
             # Step 4: compare digests.
@@ -190,7 +193,7 @@ class BackgroundPlanner:
         why = why_exchanged(rows_R, plans[0], self._options, is_mapped=self._is_mapped)
         made = Planned(
             plans[0],
-            way=course.next_way,
+            way=way,
             planning_s=time.monotonic() - begin,
             dispatches=None if why else dispatches,
             dispatch=f"exchanged: {why}" if why else "prepared",
