@@ -21,8 +21,8 @@ parameters are in, and experts move between these parameters for the length of a
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, expert_parameters, inspect
-from equipoise.adapters.protocol import check_group, is_in_backward
+from equipoise.adapters.protocol import Windowed, check_group, is_in_backward
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
 from equipoise.core.errors import AdapterError
@@ -239,7 +239,7 @@ class LentMoE(MoETokenDispatcher):
         return True
 
 
-class MegatronHandle:
+class MegatronHandle(Windowed):
     """Model chunks whose experts are balanced, seen from one rank."""
 
     def __init__(
@@ -336,19 +336,6 @@ class MegatronHandle:
         if self.balancer.is_open:
             self._unwrap()
             self.balancer.end()
-
-    @contextmanager
-    def window(self, routes: Sequence[Sequence[Any]] | None = None, *, stage: Stage = "update") -> Iterator[None]:
-        """Begin and end a window around one call of Megatron's schedule; submits `routes` first where given."""
-        if routes is not None:
-            self.submit(routes, stage=stage)
-        self.begin()
-        try:
-            yield
-        except BaseException as error:
-            self.abort(f"left the window with an error: {error!r}")
-            raise
-        self.end()
 
     def abort(self, reason: str) -> None:
         """Give up the open window, on all ranks of the node: uninstall, load a checkpoint and install again."""

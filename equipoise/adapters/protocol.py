@@ -1,4 +1,4 @@
-"""What all adapters share: replay of routes, micro-batches, experts cut to their owners, options of a trainer's file.
+"""What adapters share: replay of routes, micro-batches, windows, experts cut to their owners, a trainer's options.
 
 An adapter is a module with `inspect` (find MoE layers and what is unsupported), `install` (put balanced experts in
 their place, or refuse on every rank), `uninstall` (restore the model exactly), `routes_from` and `schedule_from`.
@@ -8,7 +8,9 @@ backward finds the same routes, whichever pass is current then. Rows are in the 
 batch flattened, sample after sample, padding included.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -345,6 +347,39 @@ def gather(shard: Tensor, group: Any, *, to: int | None = None) -> Tensor | None
         return None
     full = torch.cat(parts).view(shard.dtype)
     return full.view(-1, *shard.shape[1:]).to(shard.device)
+
+
+class Windowed(ABC):
+    """A handle whose windows go around a `with` block; one that is left with an error ends on all ranks of the node."""
+
+    @abstractmethod
+    def submit(self, routes: Any, *, stage: Stage = "update") -> None:
+        """Plan the next window in the background. Every rank must call this."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin the window that was submitted first. Every rank must call this."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the window: gradients go to their owners."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Give up the open window, on all ranks of the node: uninstall, load a checkpoint and install again."""
+
+    @contextmanager
+    def window(self, routes: Any = None, *, stage: Stage = "update") -> Iterator[None]:
+        """Begin and end a window around a `with` block; submits `routes` first where given."""
+        if routes is not None:
+            self.submit(routes, stage=stage)
+        self.begin()
+        try:
+            yield
+        except BaseException as error:
+            self.abort(f"left the window with an error: {error!r}")
+            raise
+        self.end()
 
 
 def check_group(group: Any, *, advice: str) -> None:

@@ -39,6 +39,7 @@ from equipoise.adapters.protocol import (
     Recorded,
     ReplayCounters,
     RouteIds,
+    Windowed,
     check_group,
     routes_from,
     schedule_from,
@@ -169,7 +170,7 @@ class _ShardedExperts:
         return self._hooks.compute(hidden_TD, ids_TK, gates_TK)
 
 
-class ShardedHandle:
+class ShardedHandle(Windowed):
     """A sharded model whose experts are balanced in windows, seen from one rank."""
 
     def __init__(self, model: nn.Module, found: Found, *, cluster: Cluster, options: BalancerOptions) -> None:
@@ -242,21 +243,12 @@ class ShardedHandle:
         for experts in self._experts:
             experts.end()
 
-    @contextmanager
-    def window(self, routes: WindowRoutes | None = None, *, stage: Stage = "update") -> Iterator[None]:
-        """Begin and end a window around a `with` block; submits `routes` first where given."""
-        if routes is not None:
-            self.submit(routes, stage=stage)
-        self.begin()
-        try:
-            yield
-        except BaseException as error:
-            self._is_failed = True
-            for experts in self._experts:
-                experts.leave()
-            self.balancer.abort(f"left the window with an error: {error!r}")
-            raise
-        self.end()
+    def abort(self, reason: str) -> None:
+        """Give up the open window, on all ranks of the node: uninstall, load a checkpoint and install again."""
+        self._is_failed = True
+        for experts in self._experts:
+            experts.leave()
+        self.balancer.abort(reason)
 
     def uninstall(self) -> None:
         """Restore the model and free what was added. Every rank must call this, with no window open."""

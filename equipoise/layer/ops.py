@@ -250,15 +250,15 @@ def enter_home(home: ExpertWeights, transfers: LayerTransfers, visit: Visit) -> 
         transfers: returns the gradients of their replicas
         visit: of the layer; its phase does not matter
     """
-    return home.filled(_EnterHome.apply(transfers, visit, home, *home.flat()))
+    return home.filled(_EnterHome.apply(transfers, visit, home, count_alone(), *home.flat()))
 
 
 class _EnterHome(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, transfers: LayerTransfers, visit: Visit, form: ExpertWeights, *tensors: Tensor
+        ctx: Any, transfers: LayerTransfers, visit: Visit, form: ExpertWeights, alone: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.transfers, ctx.visit, ctx.form = transfers, visit, form
+        ctx.transfers, ctx.visit, ctx.form, ctx.alone = transfers, visit, form, alone
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
@@ -266,11 +266,11 @@ class _EnterHome(torch.autograd.Function):
         # The experts' own backward made these gradients, so mostly no one else holds them and adding in place is safe.
         # One that is shared, or overlaps itself, is copied.
         own = tuple(
-            g.clone(memory_format=torch.contiguous_format) if g._use_count() > _ALONE or not g.is_contiguous() else g
+            g.clone(memory_format=torch.contiguous_format) if g._use_count() > ctx.alone or not g.is_contiguous() else g
             for g in gradients
         )
         ctx.transfers.collect_returns(ctx.visit.micro_step, ctx.visit.layer, ctx.form.filled(own))
-        return None, None, None, *own
+        return None, None, None, None, *own
 
 
 class _Count(torch.autograd.Function):
@@ -285,12 +285,14 @@ class _Count(torch.autograd.Function):
         return None, gradient
 
 
-def _count_alone() -> int:
-    """How often a gradient is held that nobody else holds, which versions of torch count differently."""
+@cache
+def count_alone() -> int:
+    """How often a gradient is held that nobody else holds, which versions of torch count differently.
+
+    Not asked at import: with a GPU, the first backward starts threads, and processes that are forked later could not
+    run any. Nothing is saved for this backward, so that it may run inside a checkpointed function.
+    """
     counts: list[int] = []
-    with torch.enable_grad():
-        (_Count.apply(counts, torch.zeros(1, requires_grad=True)) * 2).sum().backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        _Count.apply(counts, torch.zeros((), requires_grad=True)).neg().backward()
     return counts[0]
-
-
-_ALONE = _count_alone()

@@ -1,9 +1,12 @@
 """The node through which home weights enter: what returns add to, and what they must leave alone."""
 
+import runpy
+
+import pytest
 import torch
 
 from equipoise.core.plan import Visit
-from equipoise.layer.ops import enter_home
+from equipoise.layer.ops import count_alone, enter_home
 from equipoise.transfer.node import ExpertWeights
 
 VISIT = Visit(0, "forward", 0)
@@ -46,3 +49,21 @@ def test_a_gradient_that_overlaps_itself_is_copied_first():
     weights, home = entered()
     (home.gate_up_SFD.sum() + home.down_SDF.sum()).backward()
     torch.testing.assert_close(weights[0].grad, torch.full((2, 6, 4), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_holders_are_counted_in_every_mode(mode):
+    wanted = count_alone()
+    count_alone.cache_clear()
+    with mode():
+        assert count_alone() == wanted > 0
+
+
+def test_no_backward_runs_at_import(monkeypatch):
+    # With a GPU it would start threads, and ranks that are forked later could run none.
+    def refuse(*_):
+        raise AssertionError("a backward at import")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    monkeypatch.setattr(torch.autograd, "backward", refuse)
+    assert "count_alone" in runpy.run_module("equipoise.layer.ops")
