@@ -1,5 +1,7 @@
 """`CudaPager`: pages in the memory of a CUDA device, mapped where they are needed, exported by file descriptor.
 
+`Pin`: pages of the host that a device copies from at the full rate of the link, and in which its streams write words.
+
 The one file that calls CUDA's virtual memory management, through `cuda.bindings.driver` (package cuda-python). Such
 memory has no CUDA IPC handle; it is created exportable, and a peer that was handed its descriptor maps the same pages:
 its own device then reads them over NVLink, or directly where both processes share a device.
@@ -9,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from equipoise.core.errors import TransferError
@@ -119,6 +122,55 @@ def _unmap(driver: Any, whole: tuple[int, int], mapped: list[tuple[int, int]], d
     for base, num_bytes in mapped:
         call_driver(driver, "cuMemUnmap", base, num_bytes)
     call_driver(driver, "cuMemAddressFree", *whole)
+
+
+class Pin:
+    """Pages of the host, registered with the CUDA driver of this process."""
+
+    def __init__(self, bytes_N: torch.Tensor, *, name: str, fix: str) -> None:
+        """
+        Args:
+            name: of the pages, for errors
+            fix: what helps where they cannot be registered, beside a higher limit
+        """
+        self._driver, self._bytes_N = load_driver(), bytes_N
+        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        error = int(torch.cuda.cudart().cudaHostRegister(bytes_N.data_ptr(), bytes_N.nbytes, flags))
+        self._is_open = not error
+        if error:
+            raise TransferError(
+                f"{name}: {bytes_N.nbytes:,} bytes could not be pinned (CUDA error {error}); raise the locked-memory "
+                f"limit with `ulimit -l unlimited`{fix}"
+            )
+        base = int(call_driver(self._driver, "cuMemHostGetDevicePointer", bytes_N.data_ptr(), 0))
+        self._distance = base - bytes_N.data_ptr()
+
+    def write(self, word_1: np.ndarray, value: int) -> None:
+        """Let the current stream write one int64 of these pages; whoever sees it sees all that the stream did before.
+
+        No thread takes part. One that waited for the device first could itself be kept waiting for good: pinning memory
+        or loading a kernel, in any thread, waits for the process's streams and stops its other threads from asking for
+        theirs, while those streams may wait for a rank that waits for this word.
+        """
+        operation = write_operation(self._driver, word_1.ctypes.data + self._distance)
+        operation.writeValue.value64 = value
+        call_driver(self._driver, "cuStreamBatchMemOp", torch.cuda.current_stream().cuda_stream, 1, [operation], 0)
+
+    def close(self) -> None:
+        """Give the pages back to the system. Closing twice is allowed."""
+        if self._is_open:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._bytes_N.data_ptr())
+        self._is_open, self._bytes_N = False, self._bytes_N.new_empty(0)
+
+
+def write_operation(driver: Any, address: int) -> Any:
+    """A stream's write of an int64, whose value is still to be set."""
+    operation = driver.CUstreamBatchMemOpParams()
+    kind = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
+    operation.operation = operation.writeValue.operation = kind
+    operation.writeValue.address, operation.writeValue.flags = address, 0
+    return operation
 
 
 def load_driver() -> Any:

@@ -25,11 +25,11 @@ import torch
 from equipoise.core.errors import TransferError
 from equipoise.core.options import TransferOptions, aligned
 from equipoise.core.plan import PATHS, PHASES, Plan, Visit
+from equipoise.transfer.cuda_pages import Pin
 from equipoise.transfer.node import ExpertLayout, ExpertWeights, NodeMemory, copy_expert, view_experts
 from equipoise.transfer.pages import share_memory
 from equipoise.transfer.waits import (
     REACHED,
-    Announcer,
     Lane,
     Mark,
     Message,
@@ -64,7 +64,7 @@ class HostStore:
             experts: experts of a layer, of all ranks
             is_checked: keep checksums
         """
-        self._is_checked = is_checked
+        self._is_checked, self._device = is_checked, layout.device
         num_bytes = store_bytes(layout, experts)
         memory = share_memory(num_bytes, group=group, node_R=node_R, timeout_s=timeout_s, fix=_FIX)
         self._memory, layers = memory, range(layout.layers)
@@ -73,11 +73,13 @@ class HostStore:
         first, layer_bytes = _cell_bytes(layout, experts), layout.bytes_of(experts, layout.dtype)
         starts = [first + layer * layer_bytes for layer in layers]
         self._experts = [view_experts(layout, memory.view, start, experts, layout.dtype) for start in starts]
-        self._pin: _Pin | None = None
+        self._pin: Pin | None = None
 
         def pin() -> None:
             if layout.device.type == "cuda":
-                self._pin = _Pin(memory.view(0, (num_bytes,), torch.uint8))
+                self._pin = Pin(
+                    memory.view(0, (num_bytes,), torch.uint8), name="host store", fix=", or use path='peer'"
+                )
 
         try:
             all_or_none(pin, partial(gather_objects, group=group))
@@ -108,6 +110,14 @@ class HostStore:
         if self._is_checked:
             self._checksum_LE[layer, expert] = self._checksum(layer, expert)
         self._version_LE[layer, expert] = version
+
+    def announce_behind(self, layer: int, expert: int, version: int) -> None:
+        """Announce an expert once the current stream has written it; in checked mode, wait for that."""
+        if self._pin is not None and not self._is_checked:
+            self._pin.write(self._version_LE[layer, expert : expert + 1], version)
+            return
+        Mark.now(self._device).block()
+        self.announce(layer, expert, version)
 
     def check(self, layer: int, expert: int) -> None:
         """In checked mode, raise if an expert's bytes are not those that were announced."""
@@ -157,26 +167,6 @@ def _cell_bytes(layout: ExpertLayout, experts: int) -> int:
     return aligned(2 * 8 * layout.layers * experts)
 
 
-class _Pin:
-    """Pages registered with the CUDA driver of this process."""
-
-    def __init__(self, bytes_N: torch.Tensor) -> None:
-        self._bytes_N: torch.Tensor | None = bytes_N
-        error = int(torch.cuda.cudart().cudaHostRegister(bytes_N.data_ptr(), bytes_N.nbytes, 0))
-        if error:
-            self._bytes_N = None
-            raise TransferError(
-                f"host store: {bytes_N.nbytes:,} bytes could not be pinned (CUDA error {error}); raise the "
-                "locked-memory limit with `ulimit -l unlimited`, or use path='peer'"
-            )
-
-    def close(self) -> None:
-        if self._bytes_N is not None:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._bytes_N.data_ptr())
-        self._bytes_N = None
-
-
 class StoreEntry(NamedTuple):
     """An expert to be written to the store, and the slot where it lies."""
 
@@ -217,7 +207,8 @@ class Refresher:
     def __init__(self, node: NodeMemory, store: HostStore) -> None:
         """Start the thread, with nothing to do."""
         self._node, self._store = node, store
-        self._lane, self._announcer = Lane(node.device), Announcer(node.device)
+        self._lane, self._written = Lane(node.device), REACHED
+        self._failure: TransferError | None = None
         self._changed = threading.Condition()
         self._todo: list[StoreEntry] = []
         self._writing: StoreEntry | None = None
@@ -286,16 +277,15 @@ class Refresher:
             self._todo.clear()
             self._changed.notify_all()
         self._thread.join(1.0)
-        self._announcer.close()
 
     def _is_idle(self) -> bool:
-        return self._writing is None and self._announcer.is_done()
+        return self._writing is None and self._written.is_reached()
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
         transfer = Transfer("refresh", path="host")
         self._node.watchdog.wait(is_ready, transfer, pause=self._changed.wait)
-        if self._announcer.failure is not None:
-            raise self._node.watchdog.abort(f"{transfer} failed: {self._announcer.failure}")
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
         while (item := self._take()) is not None:
@@ -304,7 +294,7 @@ class Refresher:
                 self._write(entry, version, begin)
             except RuntimeError as error:
                 transfer = Transfer("refresh", entry.layer, entry.expert, "host")
-                self._announcer.failure = self._node.watchdog.abort(f"{transfer} failed: {error}")
+                self._failure = self._node.watchdog.abort(f"{transfer} failed: {error}")
             with self._changed:
                 self._writing = None
                 self._changed.notify_all()
@@ -328,9 +318,9 @@ class Refresher:
         self._store.withdraw(entry.layer, entry.expert)
         with self._lane.work(after=begin):
             copied = copy_expert(rows, entry.expert, home, entry.slot)
-            written = Mark.now(self._node.device)
+            self._store.announce_behind(entry.layer, entry.expert, version)
+            self._written = Mark.now(self._node.device)
         self._node.counters.refresh(copied)
-        self._announcer.after(written, partial(self._store.announce, entry.layer, entry.expert, version))
 
 
 class Crossing(NamedTuple):

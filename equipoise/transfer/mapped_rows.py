@@ -32,7 +32,7 @@ from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.core.options import RowLimits, RowOffsets
-from equipoise.transfer.cuda_pages import CudaPager, call_driver, load_driver
+from equipoise.transfer.cuda_pages import CudaPager, call_driver, load_driver, write_operation
 from equipoise.transfer.node import NodeMemory
 from equipoise.transfer.pages import HostPager, Pager, share_pages, whole
 from equipoise.transfer.waits import LAUNCHED, Mark, Transfer
@@ -182,9 +182,9 @@ class StreamWords:
         self._own_R = views[node.rank].words_R
         peers = [rank for rank in node.peers if rank != node.rank]
         driver, size = self._driver, self._own_R.element_size()
-        self._writes = [_write_operation(driver, views[r].words_R.data_ptr() + size * node.rank) for r in peers]
+        self._writes = [write_operation(driver, views[r].words_R.data_ptr() + size * node.rank) for r in peers]
         self._waits = [_wait_operation(driver, self._own_R.data_ptr() + size * r) for r in peers]
-        self._releases = [_write_operation(driver, self._own_R.data_ptr() + size * r) for r in peers]
+        self._releases = [write_operation(driver, self._own_R.data_ptr() + size * r) for r in peers]
         self._release = torch.cuda.Stream(node.device)
         self._queue: queue.SimpleQueue[tuple[Mark, Mark, Transfer] | None] = queue.SimpleQueue()
         self._failure: TransferError | None = None
@@ -238,14 +238,6 @@ class StreamWords:
 
 def _pause(_: float) -> None:
     time.sleep(_POLL_S)
-
-
-def _write_operation(driver: Any, address: int) -> Any:
-    operation = driver.CUstreamBatchMemOpParams()
-    kind = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
-    operation.operation = operation.writeValue.operation = kind
-    operation.writeValue.address, operation.writeValue.flags = address, 0
-    return operation
 
 
 def _wait_operation(driver: Any, address: int) -> Any:

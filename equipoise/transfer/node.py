@@ -32,7 +32,7 @@ from torch import Tensor
 
 from equipoise.core.errors import TransferError
 from equipoise.core.options import TransferOptions, aligned, edge_boxes
-from equipoise.transfer.cuda_pages import CudaPager
+from equipoise.transfer.cuda_pages import CudaPager, Pin
 from equipoise.transfer.nccl import NcclGroup, choose_transport
 from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, share_storages, whole
 from equipoise.transfer.waits import (
@@ -461,6 +461,12 @@ class NodeMemory:
         self._num_agreed = 0
         after = control_bytes - MESSAGE_BYTES
         messages = {r: self._control.view(start[r] + after, (MESSAGE_BYTES,), torch.uint8).numpy() for r in self.peers}
+        self._pin: Pin | None = None
+        try:
+            all_or_none(self._pin_control, partial(gather_objects, group=group))
+        except TransferError:
+            self._unpin()
+            raise
         self.watchdog = Watchdog(self.cells, messages, rank=self.rank, timeout_s=options.timeout_s)
         # Twice the bound on waits: a rank that does not join is named by the watchdog, not by gloo.
         self._own_group = OwnGroup(group, timeout_s=2 * options.timeout_s)
@@ -629,7 +635,27 @@ class NodeMemory:
             self._nccl.close()
         self._landing_N, self.landings = self._landing_N[:0].clone(), {}
         self.watchdog.close()
+        self._unpin()
         self._control.close()
+
+    def write_behind(self, cells: np.ndarray, at: int, value: int) -> None:
+        """Set one of this node's cells once the current stream's work is done, and seen after it; at once on the CPU."""
+        if self._pin is None:
+            cells[at] = value
+        else:
+            self._pin.write(cells[at : at + 1], value)
+
+    def _unpin(self) -> None:
+        """Before pages are unmapped: the driver would be left with addresses that are gone."""
+        if self._pin is not None:
+            self._pin.close()
+        self._pin = None
+
+    def _pin_control(self) -> None:
+        if self.device.type == "cuda":
+            self._pin = Pin(
+                self._control.view(0, (self._control.num_bytes,), torch.uint8), name="control pages", fix=""
+            )
 
     def _finish(self, work: Any, transfer: Transfer) -> None:
         """Wait for a collective of the own group."""

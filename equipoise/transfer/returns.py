@@ -8,8 +8,8 @@ A mailbox's tag is 0 while it is free; otherwise it names the gradient that lies
     bits  0..15  expert
 A negative tag names the gradient that is being written. So a home finds what it waits for by name, whatever the order
 in which others fill their boxes, and a box is filled again only once its home has set the tag back to 0. On a device a
-tag is set once the copy or addition that it announces is finished there (`waits.Announcer`), so that handing in does
-not wait for the device. The home's thread does wait for the tag: until then it feeds no more layers.
+tag is written by the stream that copied or added (`NodeMemory.write_behind`), so that handing in does not wait for the
+device. The home's thread does wait for the tag: until then it feeds no more layers.
 
 Where ranks read each other's rows in mapped memory, nobody waits and there are no tags. Steps of the rows order the
 boxes (`mapped_rows`): a home reads behind a step that the replica's rank ended after it had filled its boxes, and a box
@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from operator import contains, setitem
+from operator import contains
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from equipoise.transfer.mapped_rows import MappedRows
 from equipoise.transfer.nccl import NcclGroup
 from equipoise.transfer.node import ExpertWeights, GradientOf, NodeMemory, copy_expert
 from equipoise.transfer.pulls import needs_of
-from equipoise.transfer.waits import TAGS, Announcer, Mark, Message, OwnGroup, Transfer
+from equipoise.transfer.waits import REACHED, TAGS, Mark, Message, OwnGroup, Transfer
 
 
 def far_replicas(plan: Plan, micro_step: int, layer: int) -> list[Replica]:
@@ -185,7 +185,8 @@ class Mailboxes:
         """
         self._node, self._gradient_of = node, gradient_of
         self._tags = {rank: cells[TAGS:] for rank, cells in node.cells.items()}
-        self._announcer = Announcer(node.device)
+        self._tagged = REACHED
+        """The last tag that this rank's stream writes."""
         self._handed_in: set[tuple[int, int]] = set()
         self._window = 0
         self._far: FarReturns | None = None
@@ -251,7 +252,7 @@ class Mailboxes:
             tags[box] = -name
             copy_expert(boxes, box, gradients, slot)
             # Last, because the home reads the box as soon as the tag names it.
-            self._announcer.after(Mark.now(self._node.device), partial(setitem, tags, box, name))
+            self._tag(tags, box, name)
         if self._node.device.type == "cpu":
             self._node.counters.wait(self._node.direct_path, waited)
 
@@ -293,7 +294,7 @@ class Mailboxes:
                 added += int(returned[box].nbytes)
             if self._turns is None:
                 # Last, because the replica's rank fills the box again as soon as it is free.
-                self._announcer.after(Mark.now(node.device), partial(setitem, tags, box, 0))
+                self._tag(tags, box, 0)
             node.counters.arrive(node.direct_path, added)
             node.counters.returns += 1
 
@@ -306,15 +307,11 @@ class Mailboxes:
         node.counters.returns += 1
 
     def finish(self) -> None:
-        """Wait until all tags announced so far have been set."""
-        transfer = Transfer("return", path=self._node.direct_path)
-        self._node.watchdog.wait(self._announcer.is_done, transfer)
-        if self._announcer.failure is not None:
-            raise self._node.watchdog.abort(f"{transfer} failed: {self._announcer.failure}")
+        """Wait until all tags so far have been set."""
+        self._node.watchdog.wait(self._tagged.is_reached, Transfer("return", path=self._node.direct_path))
 
     def close(self) -> None:
-        """End the announcer's thread and let go of the tags. Closing twice is allowed."""
-        self._announcer.close()
+        """Let go of the tags. Closing twice is allowed."""
         self._tags = {}
         if self._far is not None:
             self._far.close()
@@ -344,6 +341,11 @@ class Mailboxes:
                 f"micro-step {micro_step}, layer index {layer}: gradients of replicas cannot return between this rank "
                 f"and rank {others[0]}, in another node; run backward in update windows only"
             )
+
+    def _tag(self, tags: np.ndarray, box: int, name: int) -> None:
+        """Set a box's tag behind what the current stream does with the box."""
+        self._node.write_behind(tags, box, name)
+        self._tagged = Mark.now(self._node.device)
 
     def _name(self, micro_step: int, layer: int, expert: int) -> int:
         return self._window << 40 | micro_step << 28 | layer << 16 | expert

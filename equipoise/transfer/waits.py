@@ -1,7 +1,7 @@
 """Everything that transfers wait with: the watchdog of a node, points in a device's work, agreement between ranks.
 
     Watchdog      bounds every wait for another rank; one that fails ends the step on all ranks of the node
-    Mark, Lane    points and streams in a device's work, with `Announcer` and `JobQueue` on top of them
+    Mark, Lane    points and streams in a device's work, with `JobQueue` on top of them
     OwnGroup      the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
     Counters      what the transfers of one rank moved
 
@@ -21,7 +21,6 @@ machines are refused, because a rank could see a cell before its data.
 
 import pickle
 import platform
-import queue
 import threading
 import time
 import uuid
@@ -259,47 +258,6 @@ class Lane:
         after.hold_up(self._device, self._stream)
         with torch.cuda.stream(self._stream):
             yield
-
-
-class Announcer:
-    """Runs short calls, in order, once the device has reached their marks; at once on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Start the thread that waits for marks, where there is a device."""
-        self._queue: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] | None = None
-        self._asked = self._said = 0
-        self.failure: Exception | None = None
-        if device.type == "cuda":
-            self._queue = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._queue,), name="equipoise-announcer", daemon=True).start()
-
-    def after(self, mark: Mark, say: Callable[[], None]) -> None:
-        """Call `say` once `mark` is reached, in the order of these calls."""
-        if self._queue is None:
-            say()
-        else:
-            self._asked += 1
-            self._queue.put((mark, say))
-
-    def is_done(self) -> bool:
-        """Whether all calls have been made, or one failed."""
-        return self._said == self._asked or self.failure is not None
-
-    def close(self) -> None:
-        """End the thread once it has made the calls it was given. Closing twice is allowed."""
-        if self._queue is not None:
-            self._queue.put(None)
-
-    def _run(self, waiting: "queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None]") -> None:
-        while (item := waiting.get()) is not None:
-            mark, say = item
-            try:
-                mark.block()
-                say()
-            except Exception as error:  # noqa: BLE001  # kept for whoever waits; a thread has nobody to raise to
-                self.failure = error
-                return
-            self._said += 1
 
 
 class JobQueue:

@@ -13,7 +13,6 @@ from equipoise.core.plan import Visit
 from equipoise.transfer.edges import Relocator
 from equipoise.transfer.engine import TransferEngine
 from equipoise.transfer.pulls import MappedPath, needs_of
-from equipoise.transfer.waits import Announcer
 from tests.transfer.play import Rank, run_window, stack
 from tests.transfer.windows import (
     LAYOUTS,
@@ -74,12 +73,13 @@ def fuzz(group, plans, seed):
 def slow_down_marks(engine, pause):
     """Pause between the last byte of a mailbox and its tag, on both sides."""
 
-    class SlowAnnouncer(Announcer):
-        def after(self, mark, say):
-            pause()
-            super().after(mark, say)
+    write_behind = engine._node.write_behind
 
-    engine._mailboxes._announcer.__class__ = SlowAnnouncer
+    def write_slowly(cells, at, value):
+        pause()
+        write_behind(cells, at, value)
+
+    engine._node.write_behind = write_slowly
 
 
 def slow_down_edges(engine, pause):

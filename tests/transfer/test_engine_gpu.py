@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from equipoise.core.options import TransferOptions
-from equipoise.transfer.cuda_pages import CudaPager
+from equipoise.transfer.cuda_pages import CudaPager, Pin
 from equipoise.transfer.node import ExpertWeights, NodeMemory
 from equipoise.transfer.pages import share_pages
-from equipoise.transfer.waits import Announcer, Lane, Mark
+from equipoise.transfer.waits import Lane, Mark
 from tests.layer.cases import cluster_of, model_of, random_routing, static_plan
 from tests.layer.stack import Run, run_dense
 from tests.transfer.own_ranks import KILLED, run_ranks
@@ -55,25 +55,25 @@ def test_pages_are_seen_in_a_row_and_behind_several_others_and_are_freed():
         assert not is_measured or free_bytes() == free
 
 
-def test_marks_lanes_and_announcements_keep_their_order():
+def test_marks_lanes_and_written_words_keep_their_order():
     device = torch.device("cuda", 0)
-    lane, announcer, said = Lane(device), Announcer(device), []
+    lane, bytes_N = Lane(device), torch.zeros(8192, dtype=torch.uint8)
+    pin, words = Pin(bytes_N, name="words", fix=""), bytes_N.view(torch.int64).numpy()
     source, target = torch.zeros(2**20, device=device), torch.zeros(2**20, device=device)
     torch.cuda._sleep(200_000_000)
     source.fill_(3)
     written = Mark.now(device)
-    announcer.after(written, lambda: said.append(written.is_reached()))
+    pin.write(words[5:6], 7)
     with lane.work(after=written):
         target.copy_(source)
+        pin.write(words[6:7], 8)
         copied = Mark.now(device)
-    announcer.after(copied, lambda: said.append(copied.is_reached()))
-    assert not written.is_reached() and not copied.is_reached() and said == [], "nothing has waited"
+    assert not written.is_reached() and not copied.is_reached() and not words.any(), "nothing has waited"
     copied.hold_up(device)
     assert bool((target == 3).all())
-    while not announcer.is_done():
-        time.sleep(0.001)
-    assert said == [True, True]
-    announcer.close()
+    assert words[5:7].tolist() == [7, 8] and words.sum() == 15
+    pin.close()
+    pin.close()
 
 
 CASES = {

@@ -215,7 +215,7 @@ def not_pinned(group):
     pinned = []
 
     class Pin:
-        def __init__(self, bytes_N):
+        def __init__(self, bytes_N, *, name, fix):
             if group.rank() == 1:
                 raise TransferError("host store: could not be pinned; raise the locked-memory limit")
             pinned.append(self)
@@ -224,13 +224,13 @@ def not_pinned(group):
             pinned.remove(self)
 
     layout = replace(ExpertLayout.of([weights()], TransferOptions(slots=1)), device=torch.device("cuda"))
-    original, host_store._Pin = host_store._Pin, Pin
+    original, host_store.Pin = host_store.Pin, Pin
     try:
         host_store.HostStore(layout, experts=4, group=group, node_R=(0, 0), timeout_s=60.0)
     except TransferError as error:
         return str(error), len(pinned)
     finally:
-        host_store._Pin = original
+        host_store.Pin = original
     return "", len(pinned)
 
 
