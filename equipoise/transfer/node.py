@@ -639,7 +639,7 @@ class NodeMemory:
         self._control.close()
 
     def write_behind(self, cells: np.ndarray, at: int, value: int) -> None:
-        """Set one of this node's cells once the current stream's work is done, and seen after it; at once on the CPU."""
+        """Set one of this node's cells once the current stream's work is done; whoever sees it sees that work, too."""
         if self._pin is None:
             cells[at] = value
         else:
