@@ -25,6 +25,8 @@ from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots
 from equipoise.planner.baselines import fill_slots
 
 MICRO_STEPS, LAYERS = 8, 4
+FEW = (256, 1024)
+"""Tokens of a rank in micro-steps that are small."""
 DISTINCT = 4
 """Micro-steps with tokens of their own, as many as the traces have; a window runs them in turn until it is full."""
 
@@ -300,6 +302,7 @@ def plan_works(
     few = build_cases(folder, ranks=ranks // 2, tokens=tokens)[0]
     # NCCL joins ranks of one GPU by sockets: a small window is enough to show that nothing changes.
     short = replace(lite, name=f"{lite.name}, two nodes", routes_MLRTK=lite.routes_MLRTK[:2, :, :, : tokens // 8])
+    small = {size: _cut(lite, size) for size in FEW}
     every: dict[str, tuple[NodeCase, Cluster, Callable[[NodeCase, Cluster], list[Policy]]]] = {
         "exchange": (lite, whole, exchanges_of),
         "lite": (lite, whole, policies_of),
@@ -309,6 +312,7 @@ def plan_works(
         "checkpointing": (checkpointed(lite), whole, policies_of),
         "half": (few, half, policies_of),
         "nodes": (short, cluster(2, ranks), crossings_of),
+        **{f"lite-{size}": (case, whole, policies_of) for size, case in small.items()},
     }
     works = []
     for key in keys or list(every):
@@ -316,6 +320,11 @@ def plan_works(
         show(f"planning {key}: {case.name}")
         works.append(NodeWork(case=case, policies=make(case, on), cluster=on, key=key, is_bare=key == "exchange"))
     return works
+
+
+def _cut(case: NodeCase, tokens: int) -> NodeCase:
+    """The same window with fewer tokens in each micro-step."""
+    return replace(case, name=f"{case.name}, {tokens:,} tokens", routes_MLRTK=case.routes_MLRTK[:, :, :, :tokens])
 
 
 def recomputed(case: NodeCase) -> NodeCase:
