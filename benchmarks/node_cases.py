@@ -47,6 +47,11 @@ class NodeCase:
         """Ranks of the EP group."""
         return int(self.routes_MLRTK.shape[2])
 
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a micro-step."""
+        return int(self.routes_MLRTK.shape[3])
+
     def loads(self, routes_MLRTK: np.ndarray) -> LoadMatrix:
         """Count rows."""
         micro_steps, layers, ranks = routes_MLRTK.shape[:3]
