@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, help="folder of the routing traces")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank in a micro-step")
-    parser.add_argument("--cases", nargs="*", default=[], help="keys, or key:policy;policy to run; all by default")
+    parser.add_argument("--cases", nargs="*", default=[], help="keys, or key:policy;policy to run; modes of `train`")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each policy, of two timed windows each")
     parser.add_argument("--steps", type=int, default=8, help="training steps of `train`, of which two warm up")
     parser.add_argument("--percent", type=int, default=PERCENT, help="of the GPU's processors for each rank")
@@ -222,7 +222,7 @@ def main() -> int:
         else:
             from benchmarks.node_train import MODES, train_mode
 
-            for mode in MODES:
+            for mode in args.cases or MODES:
                 keeper.document["train"] += train_mode(mode, steps=args.steps)
                 keeper.show(f"trained: {mode}")
     return finish(keeper.document, args.out)
