@@ -58,8 +58,17 @@ def filled(text: str) -> str:
 
 def node_table() -> str:
     """Windows of ranks that share one GPU: seconds, speed over static, exposed transfers, and what was predicted."""
+    return _window_table("node_h200")
+
+
+def small_table() -> str:
+    """The same of micro-steps with few tokens."""
+    return _window_table("node_small_h200")
+
+
+def _window_table(report: str) -> str:
     lines = []
-    for row in _windows():
+    for row in _windows(report):
         predicted = [f"{row['predicted_s']:.3f}", f"{row['error_pct']:+.1f}"] if row["predicted_s"] else ["", ""]
         figures = [f"{row['window_s']:.3f}", f"{row['spread_pct']:.1f}", f"{row['over_static']:.2f}"]
         lines.append([row["case"], row["policy"], *figures, f"{row['exposed_pct']:.1f}", *predicted])
@@ -69,7 +78,7 @@ def node_table() -> str:
 
 def node_summary() -> str:
     """Speed over static of update windows, for the README."""
-    rows = [row for row in _windows() if not row["case"].endswith("recompute")]
+    rows = [row for row in _windows("node_h200") if not row["case"].endswith("recompute")]
     found = {(row["case"], row["policy"]): row["over_static"] for row in rows}
     policies = {
         "static, prepared": "static, prepared",
@@ -105,10 +114,10 @@ def links_table() -> str:
     return _table(["measured", "ms", "exchange alone, ms", "pulls alone, ms", "over the rule"], lines)
 
 
-def _windows() -> list[dict[str, Any]]:
+def _windows(report: str) -> list[dict[str, Any]]:
     """Rows of whole windows of one declared node."""
     hidden = ("experts alone", "two nodes")
-    rows = _read("node_h200")["rows"]
+    rows = _read(report)["rows"]
     return [row for row in rows if not row["case"].endswith(hidden) and row["policy"] != "attention alone"]
 
 
@@ -239,6 +248,7 @@ def transfer_table() -> str:
 
 JUDGED = (
     "node_h200",
+    "node_small_h200",
     "planner_cpu",
     "rank_replay_h200",
     "validation_h200",
@@ -254,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "node summary": node_summary,
     "node parts": parts_table,
     "node links": links_table,
+    "node small": small_table,
     "exchange": exchange_table,
     "predicted": predicted_table,
     "paper": paper_table,
