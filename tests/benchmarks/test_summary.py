@@ -81,7 +81,9 @@ def test_figures_in_the_sentences_of_the_readme_are_those_of_the_reports():
     added = [limit["value"] for limit in transfer["pulls"]["limits"]]
     assert f"pulls from the host add {max(0, round(min(added)))} to {round(max(added))} %" in text
     node = json.loads((REPORTS / "node_h200_202611.json").read_text())
-    windows = [r for r in summary._windows("node_h200") if r["policy"] == "equipoise, 1 slot" and "recompute" not in r["case"]]
+    windows = [
+        r for r in summary._windows("node_h200") if r["policy"] == "equipoise, 1 slot" and "recompute" not in r["case"]
+    ]
     speeds = [row["over_static"] for row in windows]
     assert f"Measured: {min(speeds):.2f} to {max(speeds):.2f} times as fast" in text
     (error,) = (one["value"] for one in node["limits"] if one["name"] == "mean error of all predictions")
