@@ -356,6 +356,12 @@ class RowOffsets(NamedTuple):
         return cls(*ends)
 
 
+DISPATCH_BYTES = {"exchanged": (12, 8), "mapped": (20, 12), "mapped beyond a node": (24, 20)}
+"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source); where
+rows are mapped also its order and where it is computed, and where it is fetched from; in a group of several nodes at
+most one more entry for each row sent, and two for each received."""
+
+
 def aligned(num_bytes: int) -> int:
     """Round up to whole cache lines of 64 bytes."""
     return -(-num_bytes // 64) * 64
