@@ -38,10 +38,11 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.plain_layer import HeldBank
 from benchmarks.results import Limit, format_table, read_commit, read_machine, say_limit
 from equipoise.core import Cluster, LoadMatrix, ModelShape, Stage
+from equipoise.core.options import Activations
 from equipoise.core.plan import Bytes, Plan, ReplicaTable, Seconds, Visit
 from equipoise.layer.dispatch import WindowDispatches
 from equipoise.layer.experts import BalancedExperts, Window
-from equipoise.loads.memory import Activations, plan_memory
+from equipoise.loads.memory import plan_memory
 from equipoise.transfer.node import ExpertWeights
 
 MODELS, LAYERS, TOKENS, RANKS = ("deepseek-v2-lite", "qwen3-30b-a3b"), 3, 8192, 8
@@ -114,7 +115,9 @@ def build_plan(model: ModelShape, case: str, *, tokens: int, stage: Stage) -> tu
         noisy_TE = np.log(share_E) + rng.gumbel(size=(tokens, model.experts))
         ids.append(np.argpartition(-noisy_TE, model.top_k, axis=1)[:, : model.top_k])
         load[0, layer, 0] = np.bincount(ids[-1].reshape(-1), minlength=model.experts)
-        load[0, layer, 1:] = rng.multinomial(tokens * model.top_k, load[0, layer, 0] / load[0, layer, 0].sum(), RANKS - 1)
+        load[0, layer, 1:] = rng.multinomial(
+            tokens * model.top_k, load[0, layer, 0] / load[0, layer, 0].sum(), RANKS - 1
+        )
     busiest_L = home_slots + load[0, :, :, home_slots : home_slots * RANKS // 2].sum(axis=1).argmax(axis=1)
     count = model.layers if case == "replica" else 0
     rows_L = load.sum(axis=2)[0, np.arange(model.layers), busiest_L] // 2

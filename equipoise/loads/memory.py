@@ -21,18 +21,16 @@ Every figure is exact for these tensors. The allocator's own rounding and fragme
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from equipoise.core import LoadMatrix, ModelShape, Stage
-from equipoise.core.options import DISPATCH_BYTES, balance_bytes, replica_bytes, row_page_bytes
+from equipoise.core.options import DISPATCH_BYTES, Activations, balance_bytes, replica_bytes, row_page_bytes
 from equipoise.core.plan import Plan
 from equipoise.core.value import Value
 from equipoise.loads.skew import rank_loads
 
-Activations = Literal["recomputed", "kept"]
-"""What happens to a layer's activations between forward and backward."""
 FORWARD, BACKWARD = 0, 1
 
 
@@ -95,6 +93,10 @@ class RankRows(Value):
             stage=loads.stage, received_MLR=received_MLR, sent_MLR=sent_MLR, home_slots=loads.num_experts // ranks
         )
 
+    def scaled(self, times: int) -> "RankRows":
+        """Return the same with `times` as many rows everywhere."""
+        return replace(self, received_MLR=self.received_MLR * times, sent_MLR=self.sent_MLR * times)
+
     def levelled(self) -> "RankRows":
         """Return the same where every rank receives the mean: the least that any plan reaches."""
         mean_ML1 = -(-self.received_MLR.sum(axis=2, keepdims=True) // self.received_MLR.shape[2])
@@ -117,8 +119,6 @@ class WindowMemory(Value):
     """Replica slots, mailboxes, and boxes for experts whose homes change: the same at every visit."""
     page_bytes: int
     """Rows that ranks of one node read in place: the same at every visit."""
-
-
 
     @property
     def total_MLR(self) -> np.ndarray:
