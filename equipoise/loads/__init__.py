@@ -18,8 +18,16 @@ from equipoise.loads.count import RangeCount, count_range, count_routes, load_co
 from equipoise.loads.forecast import MemoryForecast, forecast_memory
 from equipoise.loads.generator import Workload, generate_counts, generate_routes, generate_samples
 from equipoise.loads.matrix import count_loads, count_step
-from equipoise.loads.memory import RankRows, WindowMemory, plan_memory, window_memory
-from equipoise.loads.packer import Packing, PackingLimits, SampleSketch, pack_step, pack_window, sketch_counts
+from equipoise.loads.memory import WindowMemory, WindowRows, plan_memory, window_memory
+from equipoise.loads.packer import (
+    MemoryLimit,
+    Packing,
+    PackingLimits,
+    SampleSketch,
+    pack_step,
+    pack_window,
+    sketch_counts,
+)
 from equipoise.loads.packing import (
     TokenPolicy,
     longest_first,
@@ -48,6 +56,7 @@ __all__ = [
     "sketch_counts",
     "Packing",
     "PackingLimits",
+    "MemoryLimit",
     "SampleSketch",
     "count_routes",
     "count_range",
@@ -62,7 +71,7 @@ __all__ = [
     "SkewSummary",
     "MemoryForecast",
     "WindowMemory",
-    "RankRows",
+    "WindowRows",
     "plan_memory",
     "window_memory",
     "forecast_memory",

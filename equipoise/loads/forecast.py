@@ -18,9 +18,7 @@ import numpy as np
 
 from equipoise.core import LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.options import Activations
-from equipoise.loads.memory import RankRows, WindowMemory, window_memory
-
-GIB = 2**30
+from equipoise.loads.memory import GIB, WindowMemory, WindowRows, window_memory
 
 
 class Place(NamedTuple):
@@ -105,7 +103,7 @@ def forecast_memory(
     if not windows:
         raise LoadsError("no windows were given; a forecast needs the loads of at least one")
     limit = limit_in_bytes(limit_gib)
-    rows = [RankRows.at_owners(window, ep=ep) for window in windows]
+    rows = [WindowRows.at_owners(window, ep=ep) for window in windows]
     memories = [window_memory(r, model, activations=activations) for r in rows]
     worst = max(range(len(memories)), key=lambda w: (int(memories[w].peak_R.max()), -w))
     memory, window = memories[worst], windows[worst]
@@ -160,7 +158,7 @@ def say_need(memory: WindowMemory, *, limit: int, model: ModelShape, fixes: Sequ
 
 
 def find_fixes(
-    memory: WindowMemory, *, limit: int, rows: Sequence[RankRows], model: ModelShape, activations: Activations
+    memory: WindowMemory, *, limit: int, rows: Sequence[WindowRows], model: ModelShape, activations: Activations
 ) -> list[Fix]:
     """Return what changes no expert's place: smaller micro-steps, and recomputed activations where they are kept.
 
@@ -195,7 +193,7 @@ def wider_groups(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, 
     found = []
     for wider in (now * 2**i for i in range(1, 7)):
         if model.experts % wider == 0 and all(w.num_experts == model.experts for w in windows):
-            rows = [RankRows.at_owners(window, ep=wider).scaled(wider // now) for window in windows]
+            rows = [WindowRows.at_owners(window, ep=wider).scaled(wider // now) for window in windows]
             freed = windows[0].num_layers * model.expert_bytes * (model.experts // now - model.experts // wider)
             message = f"spread the experts over EP {wider}: frees {freed / GIB:.1f} GiB of weights, taken off here"
             left = max(0, _peak(rows, model, activations) - freed)
@@ -203,5 +201,5 @@ def wider_groups(windows: Sequence[LoadMatrix], model: ModelShape, *, now: int, 
     return found
 
 
-def _peak(rows: Sequence[RankRows], model: ModelShape, activations: Activations) -> int:
+def _peak(rows: Sequence[WindowRows], model: ModelShape, activations: Activations) -> int:
     return max(int(window_memory(each, model, activations=activations).peak_R.max()) for each in rows)

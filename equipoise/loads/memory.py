@@ -31,11 +31,12 @@ from equipoise.core.plan import Plan
 from equipoise.core.value import Value
 from equipoise.loads.skew import rank_loads
 
+GIB = 2**30
 FORWARD, BACKWARD = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankRows(Value):
+class WindowRows(Value):
     """What the ranks of a window receive and send, and what experts they hold."""
 
     stage: Stage
@@ -52,7 +53,7 @@ class RankRows(Value):
     """Of replica slots with mailboxes and boxes, and of the page of mapped rows."""
 
     @classmethod
-    def of(cls, plan: Plan, *, depth: int = 1) -> "RankRows":
+    def of(cls, plan: Plan, *, depth: int = 1) -> "WindowRows":
         """Read them from a plan.
 
         Args:
@@ -81,7 +82,7 @@ class RankRows(Value):
         )
 
     @classmethod
-    def at_owners(cls, loads: LoadMatrix, *, ep: int | None = None) -> "RankRows":
+    def at_owners(cls, loads: LoadMatrix, *, ep: int | None = None) -> "WindowRows":
         """Count them for contiguous expert parallelism; among another number of ranks all send alike."""
         received_MLR = rank_loads(loads, ep=ep)
         ranks = received_MLR.shape[2]
@@ -93,11 +94,11 @@ class RankRows(Value):
             stage=loads.stage, received_MLR=received_MLR, sent_MLR=sent_MLR, home_slots=loads.num_experts // ranks
         )
 
-    def scaled(self, times: int) -> "RankRows":
+    def scaled(self, times: int) -> "WindowRows":
         """Return the same with `times` as many rows everywhere."""
         return replace(self, received_MLR=self.received_MLR * times, sent_MLR=self.sent_MLR * times)
 
-    def levelled(self) -> "RankRows":
+    def levelled(self) -> "WindowRows":
         """Return the same where every rank receives the mean: the least that any plan reaches."""
         mean_ML1 = -(-self.received_MLR.sum(axis=2, keepdims=True) // self.received_MLR.shape[2])
         return replace(self, received_MLR=np.broadcast_to(mean_ML1, self.received_MLR.shape))
@@ -162,12 +163,12 @@ def plan_memory(
     itinerary = plan.itinerary
     if visits_V3 is None and itinerary is not None:
         visits_V3 = np.stack([itinerary.micro_step_V, itinerary.phase_V, itinerary.layer_V], axis=1)
-    rows = RankRows.of(plan, depth=depth)
+    rows = WindowRows.of(plan, depth=depth)
     return window_memory(rows, plan.model, activations=activations, visits_V3=visits_V3)
 
 
 def window_memory(
-    rows: RankRows, model: ModelShape, *, activations: Activations = "kept", visits_V3: np.ndarray | None = None
+    rows: WindowRows, model: ModelShape, *, activations: Activations = "kept", visits_V3: np.ndarray | None = None
 ) -> WindowMemory:
     """Forecast the memory of every visit from what ranks send and receive; arguments as in `plan_memory`."""
     visits_V3 = _plain_visits(rows) if visits_V3 is None else visits_V3
@@ -208,7 +209,7 @@ class _Moment(NamedTuple):
     gradients_MLR: np.ndarray
 
 
-def _moments(rows: RankRows, model: ModelShape, *, is_kept: bool) -> list[_Moment]:
+def _moments(rows: WindowRows, model: ModelShape, *, is_kept: bool) -> list[_Moment]:
     """Return the moments of the module's docstring."""
     received, wide, sent = _sizes(rows, model)
     tokens, none_MLR = _token_bytes(rows, model), np.zeros_like(rows.received_MLR)
@@ -236,7 +237,7 @@ def _moments(rows: RankRows, model: ModelShape, *, is_kept: bool) -> list[_Momen
     return found if is_kept else found + forward(BACKWARD, is_saved=True, more=tokens)
 
 
-def _plain_visits(rows: RankRows) -> np.ndarray:
+def _plain_visits(rows: WindowRows) -> np.ndarray:
     """[V, 3] a forward and a backward pass per micro-step; forward passes alone where nothing is updated."""
     micro_steps, layers, _ = rows.received_MLR.shape
     forward = [(FORWARD, layer) for layer in range(layers)]
@@ -245,26 +246,26 @@ def _plain_visits(rows: RankRows) -> np.ndarray:
     return np.array(visits, dtype=np.int64).reshape(-1, 3)
 
 
-def _sizes(rows: RankRows, model: ModelShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sizes(rows: WindowRows, model: ModelShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """R, RF and N of the module's docstring."""
     hidden, width = model.row_bytes, model.expert_width * model.weight_bytes
     return rows.received_MLR * hidden, rows.received_MLR * width, rows.sent_MLR * hidden
 
 
-def _token_bytes(rows: RankRows, model: ModelShape) -> np.ndarray:
+def _token_bytes(rows: WindowRows, model: ModelShape) -> np.ndarray:
     """[M, L, R] bytes of the ranks' own tokens: T of the module's docstring."""
     tokens_MLR: np.ndarray = -(-rows.sent_MLR // model.top_k) * model.row_bytes
     return tokens_MLR
 
 
-def _tables(rows: RankRows) -> np.ndarray:
+def _tables(rows: WindowRows) -> np.ndarray:
     sent_bytes, received_bytes = DISPATCH_BYTES["mapped" if rows.is_mapped else "exchanged"]
     # Kept on the host as int32, used as int64.
     tables_MLR: np.ndarray = 2 * (sent_bytes * rows.sent_MLR + received_bytes * rows.received_MLR)
     return tables_MLR
 
 
-def _saved(rows: RankRows, model: ModelShape) -> np.ndarray:
+def _saved(rows: WindowRows, model: ModelShape) -> np.ndarray:
     """What a forward visit saves of rows for its backward."""
     received, wide, sent = _sizes(rows, model)
     saved_MLR: np.ndarray = received + 2 * wide + (received if rows.is_mapped else sent)

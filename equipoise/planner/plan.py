@@ -24,7 +24,7 @@ from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.window import Edges
 from equipoise.loads.forecast import find_fixes, say_need, wider_groups
-from equipoise.loads.memory import RankRows, WindowMemory, plan_memory
+from equipoise.loads.memory import WindowMemory, WindowRows, plan_memory
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of, visits_of
 from equipoise.planner.baselines import POLICIES, draft_baseline
 from equipoise.planner.layer import crossings, layer_problem, plan_layer
@@ -148,7 +148,7 @@ def _plan_within(
         return min(fitting, key=lambda made: made.seconds.total)
     # Step 2: none fits. Remedies are those of the plan that needs least.
     made, memory = min(found, key=lambda each: int(each[1].peak_R.max()))
-    rows = [RankRows.of(made, depth=options.depth)]
+    rows = [WindowRows.of(made, depth=options.depth)]
     fixes = [
         *find_fixes(memory, limit=limit, rows=rows, model=model, activations=activations),
         *wider_groups([made.loads], model, now=cluster.ep, activations=activations),

@@ -1,0 +1,31 @@
+"""The forecast of a plan's memory against torch's allocator, on ranks that run balanced layers forward and backward."""
+
+import pytest
+
+from tests.layer import memory_work
+from tests.parity.case import ParityCase
+
+SIZES = {"layers": 3, "micro_steps": 2, "tokens": 192, "top_k": 4, "hidden": 96, "width": 72, "home_slots": 2}
+TWO, FOUR = (ParityCase(ranks=ranks, slots=1, **SIZES) for ranks in (2, 4))
+CASES = {
+    "4 ranks, in place": (FOUR, {"rows": "mapped"}),
+    "4 ranks, exchanged": (FOUR, {"rows": "collective"}),
+    "in place, computed again": (TWO, {"rows": "mapped", "is_recomputed": True}),
+    "exchanged, computed again": (TWO, {"rows": "collective", "is_recomputed": True}),
+    "two micro-steps in flight": (TWO, {"rows": "mapped", "in_flight": 2}),
+    "log-prob pass": (TWO, {"rows": "mapped", "stage": "recompute"}),
+}
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("name", CASES)
+def test_the_forecast_is_within_three_percent_of_what_is_allocated(pool, name):
+    case, how = CASES[name]
+    ranks = pool.run(memory_work.measure, case.ranks, case, how)
+    assert len({received for _, _, received, _ in ranks}) > 1, "ranks with equal rows show little"
+    for rank, (predicted, measured, received, replicas) in enumerate(ranks):
+        assert replicas, "a case without a replica shows less"
+        off = predicted / measured - 1
+        assert abs(off) <= 0.03, (
+            f"rank {rank}, {received} rows: {predicted:,} predicted, {measured:,} measured ({off:.2%})"
+        )
