@@ -16,7 +16,7 @@ from typing import Any, get_args
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
-from equipoise.core.options import PlanOptions
+from equipoise.core.options import PlanOptions, TransferOptions
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
 from equipoise.cost.kernels import price
@@ -136,12 +136,14 @@ def _plan_within(
         return made, plan_memory(made, activations=activations, visits_V3=visits_V3, depth=depth)
 
     # Step 1: the plan asked for; then rows levelled at any cost, and with fewer slots, which take memory themselves.
+    # Those of a balancer are allocated already.
     found = [tried(slots, objective)]
     if int(found[0][1].peak_R.max()) <= limit:
         return found[0][0]
     if given["policy"] == "equipoise":
         goals: tuple[Objective, ...] = ("seconds", "skew") if objective == "seconds" else ("skew",)
-        others = [(fewer, goal) for fewer in range(slots, -1, -1) for goal in goals]
+        fewest = slots if isinstance(options, TransferOptions) else 0
+        others = [(fewer, goal) for fewer in range(slots, fewest - 1, -1) for goal in goals]
         found += [tried(fewer, goal) for fewer, goal in others if (fewer, goal) != (slots, objective)]
     fitting = [made for made, memory in found if int(memory.peak_R.max()) <= limit]
     if fitting:
@@ -153,7 +155,9 @@ def _plan_within(
         *find_fixes(memory, limit=limit, rows=rows, model=model, activations=activations),
         *wider_groups([made.loads], model, now=cluster.ep, activations=activations),
     ]
-    tries = f"{len(found)} plans tried, with {slots} to 0 slots" if len(found) > 1 else f"policy {given['policy']}"
+    tries = (
+        f"policy {given['policy']}" if len(found) == 1 else f"{len(found)} plans tried, with {slots} to {fewest} slots"
+    )
     raise InfeasiblePlanError(f"{say_need(memory, limit=limit, model=model, fixes=fixes)} ({tries})")
 
 
