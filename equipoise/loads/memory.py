@@ -61,11 +61,14 @@ class WindowRows(Value):
         """
         table, shape_MLR, model = plan.replica_table, plan.rank_load_MLR.shape, plan.model
         replicas_XR = np.zeros((shape_MLR[0] * shape_MLR[1], shape_MLR[2]), dtype=np.int64)
-        np.add.at(replicas_XR, (table.entry_P, table.rank_P), 1)
         is_mapped, fixed = False, (0, 0)
+        # `balanced` is what no plan can do: it levels rows at no cost, and nothing is held for that.
+        holds_replicas = plan.policy != "balanced"
+        if holds_replicas:
+            np.add.at(replicas_XR, (table.entry_P, table.rank_P), 1)
         if plan.persistent:
             # Replicas that stay are in every layer.
-            fixed = (plan.slots * shape_MLR[1] * replica_bytes(model, plan.loads.stage), 0)
+            fixed = (holds_replicas * plan.slots * shape_MLR[1] * replica_bytes(model, plan.loads.stage), 0)
         elif plan.slots or bool(plan.displaced_LE.any()):
             depth = depth if plan.itinerary is None else plan.itinerary.depth
             moving = balance_bytes(model, cluster=plan.cluster, slots=plan.slots, stage=plan.loads.stage, depth=depth)

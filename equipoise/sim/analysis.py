@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape, Stage
-from equipoise.core.options import Activations
+from equipoise.core.options import Activations, balance_bytes
 from equipoise.core.plan import Plan, Seconds, Sends
 from equipoise.core.value import Value
 from equipoise.cost import Profile
@@ -265,11 +265,12 @@ def try_plans(
             done = last
             report(done, total)
         made.append(tuple(plans))
-    memories = [plan_memory(planned) for plans in made for planned in plans]
+    stages = {loads.stage for groups in windows for loads in groups}
     return Trial(
         slots=slots,
-        buffer_bytes=max(memory.slots_bytes for memory in memories),
-        row_page_bytes=max(memory.page_bytes for memory in memories),
+        # A balancer allocates boxes whether a plan moves something or not.
+        buffer_bytes=max(balance_bytes(model, cluster=cluster, slots=slots, stage=stage) for stage in stages),
+        row_page_bytes=max(plan_memory(planned).page_bytes for plans in made for planned in plans),
         plans=tuple(made),
     )
 

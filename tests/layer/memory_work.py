@@ -61,12 +61,12 @@ def measure(group, case, how):
     return _measure(group, case, **how)
 
 
-def _measure(group, case, *, rows, stage="update", is_recomputed=False, in_flight=1):
+def _measure(group, case, *, rows, stage="update", is_recomputed=False, in_flight=1, objective="skew"):
     """(predicted, measured, rows received at the peak, whether replicas were used) of one rank's window."""
     layers = build_layers(case, group)
     order = {"order": "recompute"} if is_recomputed else {}
     order = {"order": "1f1b", "pipeline_stages": in_flight} if in_flight > 1 else order
-    options = BalancerOptions(slots=case.slots, objective="skew", rows=rows, buffers="arena", **order)
+    options = BalancerOptions(slots=case.slots, objective=objective, rows=rows, buffers="arena", **order)
     given = {"cluster": case.cluster, "model": case.model.replace(weight_bytes=4), "group": group, "options": options}
     with Balancer({str(n): one for n, one in enumerate(layers)}, **given, worker=kept_worker()) as balancer:
         window = [draw(case, group.rank(), ids) for ids in case.routes(0, group.rank())]
