@@ -47,8 +47,7 @@ def test_a_plan_that_fits_is_the_one_without_a_limit():
 def test_every_plan_keeps_the_limit_or_names_the_micro_step_that_cannot(seed):
     loads = hot_loads(seed)
     peaks = candidates(loads)
-    # A model this small never pays: the plan asked for leaves the hot rank hot.
-    assert peaks[2, "seconds"] > 1.2 * peaks[2, "skew"]
+    assert len(set(peaks.values())) > 2, "plans of equal peaks show nothing"
     for limit in sorted({value - 1 for value in peaks.values()} | set(peaks.values())):
         if limit < min(peaks.values()):
             with pytest.raises(InfeasiblePlanError, match=rf"micro-step {seed}, layer \d: rank \d needs") as error:
