@@ -5,7 +5,7 @@
 
 Predicted: `equipoise.loads.plan_memory`, which knows routes, a plan and sizes alone. Measured: the most that torch's
 allocator has handed out while rank 0's layers run forward and backward, less what it had before: on a GPU
-`torch.cuda.max_memory_allocated`, on the CPU the allocations that `torch.profiler` reports.
+`torch.cuda.max_memory_allocated`, on the CPU the allocations that torch's profiler reports.
 
 What is real: the layers of `equipoise.layer` with the experts, routes, prepared dispatch and rows of rank 0 of an
 expert-parallel group of eight on two nodes, over the collective path. What is not: the other ranks. Their group is
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -184,9 +184,9 @@ def peak_bytes(run: Callable[[], object], *, device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(profile_memory=True) as seen:
         run()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in seen.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return int(np.cumsum([event.nbytes() for event in events]).max(initial=0))
 

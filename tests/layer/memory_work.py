@@ -4,24 +4,15 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.memory import peak_bytes
 from equipoise.balancer import Balancer, BalancerOptions
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts
 from equipoise.loads.memory import plan_memory
 from equipoise.transfer.node import ExpertWeights
 from tests.balancer.work import kept_worker
-
-
-def peak_bytes(run):
-    """The most that torch allocates on the CPU while `run` runs, beyond what there was."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return int(np.cumsum([event.nbytes() for event in events]).max(initial=0))
 
 
 def build_layers(case, group):
@@ -80,7 +71,7 @@ def _measure(group, case, *, rows, stage="update", is_recomputed=False, in_fligh
             # Dispatches are made in the background, and must not be counted among what the layers allocate.
             for micro_step, layer in np.ndindex(len(window), len(layers)):
                 layers[0].window.dispatches.take(micro_step, layer)
-            measured = peak_bytes(partial(run_window, layers, window, **way))
+            measured = peak_bytes(partial(run_window, layers, window, **way), device="cpu")
     memory = plan_memory(plan, activations="recomputed" if is_recomputed else "kept")
     place = memory.place(group.rank())
     # Slots and pages are mapped memory, which torch's allocator does not hold; other tests compare them.
