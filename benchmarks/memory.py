@@ -59,14 +59,14 @@ LIMIT_PCT = 3.0
 class JoinedBank(HeldBank):
     """Replicas that lie behind the home weights of a layer in one tensor, as in an arena."""
 
-    def __init__(self, plan: Plan, homes: ExpertWeights) -> None:
+    def __init__(self, plan: Plan, homes: ExpertWeights, *, rank: int = 0) -> None:
         super().__init__(homes.map(lambda tensor: tensor.detach()[:0]))
-        self._plan = plan
+        self._plan, self._rank = plan, rank
         self._all = homes.map(lambda t: torch.cat([t.detach(), t.detach()[: plan.slots]]))
 
     def joined(self, visit: Visit) -> ExpertWeights | None:
         """Return home slots and the replicas in use."""
-        held = sum(rank == 0 for _, rank in self._plan.replicas(visit.micro_step, visit.layer))
+        held = sum(rank == self._rank for _, rank in self._plan.replicas(visit.micro_step, visit.layer))
         return self._all.map(lambda tensor: tensor[: self._plan.home_slots + held]) if self._plan.slots else None
 
 
