@@ -10,5 +10,6 @@ validate.py      predictions beside what rank_replay measured
 layer.py         the balanced layer beside a plain one, on a GPU (plain_layer.py)
 transfer.py      pull rates of the engine's paths and the memory of replica buffers, on a GPU
 pulls.py         pulls beside a stack of layers, on a GPU (decoder_stack.py; turns.py times in turn)
+memory.py        the forecast of a plan's memory beside what torch allocates, on a GPU
 store_memory.py  memory of counting a large native store
 """

@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     )
     from equipoise.core.options import Capacities
     from equipoise.imbalance import imbalance_metrics
-    from equipoise.loads import count_loads, count_routes, pack_window, schedule_tokens, sketch_counts, skew
+    from equipoise.loads import (
+        MemoryLimit,
+        count_loads,
+        count_routes,
+        pack_window,
+        plan_memory,
+        schedule_tokens,
+        sketch_counts,
+        skew,
+    )
     from equipoise.planner import PlanOptions, plan, plan_step
     from equipoise.report import write_report
     from equipoise.routes import diagnose, read_routes, write_routes
@@ -55,6 +64,8 @@ _HOMES = {
     "schedule_tokens": "equipoise.loads",
     "sketch_counts": "equipoise.loads",
     "pack_window": "equipoise.loads",
+    "MemoryLimit": "equipoise.loads",
+    "plan_memory": "equipoise.loads",
     "plan": "equipoise.planner",
     "plan_step": "equipoise.planner",
     "write_report": "equipoise.report",
@@ -79,6 +90,7 @@ __all__ = [
     "pack_window",
     "plan",
     "plan_step",
+    "plan_memory",
     "simulate",
     "imbalance_metrics",
     "write_report",
@@ -92,6 +104,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Capacities",
+    "MemoryLimit",
     "StepSetting",
     "Delivery",
     "EquipoiseError",

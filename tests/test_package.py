@@ -105,6 +105,7 @@ PUBLIC = [
         "pack_window",
         "plan",
         "plan_step",
+        "plan_memory",
         "simulate",
         "imbalance_metrics",
     ),
@@ -122,6 +123,7 @@ PUBLIC = [
     *(
         "PlanOptions",
         "Capacities",
+        "MemoryLimit",
         "StepSetting",
         "Delivery",
         "EquipoiseError",

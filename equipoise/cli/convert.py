@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from equipoise.cli.options import (
+    ActivationsOption,
     ForceFlag,
     JsonFlag,
+    MemoryOption,
     PackingFlags,
     RanksPerNodeOption,
     ReadingFlags,
@@ -290,22 +292,29 @@ def pack(
     reading: ReadingFlags,
     packing: PackingFlags,
     ranks_per_node: RanksPerNodeOption = 8,
+    memory_gib: MemoryOption = None,
+    activations: ActivationsOption = "kept",
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Pack samples by their experts, so that rows stay in their node."""
     from equipoise.cli.step_loads import check_packing, pack_given, read_samples, schedule_step, token_policy
-    from equipoise.loads import write_schedules
+    from equipoise.loads import MemoryLimit, write_schedules
+    from equipoise.loads.forecast import limit_in_bytes
 
     if npz_kind(dump) == "loads":
         raise ScheduleError(f"{dump} holds loads, which are scheduled already; give the samples")
     refuse_existing(out, force=force, read=(dump, Path(packing.schedule) if packing.is_file else None))
     samples = read_samples(dump, reading, packing)
     check_packing(packing, samples.model)
-    found: list[PackedWindow] = []
+    limit, found = limit_in_bytes(memory_gib), list[PackedWindow]()
+    model = samples.model.replace(layers=len(samples.layer_numbers))
+    memory = None
+    if limit is not None:
+        memory = MemoryLimit(limit_bytes=limit, model=model, ep=packing.ep, activations=activations)
 
     def packed(given: "tuple[Schedule, ...]") -> "tuple[Schedule, ...]":
-        made = pack_given(samples, given, packing, ranks_per_node=ranks_per_node)
+        made = pack_given(samples, given, packing, ranks_per_node=ranks_per_node, memory=memory)
         found.extend(map(PackedWindow.of, given, made))
         return tuple(each.schedule for each in made)
 

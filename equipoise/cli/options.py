@@ -55,6 +55,10 @@ ActivationsOption = Annotated[
     Literal["kept", "recomputed"],
     typer.Option("--activations", help="Expert activations: kept for the backward pass, or recomputed in it."),
 ]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option("--memory-gib", help="GiB that a rank has left after weights, gradients and optimizer."),
+]
 CrossNodeFlag = Annotated[
     bool,
     typer.Option(

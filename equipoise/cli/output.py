@@ -236,7 +236,7 @@ def show_analysis(analysis: "Analysis", console: Console, *, source: str) -> Non
         console.print("  " + sparkline(means, low=1.0, high=max(means)))
         console.print(_layers_table(stage, analysis.layer_numbers, columns=max(1, (console.width - 2) // 19)))
 
-    console.print(_heading("Memory for received rows", "counted rows, bytes by formula"))
+    console.print(_heading("Memory for rows", "counted rows, modelled bytes"))
     console.print(_memory_list(analysis.memory, analysis.memory_group))
 
 
@@ -404,6 +404,7 @@ def _memory_list(memory: "MemoryForecast", group: int) -> Table:
     where = f"{place.stage} window {place.window}, micro-step {place.micro_step}, layer {place.layer}"
     facts: dict[str, str | Text] = {
         "peak": f"{memory.peak_rows:,} rows, {memory.peak_bytes / GIB:.2f} GiB, activations {memory.activations}",
+        "parts": ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.parts.items() if size) + " GiB",
         "where": f"{where}, rank {place.rank}{f', EP group {group}' if group else ''}",
         "by rank": f"{min(rows):,} to {max(rows):,} rows at worst  {sparkline(rows, low=0, high=max(rows))}",
     }
@@ -449,6 +450,7 @@ def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source
         "homes": f"{figures['displaced']:,} of {plan.displaced_LE.size:,} experts displaced",
         "replicas": f"{figures['replicas']:,} in {entries:,} micro-steps and layers",
         "memory": f"{figures['slot_bytes_per_rank'] / MIB:,.0f} MiB per rank (replica slots: {plan.slots})",
+        "peak": _say_peak(figures["memory"]),
     }
     if plan.estimated_share > 0:
         facts["estimated"] = f"{plan.estimated_share:.1%} of the rows, whose routes are unknown"
@@ -464,6 +466,12 @@ def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source
                 table.add_row(f"  {label}", f"{values[name] * scale:,.3f}")
         table.add_row("  total", f"{values['total'] * scale:,.3f}", style="bold")
         console.print(table)
+
+
+def _say_peak(memory: dict[str, Any]) -> str:
+    place, parts = memory["place"], ", ".join(f"{name} {n / GIB:.2f}" for name, n in memory["parts"].items() if n)
+    where = f"rank {place['rank']}, micro-step {place['micro_step']}, layer {place['layer']}"
+    return f"{memory['peak_bytes'] / GIB:.2f} GiB ({parts}), {where}, activations {memory['activations']}"
 
 
 def show_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:

@@ -5,6 +5,7 @@
     equipoise plan loads.npz --model qwen3-30b-a3b --policy eplb-oracle --json
     equipoise plan loads.npz --model qwen3-30b-a3b --sends tokens --pairs counts.npz
     equipoise plan loads.npz --model qwen3-30b-a3b --slots 0 --placement sglang=experts.json
+    equipoise plan loads.npz --model qwen3-30b-a3b --slots 2 --memory-gib 20 --activations recomputed
 
 `equipoise convert --to loads` makes the loads. They do not say how large an expert is: without --model, experts are
 priced with the size of qwen3-30b-a3b's, and the answer says so. A plan that saves nothing is a normal answer, with exit
@@ -19,11 +20,13 @@ import typer
 
 from equipoise.cli.options import (
     DEFAULT_SENDS,
+    ActivationsOption,
     CrossNodeFlag,
     ForceFlag,
     HistoryOption,
     JsonFlag,
     MachineFlags,
+    MemoryOption,
     SendsOption,
     check_slots,
     find_model,
@@ -57,6 +60,8 @@ class PlanFlags:
         ),
     ] = "equipoise"
     cross_node: CrossNodeFlag = False
+    memory_gib: MemoryOption = None
+    activations: ActivationsOption = "kept"
     sends: SendsOption = DEFAULT_SENDS
     history: HistoryOption = None
     pairs: Annotated[
@@ -70,9 +75,11 @@ class PlanFlags:
     def make_plan(self, loads: LoadMatrix, *, cluster: "Cluster", model: ModelShape) -> "Plan":
         """Check that the options make sense together, then plan the window."""
         from equipoise.cli.step_loads import read_history, read_pairs
+        from equipoise.loads.forecast import limit_in_bytes
         from equipoise.planner import PlanOptions
         from equipoise.planner import plan as plan_window
 
+        limit = limit_in_bytes(self.memory_gib)
         if self.history is None and self.policy == "eplb-history":
             raise InfeasiblePlanError(
                 "--policy eplb-history places experts by an earlier window's loads; add --history with their .npz file"
@@ -86,6 +93,11 @@ class PlanFlags:
                     f"--pairs {self.pairs} needs --{name} {wanted}: {why}; add that, or leave --pairs out"
                 )
         if self.policy.endswith(".json"):
+            if limit is not None:
+                raise InfeasiblePlanError(
+                    f"--memory-gib {self.memory_gib} limits what is planned; {self.policy} is a placement: leave "
+                    "one of them out"
+                )
             from equipoise.engines.locations import read_placement
             from equipoise.planner.placed import plan_placement
 
@@ -100,7 +112,9 @@ class PlanFlags:
             slots=self.slots,
             policy=self.policy,
             objective=self.objective,
-            options=PlanOptions(cross_node=self.cross_node, sends=self.sends),
+            options=PlanOptions(
+                cross_node=self.cross_node, sends=self.sends, limit_bytes=limit, activations=self.activations
+            ),
             history=read_history(self.history, [self.policy]),
             pair_LEE=None if self.pairs is None else read_pairs(self.pairs, loads),
         )
@@ -163,7 +177,7 @@ def plan(
     if out is not None:
         made.save(out)
 
-    figures = build_document(made, explanation, out=out, pairs=planning.pairs)
+    figures = build_document(made, explanation, out=out, planning=planning)
     console = screen(as_json=as_json)
     if model is None:
         console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=True)
@@ -207,18 +221,15 @@ def _parse_entry(text: str) -> tuple[int, int]:
 
 
 def build_document(
-    plan: "Plan", explanation: "Explanation | None", *, out: Path | None, pairs: Path | None
+    plan: "Plan", explanation: "Explanation | None", *, out: Path | None, planning: PlanFlags
 ) -> dict[str, Any]:
     """Return every figure that is shown, for JSON."""
-    from equipoise.core.options import Capacities, balance_bytes, replica_bytes, row_page_bytes
+    from equipoise.core.options import Capacities
     from equipoise.cost import Profile
-    from equipoise.loads import rank_loads, skew_ML
+    from equipoise.loads import plan_memory, rank_loads, skew_ML
 
-    # Buffers are shared by all layers, unless replicas stay where they are; where nothing moves there are none.
-    held, stage = plan.slots * plan.loads.num_layers * replica_bytes(plan.model, plan.loads.stage), plan.loads.stage
-    if not plan.persistent and (plan.slots or plan.displaced_LE.any()):
-        depth = 0 if plan.itinerary is None else plan.itinerary.depth
-        held = balance_bytes(plan.model, cluster=plan.cluster, slots=plan.slots, stage=stage, depth=depth)
+    memory = plan_memory(plan, activations=planning.activations)
+    micro_step, layer, rank = place = memory.place()
     try:
         factor = Capacities.of(plan).rank_factor()
     except InfeasiblePlanError:
@@ -236,14 +247,21 @@ def build_document(
         "static_seconds": plan.static_seconds,
         "saved_seconds": plan.saved_seconds,
         "bytes": {**asdict(plan.bytes), "total": plan.bytes.total},
-        "slot_bytes_per_rank": held,
-        "row_page_bytes": row_page_bytes(plan),
+        "slot_bytes_per_rank": memory.slots_bytes,
+        "row_page_bytes": memory.page_bytes,
+        "memory": {
+            "peak_bytes": int(memory.total_MLR[place]),
+            "parts": memory.parts(place),
+            "place": {"micro_step": micro_step, "layer": plan.model.layer_numbers[layer], "rank": rank},
+            "rank_peak_bytes": memory.peak_R.tolist(),
+            "activations": planning.activations,
+        },
         "displaced": int(plan.displaced_LE.sum()),
         "replicas": len(plan.replica_table),
         "estimated_share": plan.estimated_share,
         "rank_capacity_factor": factor,
         "assumed": Profile.read(plan.cluster.profile).say_assumed(plan.cluster.num_ep_nodes),
-        "pairs": None if pairs is None else str(pairs),
+        "pairs": None if planning.pairs is None else str(planning.pairs),
         "digest": plan.digest(),
         "out": None if out is None else str(out),
     }

@@ -7,7 +7,8 @@
     equipoise simulate --demo
     equipoise simulate rollouts.jsonl --model qwen3-30b-a3b --sweep ep=8,16
 
-Neither needs a GPU or torch. `analyze` exits with code 1 if the step does not fit into `--memory-gib`.
+Neither needs a GPU or torch. `analyze` exits with code 1 if the step does not fit into `--memory-gib`. In `simulate`
+plans of `equipoise` keep that limit, or it ends with code 2 and says where and why; other policies stay as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from equipoise.cli.options import (
     DemoFlag,
     HistoryOption,
     MachineFlags,
+    MemoryOption,
     PackingFlags,
     ReadingFlags,
     ResultFlags,
@@ -67,9 +69,7 @@ def analyze(
         int | None, typer.Option(help="Replica slots per rank to plan with: 1 if left out, 0 for placement alone.")
     ] = None,
     plan: Annotated[bool, typer.Option(help="Whether to try a plan.")] = True,
-    memory_gib: Annotated[
-        float | None, typer.Option(help="GiB that a rank has left for received rows, after weights and optimizer.")
-    ] = None,
+    memory_gib: MemoryOption = None,
     activations: ActivationsOption = "kept",
     sends: SendsOption = DEFAULT_SENDS,
     results: ResultFlags,
@@ -139,6 +139,7 @@ class PolicyFlags:
     policies: Annotated[str, typer.Option(help="Policies to compare, separated by commas.")] = POLICIES
     slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1
     cross_node: CrossNodeFlag = False
+    memory_gib: MemoryOption = None
     history: HistoryOption = None
 
     @property
@@ -198,6 +199,7 @@ def simulate(
     """Compare policies on a step, with every cost charged."""
     from equipoise.cli.step_loads import open_step, read_history
     from equipoise.core.options import PlanOptions
+    from equipoise.loads.forecast import limit_in_bytes
     from equipoise.sim.step import simulate_case
     from equipoise.sim.summary import summary
     from equipoise.sim.windows import StepCase
@@ -217,7 +219,7 @@ def simulate(
         model=source.model,
         slots=policy.slots,
         setting=setting,
-        options=PlanOptions(cross_node=policy.cross_node),
+        options=PlanOptions(cross_node=policy.cross_node, limit_bytes=limit_in_bytes(policy.memory_gib)),
         history=history,
         # Pairs say how often one sending of a token serves several experts.
         pair_LEE=source.pair_LEE if step.sends == "tokens" else None,

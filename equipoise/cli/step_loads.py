@@ -29,6 +29,7 @@ from equipoise.core import (
 )
 from equipoise.core.value import plural, require_int
 from equipoise.loads import (
+    MemoryLimit,
     Packing,
     TokenPolicy,
     count_routes,
@@ -218,7 +219,12 @@ def token_policy(samples: RouteCounts | Routes) -> TokenPolicy:
 
 
 def pack_given(
-    samples: RouteCounts | Routes, given: tuple[Schedule, ...], packing: PackingFlags, *, ranks_per_node: int
+    samples: RouteCounts | Routes,
+    given: tuple[Schedule, ...],
+    packing: PackingFlags,
+    *,
+    ranks_per_node: int,
+    memory: MemoryLimit | None = None,
 ) -> tuple[Packing, ...]:
     """Pack the windows of a step by experts; a source is a rank, or the ranks that share its samples."""
     require_int("--ranks-per-node", ranks_per_node, low=1, error=TopologyError)
@@ -230,7 +236,8 @@ def pack_given(
         )
     counts = samples if isinstance(samples, RouteCounts) else count_routes(samples)
     node_R = np.arange(packing.ep // each) * each // ranks_per_node
-    return pack_step(sketch_counts(counts), given, node_R=node_R.tolist(), policy=token_policy(samples))
+    policy = token_policy(samples)
+    return pack_step(sketch_counts(counts), given, node_R=node_R.tolist(), policy=policy, memory=memory)
 
 
 Pack = Callable[[tuple[Schedule, ...]], tuple[Schedule, ...]]

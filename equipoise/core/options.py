@@ -19,6 +19,8 @@ from equipoise.core.window import Stage
 Order = Literal["plain", "recompute", "1f1b"]
 """Execution order of the update stage: every forward, then every backward of a micro-step (`plain`); the same with the
 forward repeated inside backward (`recompute`); or pipelined, one forward, one backward (`1f1b`)."""
+Activations = Literal["recomputed", "kept"]
+"""What happens to a layer's activations between forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,12 @@ class PlanOptions:
     """What moves experts between nodes, for their price where a profile has none; a balancer plans with its own."""
     memory_bytes: int | None = None
     """Bytes per rank for replicas, instead of `slots`: weights and, in updates, gradients on their way home."""
+    limit_bytes: int | None = None
+    """Most bytes of a rank at any visit of a layer, as `loads.plan_memory` forecasts them: what is left after weights,
+    gradients and optimizer. Where the plan asked for exceeds it, rows are levelled at any cost, and with fewer slots;
+    where every plan does, planning raises. None sets no limit."""
+    activations: Activations | None = None
+    """What the limit counts of activations; None: as `order` says, kept unless it is `recompute`."""
     effort: int = 1
     """Search effort: 2 looks about twice as long for better homes."""
     workers: int = 1
@@ -56,7 +64,7 @@ class PlanOptions:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise InfeasiblePlanError(f"PlanOptions.{name} is {getattr(self, name)!r}; it must be True or False")
         lowest = {"effort": 1, "workers": 1, "depth": 1, "pipeline_stage": 0, "pipeline_stages": 1}
-        optional = {"max_displaced": 0, "memory_bytes": 0, "chunk_group": 1}
+        optional = {"max_displaced": 0, "memory_bytes": 0, "limit_bytes": 1, "chunk_group": 1}
         given = {name: low for name, low in optional.items() if getattr(self, name) is not None}
         for name, low in {**lowest, **given}.items():
             value = require_int(f"PlanOptions.{name}", getattr(self, name), low=low, error=InfeasiblePlanError)
@@ -75,6 +83,8 @@ class PlanOptions:
         require_choice("PlanOptions.order", self.order, Order, error=InfeasiblePlanError)
         require_choice("PlanOptions.sends", self.sends, Sends, error=InfeasiblePlanError)
         require_choice("PlanOptions.transport", self.transport, Transport, error=InfeasiblePlanError)
+        if self.activations is not None:
+            require_choice("PlanOptions.activations", self.activations, Activations, error=InfeasiblePlanError)
 
     def slots_within(self, model: ModelShape, slots: int | None, *, stage: Stage) -> int:
         """Return the replica slots per rank: `slots`, or as many as `memory_bytes` holds in depth + 1 buffers."""
@@ -354,6 +364,12 @@ class RowOffsets(NamedTuple):
         for size in sizes:
             ends.append(ends[-1] + aligned(size))
         return cls(*ends)
+
+
+DISPATCH_BYTES = {"exchanged": (12, 8), "mapped": (20, 12), "mapped beyond a node": (24, 20)}
+"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source); where
+rows are mapped also its order and where it is computed, and where it is fetched from; in a group of several nodes at
+most one more entry for each row sent, and two for each received."""
 
 
 def aligned(num_bytes: int) -> int:

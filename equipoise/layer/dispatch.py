@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
+from equipoise.core.options import DISPATCH_BYTES
 from equipoise.core.plan import Plan
 from equipoise.layer.mapped import FarRows, MappedTables, make_tables
 from equipoise.layer.ops import all_to_all
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
     from equipoise.layer.experts import BalancedExperts
 
 _DIGITS = 1 << 16
-BYTES_PER_ROW = {"exchanged": (12, 8), "mapped": (20, 12), "mapped beyond a node": (24, 20)}
-"""A packed dispatch's bytes for each row sent (its token, place and id) and each received (its place and source); where
-rows are mapped also its order and where it is computed, and where it is fetched from; in a group of several nodes at
-most one more entry for each row sent, and two for each received."""
 
 
 def stable_order(keys_N: Tensor, *, below: int) -> Tensor:
@@ -414,7 +411,7 @@ def prepared_bytes(plan: Plan, *, is_mapped: bool = False) -> int:
     """Bytes of all packed dispatches of a window, on the rank that needs most."""
     sent_R, received_R = plan.loads.load_MLRE.sum(axis=(0, 1, 3)), plan.rank_load_MLR.sum(axis=(0, 1))
     way = "exchanged" if not is_mapped else "mapped" if len(set(plan.cluster.node_R)) == 1 else "mapped beyond a node"
-    sent_bytes, received_bytes = BYTES_PER_ROW[way]
+    sent_bytes, received_bytes = DISPATCH_BYTES[way]
     return int((sent_bytes * sent_R + received_bytes * received_R).max())
 
 

@@ -6,7 +6,8 @@
     matrix.py         a schedule's loads: `load_MLRE`
     filling.py        experts for rows that have no route: last tokens, padding
     skew.py           the one definition of imbalance
-    forecast.py       memory for received rows, and whether it fits
+    memory.py         the memory of every visit, by part
+    forecast.py       the memory of a step at its owners, whether it fits, and what to do if not
     generator.py      workloads with measured properties
 
 To add a packing, write a function in `packing.py` that returns a `Schedule`. Importing this room imports neither numba
@@ -17,7 +18,16 @@ from equipoise.loads.count import RangeCount, count_range, count_routes, load_co
 from equipoise.loads.forecast import MemoryForecast, forecast_memory
 from equipoise.loads.generator import Workload, generate_counts, generate_routes, generate_samples
 from equipoise.loads.matrix import count_loads, count_step
-from equipoise.loads.packer import Packing, PackingLimits, SampleSketch, pack_step, pack_window, sketch_counts
+from equipoise.loads.memory import WindowMemory, WindowRows, plan_memory, window_memory
+from equipoise.loads.packer import (
+    MemoryLimit,
+    Packing,
+    PackingLimits,
+    SampleSketch,
+    pack_step,
+    pack_window,
+    sketch_counts,
+)
 from equipoise.loads.packing import (
     TokenPolicy,
     longest_first,
@@ -46,6 +56,7 @@ __all__ = [
     "sketch_counts",
     "Packing",
     "PackingLimits",
+    "MemoryLimit",
     "SampleSketch",
     "count_routes",
     "count_range",
@@ -59,6 +70,10 @@ __all__ = [
     "rank_loads",
     "SkewSummary",
     "MemoryForecast",
+    "WindowMemory",
+    "WindowRows",
+    "plan_memory",
+    "window_memory",
     "forecast_memory",
     "Workload",
     "generate_counts",

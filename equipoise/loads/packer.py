@@ -7,8 +7,9 @@ The set of samples of a window never changes, so neither does its gradient, up t
    so that nodes have the same lengths to pack.
 3. Two schedules are tried. *Dealt*: every micro-batch of the given schedule stays whole and in its micro-step, and
    only changes ranks, which worsens nothing. *Regrouped*: each node packs its own samples anew.
-4. Schedules that are worse than the given one in any of the trainer's limits (`PackingLimits`) are dropped; of the
-   others the one with the fewest crossing rows wins, and the given one if none has fewer.
+4. Schedules that are worse than the given one in any of the trainer's limits (`PackingLimits`) are dropped, and those
+   that cannot fit into a rank's memory where that is limited (`MemoryLimit`); of the others the one with the fewest
+   crossing rows wins, and the given one if none has fewer.
 
 All sums are of integers below 2^53, so that every machine packs alike, whatever the order in which it adds.
 Invariants (asserted by the tests):
@@ -24,8 +25,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from equipoise.core import RouteCounts, Schedule, ScheduleError
+from equipoise.core import InfeasiblePlanError, ModelShape, RouteCounts, Schedule, ScheduleError
+from equipoise.core.options import Activations
 from equipoise.core.value import Value, frozen_array, require_int, require_kind
+from equipoise.loads.memory import GIB, WindowMemory, WindowRows, window_memory
 from equipoise.loads.packing import PLAIN, TokenPolicy, build_schedule, count_padding
 
 SKETCH_LAYERS = 8
@@ -86,6 +89,63 @@ class PackingLimits(NamedTuple):
         return tuple(name for name in self._fields if getattr(found, name) > getattr(self, name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What a rank has left for the rows of a micro-step, whatever a plan does: level ranks, the least of all plans.
+
+    Tokens of a micro-step are known before its experts are, so no histogram is needed. A plan's own peak is that of
+    `plan_memory`; `PlanOptions.limit_bytes` keeps it.
+    """
+
+    limit_bytes: int
+    """After weights, gradients and optimizer."""
+    model: ModelShape
+    ep: int
+    """Ranks of an EP group."""
+    activations: Activations = "kept"
+
+    def memory(self, schedule: Schedule, sources: int) -> tuple[WindowMemory, ...]:
+        """Return the memory of every EP group under a schedule.
+
+        Args:
+            sources: of one group: its ranks, or fewer where several of them share samples (CP, SP)
+        """
+        layers, found = self.model.layers, []
+        tokens_MR = schedule.num_tokens_MR + schedule.padding_MR
+        for first in range(0, schedule.ranks, sources):
+            own_MR = -(-tokens_MR[:, first : first + sources] * sources // self.ep) * self.model.top_k
+            sent_MLR = np.repeat(own_MR[:, None], layers, axis=1)
+            rows = WindowRows(
+                stage=schedule.stage,
+                received_MLR=sent_MLR,
+                sent_MLR=sent_MLR,
+                home_slots=self.model.experts // self.ep,
+            )
+            found.append(window_memory(rows.levelled(), self.model, activations=self.activations))
+        return tuple(found)
+
+    def fits(self, schedule: Schedule, sources: int) -> bool:
+        """Whether some plan may fit."""
+        return all(int(memory.peak_R.max()) <= self.limit_bytes for memory in self.memory(schedule, sources))
+
+    def refuse(self, schedule: Schedule, sources: int) -> InfeasiblePlanError:
+        """Return the error that names the micro-step and the token budget that would fit."""
+        memory = max(self.memory(schedule, sources), key=lambda memory: int(memory.peak_R.max()))
+        micro_step, _, rank = place = memory.place()
+        parts = memory.parts(place)
+        scaled, longest = sum(parts.values()) - parts["gradients"], PackingLimits.of(schedule).longest
+        left = max(0, self.limit_bytes - parts["gradients"])
+        remedy = f"use a token budget of about {longest * left // max(1, scaled):,} tokens instead of {longest:,}"
+        if left == 0:
+            remedy = f"one layer's gradients alone take {parts['gradients'] / GIB:.3g} GiB: use a wider EP"
+        elif self.activations == "kept" and replace(self, activations="recomputed").fits(schedule, sources):
+            remedy += ", or recompute activations"
+        return InfeasiblePlanError(
+            f"micro-step {micro_step}: rank {rank} needs {sum(parts.values()) / GIB:.3g} GiB even where experts are "
+            f"level, the limit is {self.limit_bytes / GIB:.3g} GiB; {remedy}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing(Value):
     """A packed window."""
@@ -134,9 +194,12 @@ def pack_step(
     node_R: Sequence[int],
     policy: TokenPolicy = PLAIN,
     prompt_B: Sequence[int] | None = None,
+    memory: MemoryLimit | None = None,
 ) -> tuple[Packing, ...]:
     """Pack every window of a step; arguments as in `pack_window`."""
-    return tuple(pack_window(sketch, each, node_R=node_R, policy=policy, prompt_B=prompt_B) for each in given)
+    return tuple(
+        pack_window(sketch, each, node_R=node_R, policy=policy, prompt_B=prompt_B, memory=memory) for each in given
+    )
 
 
 def pack_window(
@@ -146,6 +209,7 @@ def pack_window(
     node_R: Sequence[int],
     policy: TokenPolicy = PLAIN,
     prompt_B: Sequence[int] | None = None,
+    memory: MemoryLimit | None = None,
 ) -> Packing:
     """Pack the samples of one window.
 
@@ -155,6 +219,7 @@ def pack_window(
         node_R: node of each rank of an EP group; a schedule of several groups has as many ranks for each
         policy: how the trainer pads its micro-batches
         prompt_B: number of each sample's prompt: samples of one prompt stay in one micro-batch; None: they need not
+        memory: what every micro-step must fit into; a window that cannot is refused
     """
     _check(sketch, given, node_R=node_R, policy=policy)
     node_array_R, size = np.array(node_R, dtype=np.int64), len(node_R)
@@ -177,12 +242,18 @@ def pack_window(
             f"samples of one prompt in one micro-batch would exceed the given schedule's {exceeded[0]}; give a "
             "schedule that keeps them together, or leave prompt_B out"
         )
-    crossing = {name: crossing_share(samples, each, node_array_R) for name, each in {"given": given, **tried}.items()}
-    names = list(crossing) if prompt_B is None else list(tried)
+    if prompt_B is None:
+        tried = {"given": given, **tried}
+    if memory is not None:
+        fitting = {name: each for name, each in tried.items() if memory.fits(each, size)}
+        if not fitting:
+            raise memory.refuse(given, size)
+        tried = fitting
+    crossing = {name: crossing_share(samples, each, node_array_R) for name, each in {**tried, "given": given}.items()}
     # Of equally good ones, the one that changes least.
-    how = min(names, key=lambda name: crossing[name])
+    how = min(tried, key=lambda name: crossing[name])
     return Packing(
-        schedule=given if how == "given" else tried[how],
+        schedule=tried[how],
         how=how,  # type: ignore[arg-type]  # one of the three names above
         crossing=crossing[how],
         given_crossing=crossing["given"],

@@ -8,7 +8,7 @@ Steps of `plan`:
 4. With the seconds objective: never worse than contiguous expert parallelism, whatever the homes promised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
@@ -16,14 +16,16 @@ from typing import Any, get_args
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
-from equipoise.core.options import PlanOptions
+from equipoise.core.options import PlanOptions, TransferOptions
 from equipoise.core.plan import Bytes, Objective, Plan
 from equipoise.core.value import int64_array
 from equipoise.cost.kernels import price
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.window import Edges
-from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
+from equipoise.loads.forecast import find_fixes, say_need, wider_groups
+from equipoise.loads.memory import WindowMemory, WindowRows, plan_memory
+from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of, visits_of
 from equipoise.planner.baselines import POLICIES, draft_baseline
 from equipoise.planner.layer import crossings, layer_problem, plan_layer
 from equipoise.planner.relibra import plan_as_relibra
@@ -69,6 +71,10 @@ def plan(
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
     completed, estimated = complete(loads)
     check_rows(completed)
+    if options.limit_bytes is not None:
+        given = {"history": history, "pair_LEE": pair_LEE, "warm": warm, "planner": planner, "policy": policy}
+        slots = options.slots_within(model, slots, stage=loads.stage)
+        return _plan_within(loads, options, cluster=cluster, model=model, slots=slots, objective=objective, given=given)
     task = WindowTask(
         loads=completed,
         cluster=cluster,
@@ -100,6 +106,59 @@ def plan(
         if made.seconds.total > made.static_seconds:
             made = build_plan(task, _without_replicas(task, draft))
     return made
+
+
+def _plan_within(
+    loads: LoadMatrix,
+    options: PlanOptions,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    slots: int,
+    objective: Objective,
+    given: Mapping[str, Any],
+) -> Plan:
+    """Return the plan asked for if it keeps the limit, else the fastest that does, or raise with the cheapest remedy.
+
+    Args:
+        slots: most replica slots per rank
+        given: the other arguments of `plan`
+    """
+    limit = options.limit_bytes
+    assert limit is not None
+    free = replace(options, limit_bytes=None, memory_bytes=None)
+    activations = options.activations or ("recomputed" if options.order == "recompute" else "kept")
+    visits_V3 = visits_of(loads.stage, loads.num_micro_steps, loads.num_layers, options)
+
+    def tried(slots: int, objective: Objective) -> tuple[Plan, WindowMemory]:
+        made = plan(loads, cluster=cluster, model=model, slots=slots, objective=objective, options=free, **given)
+        depth = options.depth
+        return made, plan_memory(made, activations=activations, visits_V3=visits_V3, depth=depth)
+
+    # Step 1: the plan asked for; then rows levelled at any cost, and with fewer slots, which take memory themselves.
+    # Those of a balancer are allocated already.
+    found = [tried(slots, objective)]
+    if int(found[0][1].peak_R.max()) <= limit:
+        return found[0][0]
+    if given["policy"] == "equipoise":
+        goals: tuple[Objective, ...] = ("seconds", "skew") if objective == "seconds" else ("skew",)
+        fewest = slots if isinstance(options, TransferOptions) else 0
+        others = [(fewer, goal) for fewer in range(slots, fewest - 1, -1) for goal in goals]
+        found += [tried(fewer, goal) for fewer, goal in others if (fewer, goal) != (slots, objective)]
+    fitting = [made for made, memory in found if int(memory.peak_R.max()) <= limit]
+    if fitting:
+        return min(fitting, key=lambda made: made.seconds.total)
+    # Step 2: none fits. Remedies are those of the plan that needs least.
+    made, memory = min(found, key=lambda each: int(each[1].peak_R.max()))
+    rows = [WindowRows.of(made, depth=options.depth)]
+    fixes = [
+        *find_fixes(memory, limit=limit, rows=rows, model=model, activations=activations),
+        *wider_groups([made.loads], model, now=cluster.ep, activations=activations),
+    ]
+    tries = (
+        f"policy {given['policy']}" if len(found) == 1 else f"{len(found)} plans tried, with {slots} to {fewest} slots"
+    )
+    raise InfeasiblePlanError(f"{say_need(memory, limit=limit, model=model, fixes=fixes)} ({tries})")
 
 
 def plan_step(

@@ -100,6 +100,9 @@ class UpdateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Optimizer steps per RL step."""
     micro_batch: Count = 16
     """Samples per rank and micro-step, packed without padding."""
+    pack: bool = False
+    """Let samples of a mini-batch change micro-step and rank inside their EP group, so that fewer rows cross its nodes,
+    within the limits that `micro_batch` sets (`loads.pack_window`). Windows are then planned when all samples ended."""
     learning_rate: Positive = 1e-3
     weight_decay: PositiveOrZero = 0.0
     adam_eps: Positive = 1e-6

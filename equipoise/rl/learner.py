@@ -25,11 +25,11 @@ from equipoise.adapters.transformers_model import checkpoint_tensors, family_of
 from equipoise.balancer import Balancer
 from equipoise.core import ModelShape, Stage, TrainingError
 from equipoise.core.errors import TransferError
-from equipoise.core.options import BalancerOptions
+from equipoise.core.options import Activations, BalancerOptions
 from equipoise.engines.weights import WeightSender
 from equipoise.launch import Ranks, sum_over
 from equipoise.layer.checkpoint import expert_state_dict, gradient_norm, load_expert_state_dict
-from equipoise.loads.forecast import Activations, received_bytes_MLR
+from equipoise.loads.memory import plan_memory
 from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import WindowRoutes
 from equipoise.planning.worker import PlanWorker
@@ -170,7 +170,7 @@ class Learner:
         return None if self.balancer is None else self.balancer.report
 
     def memory_need(self, stage: Stage) -> dict[str, Any] | None:
-        """Return the most that one rank needs in the open window for the rows it receives; None if none is planned.
+        """Return the most that one rank needs in the open window for rows and gradients; None if none is planned.
 
         Modelled from the plan, weights and optimizer aside; `limit_bytes` is all memory of a described device.
         """
@@ -178,11 +178,12 @@ class Learner:
         if self.balancer is None or plan is None or plan.itinerary is None:
             return None
         kept: Activations = "kept" if self._config.update.activation_checkpointing == "none" else "recomputed"
-        need_MLR = received_bytes_MLR(plan.rank_load_MLR, stage, self.shape, kept)
-        micro_step, layer, rank = (int(i) for i in np.unravel_index(int(need_MLR.argmax()), need_MLR.shape))
+        memory = plan_memory(plan, activations=kept)
+        micro_step, layer, rank = place = memory.place()
+        parts = memory.parts(place)
         return {
             "stage": stage,
-            "peak_bytes": int(need_MLR[micro_step, layer, rank]),
+            "peak_bytes": sum(parts.values()) - parts["slots"] - parts["page"],
             "rank": rank,
             "micro_step": micro_step,
             "layer": self.shape.layer_numbers[layer],

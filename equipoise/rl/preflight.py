@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from equipoise.core import ModelShape
 from equipoise.core.errors import TrainingError
+from equipoise.core.options import Activations
 from equipoise.engines.connection import Patience
 from equipoise.launch import find_torchrun
 from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
@@ -52,7 +53,7 @@ class Forecast:
     row_page_gib: float
     """Rows that ranks of one node read where they are."""
     received_gib: float
-    """Rows received in the busiest micro-step, as planned."""
+    """Rows and activations of the busiest rank at its worst visit, as planned."""
     limit_gib: float
     host_gib: float
     """Host memory of one node: the store of all experts, which weight sync and checkpoints read."""
@@ -75,7 +76,7 @@ class Forecast:
             f"forecast for {self.ranks} ranks, {self.parameters / 1e9:.3g} B parameters (modelled, nothing was run)",
             f"  memory per rank  {self.total_gib:.1f} GiB of {self.limit_gib:.0f}, {fit}: weights, gradients and "
             f"optimizer {self.trained_gib:.1f}, rollout copy {self.rollout_gib:.1f}, replica slots "
-            f"{self.replica_gib:.2f}, rows read in place {self.row_page_gib:.2f}, received rows "
+            f"{self.replica_gib:.2f}, rows read in place {self.row_page_gib:.2f}, rows and activations "
             f"{self.received_gib:.2f}",
             f"  host memory      {self.host_gib:.1f} GiB on each node, for the store of all experts",
             f"  plan             skew {self.skew_before:.2f} before, {self.skew_after:.2f} after; expert layers of one "
@@ -85,9 +86,8 @@ class Forecast:
 
 def forecast(config: TrainConfig) -> Forecast:
     """Describe a run from its settings; plans one generated update window."""
-    from equipoise.core.options import balance_bytes, row_page_bytes
     from equipoise.loads import count_loads, generate_counts, rank_loads, schedule_samples, skew_ML
-    from equipoise.loads.forecast import row_bytes
+    from equipoise.loads.memory import plan_memory
     from equipoise.planner import plan
 
     shape = shape_of(config)
@@ -99,6 +99,8 @@ def forecast(config: TrainConfig) -> Forecast:
     )
     loads = count_loads(counts, window)
     planned = plan(loads, cluster=cluster, model=shape, slots=config.balance.slots, objective=config.balance.objective)
+    kept: Activations = "kept" if config.update.activation_checkpointing == "none" else "recomputed"
+    memory = plan_memory(planned, activations=kept)
     width, experts = _BYTES[config.model.dtype], shape.experts * shape.layers * shape.expert_params
     dense = dense_parameters(config, shape)
     return Forecast(
@@ -106,9 +108,9 @@ def forecast(config: TrainConfig) -> Forecast:
         parameters=experts + dense,
         trained_gib=(experts / cluster.ep + dense) * width * _COPIES / GIB,
         rollout_gib=(experts + dense) * width / GIB,
-        replica_gib=balance_bytes(shape, cluster=cluster, slots=config.balance.slots, stage="update") / GIB,
-        row_page_gib=row_page_bytes(planned) / GIB,
-        received_gib=int(planned.rank_load_MLR.max()) * row_bytes("update", shape) / GIB,
+        replica_gib=memory.slots_bytes / GIB,
+        row_page_gib=memory.page_bytes / GIB,
+        received_gib=(int(memory.peak_R.max()) - memory.slots_bytes - memory.page_bytes) / GIB,
         limit_gib=cluster.memory_bytes / GIB,
         host_gib=experts * width / GIB if config.balance.mode == "equipoise" else 0.0,
         skew_before=float(skew_ML(rank_loads(loads)).mean()),

@@ -6,6 +6,7 @@ Each window is announced as early as its routes are known, so that its plan is r
 3. `recompute` runs over all micro-batches.
 4. `update`: each window begins after the next one was announced.
 Where recompute itself records what the update replays (R2), the update's windows can be announced only after it.
+With `update.pack` ranks exchange their samples when all have ended, and both stages run packed windows, announced then.
 Ranks announce the same windows in the same order, each when it can: planning waits for the last one, in the background.
 """
 
@@ -13,17 +14,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import RoutesError, Stage
+from equipoise.core import RouteCounts, RoutesError, Schedule, Stage
 from equipoise.launch import Ranks, sum_over
+from equipoise.loads import pack_window, sketch_counts
+from equipoise.loads.packer import micro_batches
 from equipoise.planning.report import WindowReport
 from equipoise.planning.rows import RankRows
-from equipoise.rl.config import TrainConfig, UpdateConfig
+from equipoise.rl.config import TrainConfig, UpdateConfig, build_cluster
 from equipoise.rl.learner import Learner
 from equipoise.rl.model import pack_tokens, packed_inputs
 from equipoise.rl.rollout import Sample, count_ids
@@ -119,6 +123,29 @@ class Intake:
         self._packed[number] = pack(self._samples, members)
         is_full = len(self._packed) % self._window == 0
         return list(self._packed.values())[-self._window :] if is_full else []
+
+    def packed_anew(self, samples: Mapping[int, Sample], windows: Sequence[Schedule], rank: int) -> "Intake":
+        """Return an intake whose micro-batches are those of a rank in these schedules.
+
+        Args:
+            samples: of all ranks, by the numbers that the schedules use
+        """
+        made = Intake(micro_batch=self._micro_batch, window=self._window)
+        batches = [batch for schedule in windows for batch in micro_batches(schedule, rank)]
+        made._packed = {number: pack(samples, batch) for number, batch in enumerate(batches)}
+        made._samples = dict(samples)
+        return made
+
+    @property
+    def given(self) -> list[Sample]:
+        """The samples taken, by index."""
+        return [self._samples[index] for index in range(len(self._samples))]
+
+    @property
+    def trained(self) -> list[Sample]:
+        """The samples of all micro-batches, in the order of the update."""
+        numbers = chain.from_iterable(self._packed[n].sample_T.tolist() for n in sorted(self._packed))
+        return [self._samples[index] for index in dict.fromkeys(numbers)]
 
     @property
     def recompute(self) -> list[list[int]]:
@@ -287,11 +314,14 @@ class Stages:
 
     def take(self, index: int, sample: Sample) -> None:
         """Take the sample with this index, and announce the window of recompute that it completes."""
-        if window := self._intake.take(index, sample):
+        window = self._intake.take(index, sample)
+        if window and not self._config.update.pack:
             self._submit(window, "recompute", is_replayed=self._replay == "R3")
 
     def announce(self) -> None:
         """Announce the first update window where its routes are known. Every rank must call this."""
+        if self._config.update.pack:
+            self._pack()
         packed = self._intake.packed
         unknown = sum(int((batch.ids_LTK < 0).sum()) for batch in packed.values())
         self._is_complete = self._total(unknown) == 0
@@ -299,6 +329,41 @@ class Stages:
             first = [packed[number] for number in self._intake.update[0]]
             self._submit(first, "update", is_replayed=self._replay == "R3")
         self._batches = {number: batch.to(self._config.model.device) for number, batch in packed.items()}
+
+    def _pack(self) -> None:
+        """Exchange all samples, pack every window, and announce the log-prob pass. Every rank must call this."""
+        config, node_R = self._config, build_cluster(self._config, self._learner.shape).node_R
+        gathered = self._ranks.gather(self._intake.given)
+        samples = dict(enumerate(sample for mine in gathered for sample in mine))
+        tokens_B = np.array([len(sample.ids_TLK) for sample in samples.values()])
+        count_BLE = np.stack([sample.count_LE for sample in samples.values()])
+        sketch = sketch_counts(
+            RouteCounts(
+                model=self._learner.shape,
+                count_BLE=count_BLE,
+                tokens_B=tokens_B,
+                names=tuple(sample.name for sample in samples.values()),
+                layer_numbers=self._learner.shape.layer_numbers,
+            )
+        )
+        size, share = config.update.micro_batch, config.rank_samples // config.update.mini_batches
+        windows = []
+        for first in range(0, config.rank_samples, share):
+            places = [(rank, at) for rank in range(config.ranks) for at in range(share)]
+            numbers = [rank * config.rank_samples + first + at for rank, at in places]
+            pieces = [(b, 0, int(tokens_B[b]), at // size, rank) for b, (rank, at) in zip(numbers, places, strict=True)]
+            given = Schedule.of(pieces, ranks=config.ranks, stage="update")
+            packed = pack_window(sketch, given, node_R=node_R).schedule
+            # Every rank runs every micro-step: one without tokens would run none of the layers.
+            windows.append(packed if packed.num_tokens_MR.all() else given)
+        self._intake = self._intake.packed_anew(samples, windows, self._ranks.rank)
+        for numbers in self._intake.recompute:
+            self._submit([self._intake.packed[n] for n in numbers], "recompute", is_replayed=self._replay == "R3")
+
+    @property
+    def trained(self) -> list[Sample]:
+        """The samples that this rank trains on, in the order of the update's micro-batches."""
+        return self._intake.trained
 
     def recompute(self) -> tuple[list[Window], list[list[Tensor]]]:
         """Return the windows of the update, and old log-probs by window and micro-batch. Every rank must call this."""
@@ -318,7 +383,13 @@ class Stages:
         return windows, [[old[number] for number in numbers] for numbers in self._intake.update]
 
     def update(self, windows: Sequence[Window], old: Sequence[Sequence[Tensor]], advantage_B: np.ndarray) -> None:
-        """Run one optimizer step per window. Every rank must call this."""
+        """Run one optimizer step per window. Every rank must call this.
+
+        Args:
+            advantage_B: of the samples that this rank made
+        """
+        if self._config.update.pack:
+            advantage_B = np.concatenate(self._ranks.gather(advantage_B))
         for k, window in enumerate(windows):
             if k + 1 < len(windows):
                 self._submit(windows[k + 1], "update", is_replayed=self._replay != "off")

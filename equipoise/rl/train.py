@@ -145,7 +145,7 @@ class Trainer:
             known_rows=sum(sample.known_rows for sample in samples),
             rows=sum(sample.ids_TLK.shape[0] * sample.ids_TLK.shape[1] for sample in samples),
             tokens=sum(len(sample.tokens_T) for sample in samples),
-            rollout_kl=_rollout_kl(samples, windows, old),
+            rollout_kl=_rollout_kl(self.stages.trained, windows, old),
             stage_s=self._clock.stop(),
         )
         return step_metrics(step, self.ranks.gather(figures), ep=self.config.group_ranks, costs=self._costs)

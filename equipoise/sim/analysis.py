@@ -36,13 +36,14 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import Cluster, LoadMatrix, LoadsError, ModelShape, Stage
-from equipoise.core.options import balance_bytes, row_page_bytes
+from equipoise.core.options import Activations, balance_bytes
 from equipoise.core.plan import Plan, Seconds, Sends
 from equipoise.core.value import Value
 from equipoise.cost import Profile
 from equipoise.cost.clock import replay
 from equipoise.loads.count import Progress
-from equipoise.loads.forecast import Activations, MemoryForecast, forecast_memory
+from equipoise.loads.forecast import MemoryForecast, forecast_memory
+from equipoise.loads.memory import plan_memory
 from equipoise.loads.skew import Distribution, SkewSummary, rank_loads, skew, skew_ML
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.layer import plan_layer
@@ -267,8 +268,9 @@ def try_plans(
     stages = {loads.stage for groups in windows for loads in groups}
     return Trial(
         slots=slots,
+        # A balancer allocates boxes whether a plan moves something or not.
         buffer_bytes=max(balance_bytes(model, cluster=cluster, slots=slots, stage=stage) for stage in stages),
-        row_page_bytes=max(row_page_bytes(planned) for plans in made for planned in plans),
+        row_page_bytes=max(plan_memory(planned).page_bytes for plans in made for planned in plans),
         plans=tuple(made),
     )
 
@@ -372,7 +374,7 @@ def analyze_loads(
         model: the model whose routes were counted
         cluster: EP group, device and links
         slots: replica slots per rank of the plan that is tried; 0 for placement alone, None for no plan
-        memory_gib: memory a rank has left for received rows, GiB
+        memory_gib: memory a rank has left after weights, gradients and optimizer, GiB
         activations: kept for the backward pass, or recomputed
         sends: what crosses nodes: every row, or a token once per node
         progress: called with (layers planned, layers in all)

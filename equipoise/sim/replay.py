@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from equipoise.core.options import PlanOptions
+from equipoise.core.options import Activations, PlanOptions
 from equipoise.core.plan import Plan, Sends
 from equipoise.core.split import BLIND
 from equipoise.core.value import Value
@@ -35,7 +35,6 @@ from equipoise.cost.clock import (
 )
 from equipoise.cost.links import rows_between, tokens_between
 from equipoise.cost.window import Edges
-from equipoise.loads.forecast import Activations
 from equipoise.loads.skew import skew_ML
 from equipoise.planner.assemble import build_itinerary
 from equipoise.sim.result import RANK_PARTS, Balance, Parts, PathName, PathUse, TimelineEvent

@@ -14,16 +14,16 @@ from dataclasses import fields, replace
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
-from equipoise.core.options import balance_bytes, replica_bytes, row_page_bytes
 from equipoise.core.plan import Plan
 from equipoise.core.value import require_int
 from equipoise.cost import CostModel, Profile
 from equipoise.loads import count_step, generate_counts, step_schedules
 from equipoise.loads.count import Progress
-from equipoise.loads.forecast import received_bytes_MLR
+from equipoise.loads.memory import plan_memory
 from equipoise.loads.packing import TokenPolicy
 from equipoise.loads.skew import rank_loads
 from equipoise.planner import PlanOptions
+from equipoise.planner.assemble import visits_of
 from equipoise.planner.plan import complete
 from equipoise.sim.replay import GroupOutcome, balance_of, bytes_between, plan_work, run_group, timeline_of
 from equipoise.sim.result import (
@@ -191,7 +191,7 @@ def _run(windows: Sequence[Groups], source: PlanSource, case: StepCase, report: 
         # Step 3: the window's result. While it waited, the planner was busy with its plan.
         results.append(_window(outcomes, shown_plans, setting))
         running_s = results[-1].seconds.total - waited_s
-        memories.append(_memory(source.slots, shown_plans, shown_outcome, case))
+        memories.append(_memory(shown_plans, case))
         if w == shown.window and setting.timeline_layers:
             first = shown_outcome.works[0]
             timeline = timeline_of(first, micro_step=shown.micro_step, layers=setting.timeline_layers)
@@ -235,25 +235,22 @@ def _window(outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan], setti
     )
 
 
-def _memory(slots: int, plans: Sequence[Plan], outcome: GroupOutcome, case: StepCase) -> Memory:
+def _memory(plans: Sequence[Plan], case: StepCase) -> Memory:
     """Count the bytes per rank of the shown group in one window."""
-    model, stage, works = case.model, plans[0].loads.stage, outcome.works
-    # One forward, one backward: the first stage has as many micro-steps in flight as there are stages.
-    received_QMLR = (
-        received_bytes_MLR(work.rows_MLR, stage, model, case.setting.activations, in_flight=len(works) - q)
-        for q, work in enumerate(works)
-    )
+    model, found = case.model, []
+    for q, plan in enumerate(plans):
+        micro_steps, layers = plan.loads.num_micro_steps, plan.loads.num_layers
+        options = stage_options(case.options, q, len(plans))
+        visits_V3 = visits_of(plan.loads.stage, micro_steps, layers, options)
+        activations = case.setting.activations
+        found.append(plan_memory(plan, activations=activations, visits_V3=visits_V3, depth=options.depth))
     layers = max(plan.loads.num_layers for plan in plans)
-    # Replicas that stay are in every layer; where nothing moves, nothing is held for it.
-    moving, rows = slots * layers * replica_bytes(model, stage), 0
-    if not plans[0].persistent and (slots or any(plan.displaced_LE.any() for plan in plans)):
-        moving = balance_bytes(model, cluster=case.cluster, slots=slots, stage=stage, depth=case.options.depth)
-        rows = max(row_page_bytes(plan) for plan in plans)
+    fixed = [memory.slots_bytes + memory.page_bytes for memory in found]
     return Memory(
         experts_bytes=layers * case.cluster.home_slots(model) * model.expert_bytes,
-        replicas_bytes=moving,
-        row_page_bytes=rows,
-        received_bytes_X=np.concatenate([bytes_MLR.max(axis=(0, 1)) for bytes_MLR in received_QMLR]),
+        replicas_bytes=max(memory.slots_bytes for memory in found),
+        row_page_bytes=max(memory.page_bytes for memory in found),
+        received_bytes_X=np.concatenate([m.peak_R - bytes_ for m, bytes_ in zip(found, fixed, strict=True)]),
         limit_bytes=case.cluster.memory_bytes,
     )
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
+from equipoise.core.options import Activations
 from equipoise.core.plan import Plan, Sends
 from equipoise.core.value import Value, require_int, require_kind
-from equipoise.loads.forecast import Activations
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
 from equipoise.planner.plan import complete
@@ -228,13 +228,17 @@ class PolicyPlans:
             history = None if history is None else layers_of(history, layers)
         if self.policy == "eplb-history" and history is None:
             history = part.micro_steps(0, max(1, part.num_micro_steps // 2))
+        options = replace(case.options, sends=case.setting.sends, activations=case.setting.activations)
+        if self.policy != "equipoise":
+            # Others are shown as they are, whether they keep a limit or not.
+            options = replace(options, limit_bytes=None)
         made = plan(
             part,
             cluster=case.cluster,
             model=model,
             slots=self.slots,
             policy=self.policy,
-            options=stage_options(replace(case.options, sends=case.setting.sends), key[1], stages),
+            options=stage_options(options, key[1], stages),
             history=history,
             pair_LEE=None if case.pair_LEE is None else case.pair_LEE[layers],
             warm=self._warm.get(key),

@@ -45,7 +45,7 @@ FLAGS = {
     },
     "doctor": {"--model", "--format", "--second", "--second-format", "--min-agreement", "--self-check", "--json"},
     "convert": {*(READING | PACKING | FILE), "--to", "--pairs", "--formats"},
-    "pack": {*(READING | PACKING | FILE), "--ranks-per-node"},
+    "pack": {*(READING | PACKING | FILE), "--ranks-per-node", "--memory-gib", "--activations"},
     "plan": {
         *(MACHINE | FILE),
         "--model",
@@ -55,6 +55,8 @@ FLAGS = {
         "--objective",
         "--policy",
         "--cross-node",
+        "--memory-gib",
+        "--activations",
         "--sends",
         "--history",
         "--pairs",
@@ -74,6 +76,7 @@ FLAGS = {
         "--activations",
         "--sends",
         "--cross-node",
+        "--memory-gib",
         "--rollout-s",
         "--other-s",
         "--planning-s",
@@ -145,7 +148,10 @@ def test_options_of_one_name_have_one_default_in_every_verb():
 
 def test_verbs_that_count_activations_ask_for_them_alike():
     commands = typer.main.get_command(build_app()).commands
-    found = [next(p for p in commands[verb].params if p.name == "activations") for verb in ("analyze", "simulate")]
+    found = [
+        next(p for p in commands[verb].params if p.name == "activations")
+        for verb in ("analyze", "simulate", "plan", "pack")
+    ]
     assert len({(option.help, option.default) for option in found}) == 1
     assert StepSetting().activations == found[0].default
     for function in (analyze_loads, forecast_memory):

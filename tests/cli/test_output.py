@@ -113,12 +113,12 @@ def test_skew_without_padding_is_shown_where_there_is_padding():
 
 @pytest.mark.parametrize(
     ("limit", "words"),
-    [(None, "no limit given"), (1.0, "fits into 1 GiB"), (0.1, "does not fit into 0.1 GiB")],
+    [(None, "no limit given"), (1.0, "fits into 1 GiB"), (0.15, "does not fit into 0.15 GiB")],
 )
 def test_the_verdict_is_said_in_words(limit, words):
     text = shown([LoadMatrix(hot_load())], memory_gib=limit)
     assert words in text
-    assert ("balance the experts" in text) == (limit == 0.1)
+    assert ("balance the experts" in text) == (limit == 0.15)
     assert "update window 0, micro-step 0, layer 1, rank 0" in text
 
 

@@ -64,3 +64,11 @@ def test_what_cannot_be_packed_is_refused_by_name(equipoise, counts, tmp_path):
     cut = equipoise("pack", counts, "--ep", "4", "--sp", "4", *NODES, "-o", tmp_path / "a.json")
     assert cut.code == 2 and "does not divide the 2 ranks of a node" in cut.err
     assert not (tmp_path / "a.json").exists()
+
+
+def test_a_limit_on_memory_names_the_micro_step_and_the_budget(equipoise, counts, tmp_path):
+    out = tmp_path / "schedule.json"
+    roomy = equipoise("pack", counts, *SCHEDULE, *NODES, "--memory-gib", "4", "-o", out)
+    assert roomy.code == 0, roomy.err
+    tight = equipoise("pack", counts, *SCHEDULE, *NODES, "--memory-gib", "0.25", "-o", out, "--force")
+    assert tight.code == 2 and "micro-step" in tight.err and "use a token budget of about" in tight.err

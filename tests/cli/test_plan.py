@@ -8,7 +8,7 @@ import pytest
 
 import equipoise as eq
 from equipoise.cli.step_loads import read_pairs
-from equipoise.core.options import replica_bytes, row_page_bytes
+from equipoise.core.options import replica_bytes
 from equipoise.core.plan import explain
 from equipoise.cost import Profile
 from equipoise.loads import (
@@ -16,6 +16,7 @@ from equipoise.loads import (
     count_routes,
     generate_routes,
     load_counts,
+    plan_memory,
     save_counts,
     slice_context,
     step_schedules,
@@ -56,7 +57,11 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert found["bytes"]["total"] == wanted.bytes.total
     assert found["skew_before"] > found["skew_after"] >= 1
     held = 2 * 2 * replica_bytes(wanted.model, wanted.loads.stage) + 2 * 4 * wanted.model.expert_bytes
-    assert found["slot_bytes_per_rank"] == held and found["row_page_bytes"] == row_page_bytes(wanted) > 0
+    # Rows between nodes are exchanged, so that there is no page.
+    assert found["slot_bytes_per_rank"] == held and found["row_page_bytes"] == 0
+    memory = plan_memory(wanted)
+    assert found["memory"]["rank_peak_bytes"] == memory.peak_R.tolist()
+    assert found["memory"]["peak_bytes"] == memory.peak_R.max() == sum(found["memory"]["parts"].values())
     assert found["rank_capacity_factor"] == eq.Capacities.of(wanted).rank_factor() > 1
 
 
@@ -395,3 +400,20 @@ def test_a_placement_is_written_for_an_engine_and_planned_from_again(equipoise, 
     refused = equipoise("plan", loads_file, *ARGUMENTS, "--slots", "2", "--placement", f"sglang={tmp_path / 'x.json'}")
     assert refused.code == 2 and "plan with slots=0" in " ".join(refused.err.split())
     assert "write sglang=FILE" in equipoise(*asked, "--placement", "experts.json").err
+
+
+def test_a_limit_on_memory_is_kept_or_refused_with_the_numbers(equipoise, loads_file):
+    free = equipoise("plan", loads_file, *ARGUMENTS, "--json").document["memory"]
+    gib = free["peak_bytes"] / 2**30
+    roomy = equipoise("plan", loads_file, *ARGUMENTS, "--memory-gib", gib + 1e-6, "--json")
+    assert roomy.code == 0 and roomy.document["memory"] == free
+    tight = equipoise("plan", loads_file, *ARGUMENTS, "--memory-gib", gib / 4)
+    place = f"micro-step {free['place']['micro_step']}, layer {free['place']['layer']}: rank"
+    assert tight.code == 2 and place in tight.err
+    assert f"the limit is {gib / 4:.3g} GiB; cheapest remedy: cut every micro-step into" in tight.err
+    again = equipoise("plan", loads_file, *ARGUMENTS, "--activations", "recomputed", "--json").document["memory"]
+    assert again["peak_bytes"] < free["peak_bytes"]
+    wrong = equipoise("plan", loads_file, *ARGUMENTS, "--memory-gib", "0")
+    assert wrong.code == 2 and "the memory limit is 0.0 GiB; it must be above 0" in wrong.err
+    placed = equipoise("plan", loads_file, *ARGUMENTS, "--policy", "experts.json", "--memory-gib", "1")
+    assert placed.code == 2 and "experts.json is a placement: leave one of them out" in placed.err

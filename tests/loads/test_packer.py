@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.core import ModelShape, RouteCounts, Schedule, ScheduleError
+from equipoise.core import InfeasiblePlanError, ModelShape, RouteCounts, Schedule, ScheduleError
 from equipoise.loads import (
+    MemoryLimit,
     PackingLimits,
     TokenPolicy,
     pack_step,
@@ -241,3 +242,30 @@ def test_what_cannot_be_packed_is_refused_by_name(change, message):
     window = windows[arguments.pop("given", "plain")]
     with pytest.raises(ScheduleError, match=message):
         pack_window(sketch_counts(counts), window, **arguments)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_limit_on_memory_drops_schedules_and_names_the_micro_step_that_cannot_fit(groups):
+    rng = np.random.default_rng(4)
+    counts = random_counts(rng, 40 * groups, longest=200)
+    window = schedule_samples(counts.tokens_B, ranks=4 * groups, samples_per_micro_step=2)
+    limit = {"ep": 4, "model": counts.model}
+    free = pack_window(sketch_counts(counts), window, node_R=[0, 0, 1, 1])
+    needs = [
+        max(int(m.peak_R.max()) for m in MemoryLimit(limit_bytes=1, **limit).memory(each, 4))
+        for each in (free.schedule, window)
+    ]
+    # Every rank of a level micro-step receives as many rows; a longer one needs more.
+    tokens_M = window.num_tokens_MR[:, :4].sum(axis=1)
+    memory = MemoryLimit(limit_bytes=1, **limit).memory(window, 4)[0]
+    assert np.argmax(memory.total_MLR.max(axis=(1, 2))) == tokens_M.argmax()
+    roomy = pack_window(
+        sketch_counts(counts), window, node_R=[0, 0, 1, 1], memory=MemoryLimit(limit_bytes=max(needs), **limit)
+    )
+    assert roomy == free
+    kept = MemoryLimit(limit_bytes=needs[1], **limit)
+    packed = pack_window(sketch_counts(counts), window, node_R=[0, 0, 1, 1], memory=kept)
+    assert kept.fits(packed.schedule, 4)
+    tight = MemoryLimit(limit_bytes=min(needs) // 2, **limit)
+    with pytest.raises(InfeasiblePlanError, match=r"micro-step \d+: rank \d needs .* GiB even where experts are level"):
+        pack_window(sketch_counts(counts), window, node_R=[0, 0, 1, 1], memory=tight)

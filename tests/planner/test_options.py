@@ -24,6 +24,8 @@ MODEL = ModelShape.preset("qwen3-30b-a3b")
         ({"max_displaced": -1}, "PlanOptions.max_displaced is -1"),
         ({"memory_bytes": -1}, "PlanOptions.memory_bytes is -1"),
         ({"memory_bytes": True}, "PlanOptions.memory_bytes must be a whole number"),
+        ({"limit_bytes": 0}, "PlanOptions.limit_bytes is 0; it must be at least 1"),
+        ({"activations": "lost"}, "PlanOptions.activations is .lost.; it must be one of recomputed, kept"),
         ({"order": "zigzag"}, "PlanOptions.order is 'zigzag'; it must be one of plain, recompute, 1f1b"),
         ({"sends": "bytes"}, "PlanOptions.sends is 'bytes'; it must be one of rows, tokens"),
         ({"pipeline_stage": 2, "pipeline_stages": 2}, "PlanOptions.pipeline_stage is 2; there are 2 stages from 0"),

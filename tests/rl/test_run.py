@@ -167,3 +167,19 @@ def test_a_gradient_that_is_no_number_stops_every_rank_before_the_weights_change
     for words, is_same in pool.run(work.lose_a_gradient, 2, work.small(balance={"mode": "static"})):
         assert words.startswith("the gradient norm is nan, so the weights are left as they are; lower update.learning")
         assert is_same
+
+
+@pytest.mark.dist(4)
+def test_packed_training_has_the_losses_and_gradients_of_the_same_samples(pool):
+    sizes = {"ranks": 4, "ranks_per_node": 2, "rollout": {"prompts": 8}, "update": {"micro_batch": 2}}
+    config = work.small(**sizes)
+    (given, _), *_ = pool.run(work.metrics_of, 4, config, 2)
+    (packed, weights), *others = pool.run(work.metrics_of, 4, change(config, update={"pack": True}), 2)
+    for before, after in zip(given, packed, strict=True):
+        for name in ("loss", "loss_size", "grad_norm", "ratio", "kl"):
+            assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-6), name
+        assert (after["reward"], after["replayed_rows"]) == (before["reward"], before["replayed_rows"])
+        assert after["checked_windows"] == before["checked_windows"] > 0
+    # Samples really moved: rows per rank, and with them skew, are others.
+    assert any(a["skew_before"] != b["skew_before"] for a, b in zip(packed, given, strict=True))
+    assert all(work.same_weights(weights, other) for _, other in others)

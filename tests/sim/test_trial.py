@@ -52,11 +52,8 @@ def test_placement_alone_takes_boxes_and_slots_take_two_buffers_each():
     alone, three = (try_plans([(loads,)], cluster=CLUSTER, model=MODEL, slots=n) for n in (0, 3))
     assert (alone.buffer_bytes, alone.replicas) == (4 * MODEL.expert_bytes, 0)
     assert three.buffer_bytes == (3 * 2 * 2 + 3 * 4) * MODEL.expert_bytes
-    (made,) = three.plans[0]
-    computed, sent = int(made.rank_load_MLR.max()), int(made.loads.load_MLRE.sum(axis=3).max())
-    # Between two nodes a page also has room for a token of each computed row, and for an output of each row sent.
-    rows = sent / MODEL.top_k + computed + computed + sent
-    assert 1 < three.row_page_bytes / (1.125 * rows * MODEL.row_bytes) < 1.1
+    # Rows between the two nodes are exchanged, so that there is no page.
+    assert three.row_page_bytes == 0
     assert three.replicas > 0
 
 
