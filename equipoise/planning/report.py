@@ -41,6 +41,8 @@ class WindowReport:
     """Seconds this rank waited for transfers, by path."""
     realised_s: float = 0.0
     """Seconds from begin to end on this rank, attention and all."""
+    estimated_share: float = 0.0
+    """Share of the planned rows that were estimated, because nobody knew their routes; the same on all ranks."""
     way: str = "full"
     """How much was planned: `full`, `placement` or `off`."""
     dispatch: str = "exchanged"
@@ -89,6 +91,7 @@ class WindowMeter:
             planning_s=self._planned.planning_s,
             waited_s=self._planned.waited_s,
             realised_s=time.monotonic() - self._begin_s,
+            estimated_share=plan.estimated_share,
             way=self._planned.way,
             dispatch=self._planned.dispatch,
             dispatch_bytes=dict(self._window.sent_bytes),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import LoadMatrix, LoadsError, RoutesError
+from equipoise.core.value import require_int
 from equipoise.core.window import Stage
 
 
@@ -23,6 +24,13 @@ class RankRows:
     """Whether some tokens have fewer than K experts."""
     has_ids: bool = False
     """Whether they were counted from the ids that will be replayed, which this rank keeps."""
+
+    @classmethod
+    def unknown(cls, micro_steps: int, *, layers: int, experts: int, stage: Stage = "update") -> "RankRows":
+        """Return the rows of a window of which nothing is recorded."""
+        require_int("micro_steps", micro_steps, low=1, error=LoadsError)
+        load_MLE = np.zeros((micro_steps, layers, experts), dtype=np.int64)
+        return cls(load_MLE=load_MLE, coverage_ML=np.zeros((micro_steps, layers)), stage=stage)
 
     def __post_init__(self) -> None:
         if np.ndim(self.load_MLE) != 3 or 0 in np.shape(self.load_MLE):
@@ -97,3 +105,12 @@ def join_rows(rows_R: Sequence[RankRows], *, layer_numbers: Sequence[int]) -> Lo
         coverage_MLR=coverage_MLR,
         layer_numbers_L=np.array(layer_numbers),
     )
+
+
+def join_forecasts(before_RLE: Sequence[np.ndarray | None]) -> LoadMatrix | None:
+    """Put together what ranks expect of routes that nobody knows; None before any rank has seen such rows."""
+    found = [before_LE for before_LE in before_RLE if before_LE is not None]
+    if not found:
+        return None
+    none_LE = np.zeros_like(found[0])
+    return LoadMatrix(np.stack([none_LE if one is None else one for one in before_RLE], axis=1)[None])
