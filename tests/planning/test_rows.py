@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import LoadsError, RoutesError
-from equipoise.planning.rows import RankRows, count_rows, join_rows
+from equipoise.planning.rows import RankRows, count_rows, join_forecasts, join_rows
 
 
 def routes_of(seed, *, micro_steps, layers, experts):
@@ -90,3 +90,23 @@ def test_ranks_that_announce_other_windows_are_refused(other):
     rows = {"load_MLE": np.ones((1, 1, 3), dtype=np.int64)}
     with pytest.raises(LoadsError, match="rank 1 has micro-steps, layers, experts and stage"):
         join_rows([RankRows(**rows), RankRows(**{**rows, **other})], layer_numbers=(0,))
+
+
+def test_of_an_unknown_window_nothing_is_known_but_its_size():
+    rows = RankRows.unknown(3, layers=2, experts=4, stage="recompute")
+    assert rows.load_MLE.shape == (3, 2, 4) and not rows.load_MLE.any()
+    assert not rows.coverage_ML.any() and rows.stage == "recompute" and not rows.has_ids
+    with pytest.raises(LoadsError, match="micro_steps"):
+        RankRows.unknown(0, layers=2, experts=4)
+
+
+def test_forecasts_of_ranks_are_put_together_and_one_that_saw_nothing_expects_nothing():
+    before_LE = np.arange(6).reshape(2, 3)
+    joined = join_forecasts([before_LE, None, 2 * before_LE])
+    assert joined.load_MLRE.shape == (1, 2, 3, 3)
+    assert joined.load_MLRE[0].transpose(1, 0, 2).tolist() == [
+        before_LE.tolist(),
+        [[0] * 3] * 2,
+        (2 * before_LE).tolist(),
+    ]
+    assert join_forecasts([None, None]) is None
