@@ -93,7 +93,7 @@ def disabled_and_never_seen(group, case):
 def without_recordings(group, case):
     """Log-prob passes of which nothing is recorded, and updates with the routes that the pass before them used (R2).
 
-    Returns: by window, its report, experts displaced, replicas, and whether outputs are those of experts at their owners
+    Returns: by window, its report, displaced experts, replicas, and whether outputs are those of training at owners
     """
     window, found = window_inputs(case, 0, group.rank()), []
     wanted = plain_window(SmallStack(case, group), case, group, window)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from equipoise.core import LoadMatrix, LoadsError
 from equipoise.cost.clock import replay
+from equipoise.cost.kernels import COLUMNS
+from equipoise.cost.window import Edges
 from equipoise.layer.dispatch import SourceSplit, assign_slots
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
@@ -118,9 +120,6 @@ def test_the_bound_of_displaced_homes_is_reached():
     static = plan(loads, cluster=cluster, model=MODEL, policy="static")
     home_LE = np.tile(home_E, (MODEL.layers, 1))
     empty = np.zeros((1, MODEL.layers, 8, 0), dtype=np.int64)
-    from equipoise.cost.kernels import COLUMNS
-    from equipoise.cost.window import Edges
-
     line = np.zeros((1, MODEL.layers, COLUMNS), dtype=np.int64)
     draft = Draft(
         home_LE=home_LE,
