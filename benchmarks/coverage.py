@@ -152,6 +152,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="also write <path>.json and <path>.md")
     parser.add_argument("--only", default="", help="part of a trace's name, or `stale`")
     given = parser.parse_args()
+    commit = read_commit()  # of what runs, whatever is checked out when it has run
     cases = [(name, ranks) for name, (*_, widths) in RECORDINGS.items() for ranks in widths if given.only in name]
     rows = []
     for found in (*(compare(name, ranks) for name, ranks in cases), stale_rows() if given.only in "stale" else ()):
@@ -160,8 +161,8 @@ def main() -> int:
             print(format_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
     limits = list(limits_of(rows))
     if given.write is not None:
-        write_report(given.write, rows, limits)
-    return publish("coverage", rows, limits=limits, note=NOTE)
+        write_report(given.write, rows, limits, commit)
+    return publish("coverage", rows, limits=limits, note=NOTE, commit=commit)
 
 
 def compare(name: str, ranks: int) -> Iterator[Row]:
@@ -298,14 +299,14 @@ def limits_of(rows: Sequence[Row]) -> Iterator[Limit]:
             yield Limit(name=f"gain left in %, {where}", value=worst["kept_least"], at_least=least)
 
 
-def write_report(path: Path, rows: Sequence[Row], limits: Sequence[Limit]) -> None:
+def write_report(path: Path, rows: Sequence[Row], limits: Sequence[Limit], commit: str) -> None:
     """Write `<path>.json` and `<path>.md`."""
     said = [
         {"name": x.name, "value": x.value, "at_least": x.at_least, "at_most": x.at_most, "holds": x.holds}
         for x in limits
     ]
     command = f"python -m benchmarks.coverage --write {path}"
-    document = {"benchmark": "coverage", "command": command, "commit": read_commit(), "machine": read_machine()}
+    document = {"benchmark": "coverage", "command": command, "commit": commit, "machine": read_machine()}
     document |= {"note": NOTE, "data": sorted({file for file, *_ in RECORDINGS.values()})}
     document |= {"rows": list(rows), "limits": said}
     path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")

@@ -204,9 +204,8 @@ class Balancer(AbstractContextManager["Balancer"]):
         report = meter.report()
         if self._planner is not None and self.options.adapts:
             self._planner.tell(Measured(report.realised_s, sum(report.exposed_s.values())))
-        if self._planner is not None and report.dispatch != "prepared":
-            counted_LE = torch.stack([experts.counted_E for experts in self.layers.values()])
-            self._planner.learn(counted_LE.cpu().numpy())
+        if self._planner is not None and report.counted_LE is not None:
+            self._planner.learn(report.counted_LE)
         if self.enabled:
             # A row of any rank that did not follow its prepared dispatch is an error on every rank. Counts are reduced
             # on the CPU, which every EP group is able to do.

@@ -94,7 +94,18 @@ class Window:
         self.sent_bytes: Counter[str] = Counter()
         """Tokens sent by this rank in forward: `direct` and, where they go in two levels, `two_level`; `across` and
         `inside` nodes. Outputs and gradients return row by row either way, and are not counted."""
+        self.counted: dict[int, Tensor] = {}
+        """By layer, [E] rows of this rank where layers make dispatches: what came, whatever the plan knew."""
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
+
+    def count(self, visit: Visit, ids_TK: Tensor) -> None:
+        """Count the rows of one layer on the device, without waiting; a layer that is recomputed is counted once."""
+        if self.plan.itinerary is None or self.arrived_ML[visit.micro_step, visit.layer] >= 0:
+            return
+        if visit.layer not in self.counted:
+            self.counted[visit.layer] = ids_TK.new_zeros(self.plan.loads.num_experts, dtype=torch.int64)
+        ids_N = ids_TK.reshape(-1).long()
+        self.counted[visit.layer].index_add_(0, ids_N.clamp(min=0), (ids_N >= 0).long())
 
     def note_rows(self, visit: Visit, dispatch: Dispatch, *, row_bytes: int) -> None:
         """Count the rows and bytes of one layer; a recomputed layer counts its bytes again."""
@@ -179,9 +190,6 @@ class BalancedExperts(nn.Module):
                 self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         device = None if home.gate_up_SFD.is_meta else home.gate_up_SFD.device
         self.register_buffer("mismatches", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
-        # [E] rows of this rank in the window, where the layer makes its dispatches: what the plan did not know of them.
-        experts = home.down_SDF.shape[0] * group.size()
-        self.register_buffer("counted_E", torch.zeros(experts, dtype=torch.int64, device=device), persistent=False)
         is_apart = isinstance(home.gate_up_SFD, SlotTensors)
         if is_apart and (self.options.products == "grouped" or self.options.is_deterministic):
             raise TopologyError(
@@ -216,7 +224,6 @@ class BalancedExperts(nn.Module):
                 f"{window.plan.home_slots} home slots per rank; plan for this model and EP size"
             )
         self.window = window
-        self.counted_E.zero_()
 
     def enter(self, visit: Visit) -> ExpertWeights:
         """Let the home weights into the graph; call before the layer's attention and give the result to `forward`."""
@@ -364,10 +371,7 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
         slots_TK = assign_slots(ids_TK, split, has_gaps=self.options.has_gaps)
-        # A layer that is recomputed is counted once.
-        if window.arrived_ML[visit.micro_step, visit.layer] < 0:
-            ids_N = ids_TK.reshape(-1).long()
-            self.counted_E.index_add_(0, ids_N.clamp(min=0), (ids_N >= 0).long())
+        window.count(visit, ids_TK)
         send = sort_rows(slots_TK, num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
         receive_RS = exchange_counts(send.count_RS, self.group)
         dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.pad)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from equipoise.core.plan import Plan
 from equipoise.layer.experts import Window
@@ -55,6 +56,9 @@ class WindowReport:
     arrived_ML: np.ndarray | None = None
     """[M, L] rows that arrived at this rank; -1 where a layer did not run."""
 
+    counted_LE: np.ndarray | None = None
+    """[L, E] rows of this rank's own tokens, as they were routed; None where all dispatches were made ahead."""
+
     @property
     def is_as_planned(self) -> bool:
         """Whether every layer got exactly the planned rows in every micro-step."""
@@ -97,7 +101,15 @@ class WindowMeter:
             dispatch_bytes=dict(self._window.sent_bytes),
             planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,
             arrived_ML=self._window.arrived_ML,
+            counted_LE=self._counted(),
         )
+
+    def _counted(self) -> np.ndarray | None:
+        counted = self._window.counted
+        if len(counted) < self.plan.loads.num_layers:
+            return None
+        counted_LE: np.ndarray = torch.stack([counted[layer] for layer in sorted(counted)]).cpu().numpy()
+        return counted_LE
 
 
 def _snapshot(counters: Counters) -> dict[str, dict[str, Any]]:
