@@ -129,12 +129,16 @@ def most_rows_MLR(plan: Plan, live: LoadMatrix) -> np.ndarray:
     those, so the experts at home on it have at most that many times as many as they have owners; and its replicas take
     at most what was planned.
     """
-    ranks = plan.cluster.ep
-    owned_MLR = live.total_MLE().reshape(*plan.ns_ML.shape, ranks, -1).sum(axis=3)
-    busiest_ML1 = owned_MLR.max(axis=2, keepdims=True)
-    is_home_LRR = np.zeros((plan.loads.num_layers, ranks, ranks), dtype=np.int64)
-    is_home_LRR[np.arange(plan.loads.num_layers)[:, None], plan.home_LE, plan.owner_E] = 1
-    return busiest_ML1 * is_home_LRR.sum(axis=2) + replica_rows_MLR(plan)
+    owned_MLR = live.total_MLE().reshape(*plan.ns_ML.shape, plan.cluster.ep, -1).sum(axis=3)
+    return owned_MLR.max(axis=2, keepdims=True) * owners_LR(plan) + replica_rows_MLR(plan)
+
+
+def owners_LR(plan: Plan) -> np.ndarray:
+    """[L, R] different owners of the experts at home on each rank; 1 where none is displaced."""
+    layers, ranks = plan.loads.num_layers, plan.cluster.ep
+    is_home_LRR = np.zeros((layers, ranks, ranks), dtype=np.int64)
+    is_home_LRR[np.arange(layers)[:, None], plan.home_LE, plan.owner_E] = 1
+    return is_home_LRR.sum(axis=2)
 
 
 def replica_rows_MLR(plan: Plan) -> np.ndarray:
