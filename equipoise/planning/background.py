@@ -35,7 +35,7 @@ from equipoise.core.plan import Bytes, ReplicaTable, Seconds
 from equipoise.layer.dispatch import WindowDispatches, prepared_bytes
 from equipoise.layer.experts import BalancedExperts
 from equipoise.planning.course import Course, Outcome, Way, moved_seconds
-from equipoise.planning.rows import RankRows, WindowRoutes, join_forecasts, join_rows
+from equipoise.planning.rows import RankRows, WindowRoutes, join_forecasts, join_rows, learn_unknown
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.waits import OwnGroup, all_or_none
 
@@ -133,16 +133,9 @@ class BackgroundPlanner:
         self._measured.append(measured)
 
     def learn(self, counted_LE: np.ndarray) -> None:
-        """Expect of unknown routes what this window's were; half of it, and half of what was expected before.
-
-        Args:
-            counted_LE: [L, E] rows that this rank sent in the window that has ended
-        """
+        """Expect of unknown routes what they were in the window that has ended, of which these rows were counted."""
         assert self._known is not None, "a window has ended"
-        known_MLE = self._known.load_MLE
-        new_LE = np.maximum(counted_LE - known_MLE.sum(axis=0), 0) // len(known_MLE)
-        if new_LE.any():
-            self._before_LE = new_LE if self._before_LE is None else (self._before_LE + new_LE) // 2
+        self._before_LE = learn_unknown(self._before_LE, counted_LE, known=self._known)
 
     def take(self) -> Planned:
         """Wait for the oldest window that has not been taken. Every rank must call this."""

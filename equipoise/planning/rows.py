@@ -107,6 +107,20 @@ def join_rows(rows_R: Sequence[RankRows], *, layer_numbers: Sequence[int]) -> Lo
     )
 
 
+def learn_unknown(before_LE: np.ndarray | None, counted_LE: np.ndarray, *, known: RankRows) -> np.ndarray | None:
+    """Return the rows per micro-step whose routes a rank does not know ahead: half as before, half as in a window.
+
+    Args:
+        before_LE: [L, E] what was expected so far; None: nothing yet
+        counted_LE: [L, E] rows that this rank sent in the window
+        known: those it knew ahead; a window that was all known changes nothing
+    """
+    new_LE = np.maximum(counted_LE - known.load_MLE.sum(axis=0), 0) // len(known.load_MLE)
+    if not new_LE.any():
+        return before_LE
+    return new_LE if before_LE is None else (before_LE + new_LE) // 2
+
+
 def join_forecasts(before_RLE: Sequence[np.ndarray | None]) -> LoadMatrix | None:
     """Put together what ranks expect of routes that nobody knows; None before any rank has seen such rows."""
     found = [before_LE for before_LE in before_RLE if before_LE is not None]

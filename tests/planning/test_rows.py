@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import LoadsError, RoutesError
-from equipoise.planning.rows import RankRows, count_rows, join_forecasts, join_rows
+from equipoise.planning.rows import RankRows, count_rows, join_forecasts, join_rows, learn_unknown
 
 
 def routes_of(seed, *, micro_steps, layers, experts):
@@ -110,3 +110,13 @@ def test_forecasts_of_ranks_are_put_together_and_one_that_saw_nothing_expects_no
         (2 * before_LE).tolist(),
     ]
     assert join_forecasts([None, None]) is None
+
+
+def test_what_is_learnt_is_half_the_last_windows_unknown_rows_by_micro_step():
+    known = RankRows(load_MLE=np.array([[[4, 0]], [[4, 2]]]), coverage_ML=np.full((2, 1), 0.5))
+    assert learn_unknown(None, np.array([[8, 2]]), known=known) is None, "every row was known"
+    first = learn_unknown(None, np.array([[10, 22]]), known=known)
+    assert first.tolist() == [[1, 10]]
+    second = learn_unknown(first, np.array([[48, 0]]), known=known)
+    assert second.tolist() == [[10, 5]], "(1 + 20) / 2, and fewer than known are none"
+    assert learn_unknown(second, np.array([[8, 2]]), known=known) is second
