@@ -4,6 +4,7 @@ results.py       the table, the JSON line, and the facts about machine and commi
 counting.py      counting routes against one np.bincount call
 planner.py       quality and speed of the planner against every policy (planner_rows.py, planner_speed.py, traces.py)
 analyze.py       time of equipoise analyze from the native store
+coverage.py      plans from incomplete or old routes, priced with the rows that really come
 derive_profile.py  profiles of devices that were not measured, from one that was
 rank_replay.py   an expert-parallel step, every rank's own work run on one GPU (replay_work.py, replay_chain.py)
 validate.py      predictions beside what rank_replay measured

@@ -228,6 +228,35 @@ def packing_table() -> str:
     return _table(header, [[*case, *(cells[name] for name in plans)] for case, cells in found.items()])
 
 
+def coverage_table() -> str:
+    """Percent of the gain over static that is left, by what is missing and how it is estimated; a column per case."""
+    rows = [row for row in _read("coverage_simulated")["rows"] if row["estimate"] != "stale"]
+    found = {_missing(row): dict[str, str]() for row in rows}
+    for row in rows:
+        found[_missing(row)][f"{row['trace']}, EP{row['EP']}"] = f"{row['kept']:.0f}"
+    cases = list(dict.fromkeys(f"{row['trace']}, EP{row['EP']}" for row in rows))
+    lines = [[*key, *(cells.get(case, "") for case in cases)] for key, cells in found.items()]
+    return _table(["missing", "known, %", "estimate", *cases], lines)
+
+
+def _missing(row: dict[str, Any]) -> tuple[str, str, str]:
+    known = "" if row["missing"] == "any" else f"{100 * row['coverage']:.0f}"
+    return ("" if row["missing"] == "any" else row["missing"], known, row["estimate"])
+
+
+def stale_table() -> str:
+    """Choices that differ after some updates, and percent of the gain left: least to most over seeds and widths."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in _read("coverage_simulated")["rows"]:
+        if row["estimate"] == "stale":
+            found.setdefault(row["missing"], []).append(row)
+    lines = []
+    for updates, rows in found.items():
+        differing, kept = _range(100 * row["choices"] for row in rows), _range((row["kept"] for row in rows), digits=0)
+        lines.append([updates, differing, kept, _range(row["over_static"] for row in rows)])
+    return _table(["routes are old by", "choices that differ, %", "gain left, %", "over static"], lines)
+
+
 def transfer_table() -> str:
     """What pulls add, how fast they are, what they need."""
     transfer = _read("transfer_h200")
@@ -255,6 +284,7 @@ JUDGED = (
     "paper_simulated",
     "paper_shifting",
     "packing_simulated",
+    "coverage_simulated",
 )
 """Reports whose limits are listed where they are missed."""
 BOUNDS = {"at_least": "at least", "at_most": "at most"}
@@ -270,6 +300,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "paper": paper_table,
     "shifting": shifting_table,
     "packing": packing_table,
+    "coverage": coverage_table,
+    "stale": stale_table,
     "transfer": transfer_table,
     "misses": limits_table,
 }

@@ -135,8 +135,25 @@ class Balancer(AbstractContextManager["Balancer"]):
         """Bytes of this rank for rows that its node reads in place, instead of buffers of an all-to-all."""
         return self._engine.row_bytes
 
-    def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
-        """Take the routes of the next window, count them, and plan the window in the background; returns at once."""
+    def submit(
+        self, routes: WindowRoutes | None = None, *, micro_steps: int | None = None, stage: Stage = "update"
+    ) -> None:
+        """Take the routes of the next window, count them, and plan the window in the background; returns at once.
+
+        Args:
+            routes: `routes[m][l]` are the [T, K] ids that micro-step m and layer l replay, -1 if unknown
+            micro_steps: of a window of which nothing is recorded; unknown routes are expected to be like those that the
+                router chose in the windows before, of which the first computes every expert at its owner
+            stage: recompute or update
+        """
+        if (routes is None) == (micro_steps is None):
+            raise RoutesError(
+                f"submit got {'neither routes nor' if routes is None else 'both routes and'} micro_steps; give the "
+                "window's routes, or its number of micro-steps where none are recorded"
+            )
+        if routes is None:
+            sizes = {"layers": self.model.layers, "experts": self.model.experts}
+            routes = RankRows.unknown(micro_steps or 0, stage=stage, **sizes)
         allow_gaps = any(experts.options.has_gaps for experts in self.layers.values())
         rows = count_rows(routes, experts=self.model.experts, stage=stage, allow_gaps=allow_gaps)
         if self._planner is None:
@@ -187,6 +204,8 @@ class Balancer(AbstractContextManager["Balancer"]):
         report = meter.report()
         if self._planner is not None and self.options.adapts:
             self._planner.tell(Measured(report.realised_s, sum(report.exposed_s.values())))
+        if self._planner is not None and report.counted_LE is not None:
+            self._planner.learn(report.counted_LE)
         if self.enabled:
             # A row of any rank that did not follow its prepared dispatch is an error on every rank. Counts are reduced
             # on the CPU, which every EP group is able to do.
@@ -211,10 +230,12 @@ class Balancer(AbstractContextManager["Balancer"]):
         self._engine.abort(reason)
 
     @contextmanager
-    def window(self, routes: WindowRoutes | None = None, *, stage: Stage = "update") -> Iterator[None]:
-        """Begin and end a window around a `with` block; submits `routes` first where given."""
-        if routes is not None:
-            self.submit(routes, stage=stage)
+    def window(
+        self, routes: WindowRoutes | None = None, *, micro_steps: int | None = None, stage: Stage = "update"
+    ) -> Iterator[None]:
+        """Begin and end a window around a `with` block; submits it first where routes or micro-steps are given."""
+        if routes is not None or micro_steps is not None:
+            self.submit(routes, micro_steps=micro_steps, stage=stage)
         self.begin()
         yield
         self.end()

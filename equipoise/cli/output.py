@@ -454,6 +454,8 @@ def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source
     }
     if plan.estimated_share > 0:
         facts["estimated"] = f"{plan.estimated_share:.1%} of the rows, whose routes are unknown"
+        if plan.itinerary is not None and not plan.persistent:
+            facts["if wrong"] = _say_worst(plan)
     console.print(build_list(facts))
     for title, part, names, scale in (
         ("Predicted milliseconds", "seconds", SECONDS_NAMES, 1e3),
@@ -472,6 +474,15 @@ def _say_peak(memory: dict[str, Any]) -> str:
     place, parts = memory["place"], ", ".join(f"{name} {n / GIB:.2f}" for name, n in memory["parts"].items() if n)
     where = f"rank {place['rank']}, micro-step {place['micro_step']}, layer {place['layer']}"
     return f"{memory['peak_bytes'] / GIB:.2f} GiB ({parts}), {where}, activations {memory['activations']}"
+
+
+def _say_worst(plan: "Plan") -> str:
+    from equipoise.sim.replay import overhead_seconds, owners_LR, plan_work, replica_rows_MLR
+
+    factor, rows = int(owners_LR(plan).max()), int(replica_rows_MLR(plan).max())
+    most = f"{factor} times static's busiest rank's rows" if factor > 1 else "static's busiest rank's rows"
+    transfers_ms = overhead_seconds(plan_work(plan)) * 1e3
+    return f"at most {most} and {rows:,} more on a rank, and {transfers_ms:.3f} ms of transfers"
 
 
 def show_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:

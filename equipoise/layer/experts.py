@@ -94,7 +94,18 @@ class Window:
         self.sent_bytes: Counter[str] = Counter()
         """Tokens sent by this rank in forward: `direct` and, where they go in two levels, `two_level`; `across` and
         `inside` nodes. Outputs and gradients return row by row either way, and are not counted."""
+        self.counted: dict[int, Tensor] = {}
+        """By layer, [E] rows of this rank where layers make dispatches: what came, whatever the plan knew."""
         self._splits: dict[tuple[int, int, str], SourceSplit] = {}
+
+    def count(self, visit: Visit, ids_TK: Tensor) -> None:
+        """Count the rows of one layer on the device, without waiting; a layer that is recomputed is counted once."""
+        if self.plan.itinerary is None or self.arrived_ML[visit.micro_step, visit.layer] >= 0:
+            return
+        if visit.layer not in self.counted:
+            self.counted[visit.layer] = ids_TK.new_zeros(self.plan.loads.num_experts, dtype=torch.int64)
+        ids_N = ids_TK.reshape(-1).long()
+        self.counted[visit.layer].index_add_(0, ids_N.clamp(min=0), (ids_N >= 0).long())
 
     def note_rows(self, visit: Visit, dispatch: Dispatch, *, row_bytes: int) -> None:
         """Count the rows and bytes of one layer; a recomputed layer counts its bytes again."""
@@ -360,6 +371,7 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
         slots_TK = assign_slots(ids_TK, split, has_gaps=self.options.has_gaps)
+        window.count(visit, ids_TK)
         send = sort_rows(slots_TK, num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
         receive_RS = exchange_counts(send.count_RS, self.group)
         dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.pad)

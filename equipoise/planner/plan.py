@@ -47,6 +47,7 @@ def plan(
     objective: Objective = "seconds",
     options: PlanOptions | None = None,
     history: LoadMatrix | None = None,
+    forecast: LoadMatrix | None = None,
     pair_LEE: np.ndarray | None = None,
     warm: Plan | None = None,
     planner: LayerPlanner = plan_layer,
@@ -62,6 +63,7 @@ def plan(
         objective: "seconds" (default) charges every cost; "skew" only levels rows
         options: deeper knobs
         history: the previous window's loads, for "eplb-history"
+        forecast: rows of earlier windows that were not known ahead; rows without a route are expected to be like them
         pair_LEE: [L, E, E] co-activation counts, which make the price of crossing nodes tighter
         warm: an earlier plan of the same layers, whose homes the search starts from
         planner: how one layer is planned; the reference gives the same plan, slowly
@@ -69,7 +71,8 @@ def plan(
     options = PlanOptions() if options is None else options
     _check_kinds(loads=loads, cluster=cluster, model=model, options=options)
     _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
-    completed, estimated = complete(loads)
+    _check_forecast(forecast, loads)
+    completed, estimated = complete(loads, forecast=forecast)
     check_rows(completed)
     if options.limit_bytes is not None:
         given = {"history": history, "pair_LEE": pair_LEE, "warm": warm, "planner": planner, "policy": policy}
@@ -189,24 +192,49 @@ def plan_step(
     return tuple(plans)
 
 
-def complete(loads: LoadMatrix) -> tuple[LoadMatrix, float]:
-    """Return loads with unknown rows estimated, and the share of all rows that is an estimate.
+def complete(loads: LoadMatrix, *, forecast: LoadMatrix | None = None) -> tuple[LoadMatrix, float]:
+    """Return loads with unknown rows estimated, and the share of all rows that is an estimate. Known rows stay.
 
-    Per layer and source rank: where a share c of a micro-step's tokens is known, its rows are scaled by 1 / c and never
-    shrink. Where nothing is known, the mean of the known micro-steps of that layer and source is taken, or of the
-    layer's other sources, or nothing. Shares are read in millionths, so every rank estimates alike.
+    How many there are, per layer and source rank: where a share c of a micro-step's tokens is known, it has 1 / c times
+    its known rows. Where nothing is known, it has as many as the mean of the known micro-steps of that layer and
+    source, or of the layer's other sources, or of the forecast, or none. Shares are read in millionths, so every rank
+    estimates alike.
+
+    Which experts they choose: the forecast's, or those of all known rows of the layer in the window. A source's few
+    known samples say less about its other samples than the whole window does (`benchmarks.coverage`).
+
+    Args:
+        forecast: rows of earlier windows of the same layers, from the same sources, whose routes were not known ahead
     """
     if loads.coverage_MLR is None or bool(np.all(loads.coverage_MLR == 1.0)):
         return loads, 0.0
-    known_MLR = np.round(loads.coverage_MLR * 10**6).astype(np.int64)
-    full = loads.load_MLRE * 10**6 // np.maximum(known_MLR, 1)[..., None]
-    full = np.where(known_MLR[..., None] == 0, loads.load_MLRE, np.maximum(full, loads.load_MLRE))
+    known_MLR, row_MLR = np.round(loads.coverage_MLR * 10**6).astype(np.int64), loads.load_MLRE.sum(axis=3)
+    # Step 1: how many rows each source has in each micro-step.
+    # More than can be planned is refused by `check_rows`, as long as sums do not overflow before.
+    full_MLR = np.minimum(row_MLR * 10**6 // np.maximum(known_MLR, 1), 2 * MOST_ROWS)
     seen_MLR = known_MLR > 0
     count_LR = seen_MLR.sum(axis=0)
-    mean_LRE = (full * seen_MLR[..., None]).sum(axis=0) // np.maximum(count_LR, 1)[..., None]
-    layer_LE = mean_LRE.sum(axis=1) // np.maximum((count_LR > 0).sum(axis=1), 1)[:, None]
-    stand_in_LRE = np.where((count_LR > 0)[..., None], mean_LRE, layer_LE[:, None, :])
-    full = np.where(seen_MLR[..., None], full, np.maximum(stand_in_LRE[None], full))
+    mean_LR = (full_MLR * seen_MLR).sum(axis=0) // np.maximum(count_LR, 1)
+    mean_L1 = (mean_LR.sum(axis=1) // np.maximum((count_LR > 0).sum(axis=1), 1))[:, None]
+    if forecast is not None:
+        before_LR = forecast.load_MLRE.sum(axis=(0, 3)) // forecast.num_micro_steps
+        mean_L1 = np.where((count_LR > 0).any(axis=1)[:, None], mean_L1, before_LR)
+    full_MLR = np.where(seen_MLR, full_MLR, np.where(count_LR > 0, mean_LR, mean_L1))
+    # Step 2: deal the unknown ones to experts. A layer's sources and micro-steps continue each other's roundings, so
+    # that an expert gets its share of the layer's rows to the row.
+    part_LE = loads.load_MLRE.sum(axis=(0, 2))
+    if forecast is not None:
+        before_LE = forecast.load_MLRE.sum(axis=(0, 2))
+        part_LE = np.where(before_LE.any(axis=1)[:, None], before_LE, part_LE)
+    # Products of 31 and 31 bits fit int64.
+    part_LE >>= max(0, int(part_LE.sum(axis=1).max()).bit_length() - 31)
+    whole_L11 = np.maximum(part_LE.sum(axis=1), 1)[:, None, None]
+    micro_steps, layers, ranks = row_MLR.shape
+    unknown_LX = np.maximum(full_MLR - row_MLR, 0).transpose(1, 0, 2).reshape(layers, -1)
+    end_LX1 = unknown_LX.cumsum(axis=1)[..., None]
+    end_LXE = end_LX1 // whole_L11 * part_LE[:, None] + end_LX1 % whole_L11 * part_LE[:, None] // whole_L11
+    added_LXE = np.diff(end_LXE, axis=1, prepend=0)
+    full = loads.load_MLRE + added_LXE.reshape(layers, micro_steps, ranks, -1).transpose(1, 0, 2, 3)
     total = int(full.sum())
     share = (total - int(loads.load_MLRE.sum())) / total if total else 0.0
     completed = LoadMatrix(
@@ -251,6 +279,15 @@ def _check(
     wanted = (loads.num_layers, loads.num_experts, loads.num_experts)
     if pair_LEE is not None:
         _check_pairs(pair_LEE, wanted)
+
+
+def _check_forecast(forecast: LoadMatrix | None, loads: LoadMatrix) -> None:
+    if forecast is not None and forecast.load_MLRE.shape[1:] != loads.load_MLRE.shape[1:]:
+        raise LoadsError(
+            f"the forecast has {forecast.num_layers} layers, {forecast.num_ranks} ranks and {forecast.num_experts} "
+            f"experts, the window {loads.num_layers}, {loads.num_ranks} and {loads.num_experts}; give rows of earlier "
+            "windows of the same layers and sources"
+        )
 
 
 def check_rows(loads: LoadMatrix) -> None:

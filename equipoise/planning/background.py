@@ -35,7 +35,7 @@ from equipoise.core.plan import Bytes, ReplicaTable, Seconds
 from equipoise.layer.dispatch import WindowDispatches, prepared_bytes
 from equipoise.layer.experts import BalancedExperts
 from equipoise.planning.course import Course, Outcome, Way, moved_seconds
-from equipoise.planning.rows import RankRows, WindowRoutes, join_rows
+from equipoise.planning.rows import RankRows, WindowRoutes, join_forecasts, join_rows, learn_unknown
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.waits import OwnGroup, all_or_none
 
@@ -100,8 +100,11 @@ class BackgroundPlanner:
         self._worker = PlanWorker() if worker is None else worker
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="equipoise-planning")
         self._is_open = False
-        self._windows: deque[tuple[Future[Planned], WindowDispatches]] = deque()
+        self._windows: deque[tuple[Future[Planned], WindowDispatches, RankRows]] = deque()
         self._taken: WindowDispatches | None = None
+        # What this rank knew of the window that was taken, and [L, E] the rows per micro-step that it did not know.
+        self._known: RankRows | None = None
+        self._before_LE: np.ndarray | None = None
         # What is decided from measured windows, by stage; each planned window until its outcome is known, oldest first.
         self._courses: dict[Stage, Course] = {}
         self._unseen: deque[Planned] = deque()
@@ -121,20 +124,25 @@ class BackgroundPlanner:
         # Every rank has ended the same windows by now, because all make the same calls.
         measured, self._measured = self._measured, []
         # Submit both jobs at once: the thread then runs them in the same order on every rank.
-        planned = self._thread.submit(self._plan, rows, dispatches, measured)
+        planned = self._thread.submit(self._plan, rows, dispatches, measured, self._before_LE)
         self._thread.submit(self._prepare, planned)
-        self._windows.append((planned, dispatches))
+        self._windows.append((planned, dispatches, rows))
 
     def tell(self, measured: Measured) -> None:
         """Take what the window that has ended took on this rank; every rank is told of every window."""
         self._measured.append(measured)
+
+    def learn(self, counted_LE: np.ndarray) -> None:
+        """Expect of unknown routes what they were in the window that has ended, of which these rows were counted."""
+        assert self._known is not None, "a window has ended"
+        self._before_LE = learn_unknown(self._before_LE, counted_LE, known=self._known)
 
     def take(self) -> Planned:
         """Wait for the oldest window that has not been taken. Every rank must call this."""
         if not self._windows:
             raise InfeasiblePlanError("no window was submitted; submit its routes before it begins")
         begin, limit_s = time.monotonic(), 5 * self._options.planning_timeout_s
-        future, _ = self._windows.popleft()
+        future, _, self._known = self._windows.popleft()
         try:
             with torch.profiler.record_function("equipoise.wait_for_plan"):
                 planned = future.result(limit_s)
@@ -147,7 +155,7 @@ class BackgroundPlanner:
         """End the thread, the planning process and the connections. Closing twice is allowed."""
         # The thread goes last: whatever it waits for, other ranks or the process, has ended by then.
         self._group.close()
-        for dispatches in (self._taken, *(dispatches for _, dispatches in self._windows)):
+        for dispatches in (self._taken, *(dispatches for _, dispatches, _ in self._windows)):
             if dispatches is not None:
                 dispatches.close()
         if self._owns_worker:
@@ -155,10 +163,16 @@ class BackgroundPlanner:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._worker.take_back(self)
 
-    def _plan(self, rows: RankRows, dispatches: WindowDispatches, measured: list[Measured]) -> Planned:
+    def _plan(
+        self,
+        rows: RankRows,
+        dispatches: WindowDispatches,
+        measured: list[Measured],
+        before_LE: np.ndarray | None,
+    ) -> Planned:
         # Step 1: exchange what every rank sends, and what windows took. The clock starts behind it: a rank may submit
         # long before the others.
-        rows_R, measured_R = zip(*self._group.gather((rows, measured)), strict=True)
+        rows_R, measured_R, before_RLE = zip(*self._group.gather((rows, measured, before_LE)), strict=True)
         begin = time.monotonic()
         way: Way = "full"
         correction = 1.0
@@ -166,17 +180,18 @@ class BackgroundPlanner:
             course = self._decide(rows.stage, measured_R)
             way, correction = course.next_way, course.correction
         loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
+        forecast = None if loads.coverage_MLR is None else join_forecasts(before_RLE)
 
         plans: list[Plan] = []
 
         def assemble() -> str:
-            plans.append(self._call("whole", loads, shares, way, correction))
+            plans.append(self._call("whole", loads, shares, way, correction, forecast))
             return plans[0].digest()
 
         try:
             # Step 2: plan this rank's share of the layers.
             layers = range(self._group.rank, loads.num_layers, self._group.size)
-            shares = all_or_none(partial(self._call, "share", loads, layers, way), self._group.gather)
+            shares = all_or_none(partial(self._call, "share", loads, layers, way, forecast), self._group.gather)
             # Step 3: assemble the whole plan from all shares.
             digests = all_or_none(assemble, self._group.gather)
             # Step 4: compare digests.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from equipoise.core.plan import Plan
 from equipoise.layer.experts import Window
@@ -41,6 +42,8 @@ class WindowReport:
     """Seconds this rank waited for transfers, by path."""
     realised_s: float = 0.0
     """Seconds from begin to end on this rank, attention and all."""
+    estimated_share: float = 0.0
+    """Share of the planned rows that were estimated, because nobody knew their routes; the same on all ranks."""
     way: str = "full"
     """How much was planned: `full`, `placement` or `off`."""
     dispatch: str = "exchanged"
@@ -52,6 +55,9 @@ class WindowReport:
     """[M, L] rows that the plan gave this rank; None where nothing was planned."""
     arrived_ML: np.ndarray | None = None
     """[M, L] rows that arrived at this rank; -1 where a layer did not run."""
+
+    counted_LE: np.ndarray | None = None
+    """[L, E] rows of this rank's own tokens, as they were routed; None where all dispatches were made ahead."""
 
     @property
     def is_as_planned(self) -> bool:
@@ -89,12 +95,21 @@ class WindowMeter:
             planning_s=self._planned.planning_s,
             waited_s=self._planned.waited_s,
             realised_s=time.monotonic() - self._begin_s,
+            estimated_share=plan.estimated_share,
             way=self._planned.way,
             dispatch=self._planned.dispatch,
             dispatch_bytes=dict(self._window.sent_bytes),
             planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,
             arrived_ML=self._window.arrived_ML,
+            counted_LE=self._counted(),
         )
+
+    def _counted(self) -> np.ndarray | None:
+        counted = self._window.counted
+        if len(counted) < self.plan.loads.num_layers:
+            return None
+        counted_LE: np.ndarray = torch.stack([counted[layer] for layer in sorted(counted)]).cpu().numpy()
+        return counted_LE
 
 
 def _snapshot(counters: Counters) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import LoadMatrix, LoadsError, RoutesError
+from equipoise.core.value import require_int
 from equipoise.core.window import Stage
 
 
@@ -23,6 +24,13 @@ class RankRows:
     """Whether some tokens have fewer than K experts."""
     has_ids: bool = False
     """Whether they were counted from the ids that will be replayed, which this rank keeps."""
+
+    @classmethod
+    def unknown(cls, micro_steps: int, *, layers: int, experts: int, stage: Stage = "update") -> "RankRows":
+        """Return the rows of a window of which nothing is recorded."""
+        require_int("micro_steps", micro_steps, low=1, error=LoadsError)
+        load_MLE = np.zeros((micro_steps, layers, experts), dtype=np.int64)
+        return cls(load_MLE=load_MLE, coverage_ML=np.zeros((micro_steps, layers)), stage=stage)
 
     def __post_init__(self) -> None:
         if np.ndim(self.load_MLE) != 3 or 0 in np.shape(self.load_MLE):
@@ -97,3 +105,26 @@ def join_rows(rows_R: Sequence[RankRows], *, layer_numbers: Sequence[int]) -> Lo
         coverage_MLR=coverage_MLR,
         layer_numbers_L=np.array(layer_numbers),
     )
+
+
+def learn_unknown(before_LE: np.ndarray | None, counted_LE: np.ndarray, *, known: RankRows) -> np.ndarray | None:
+    """Return the rows per micro-step whose routes a rank does not know ahead: half as before, half as in a window.
+
+    Args:
+        before_LE: [L, E] what was expected so far; None: nothing yet
+        counted_LE: [L, E] rows that this rank sent in the window
+        known: those it knew ahead; a window that was all known changes nothing
+    """
+    new_LE = np.maximum(counted_LE - known.load_MLE.sum(axis=0), 0) // len(known.load_MLE)
+    if not new_LE.any():
+        return before_LE
+    return new_LE if before_LE is None else (before_LE + new_LE) // 2
+
+
+def join_forecasts(before_RLE: Sequence[np.ndarray | None]) -> LoadMatrix | None:
+    """Put together what ranks expect of routes that nobody knows; None before any rank has seen such rows."""
+    found = [before_LE for before_LE in before_RLE if before_LE is not None]
+    if not found:
+        return None
+    none_LE = np.zeros_like(found[0])
+    return LoadMatrix(np.stack([none_LE if one is None else one for one in before_RLE], axis=1)[None])

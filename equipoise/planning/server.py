@@ -40,18 +40,28 @@ class PlanServer:
         self.num_planned = 0
         """Layers planned here, in all windows."""
 
-    def share(self, loads: LoadMatrix, layers: Sequence[int], way: Way = "full") -> Share:
-        """Plan some layers of a window."""
-        found = self._inputs(loads, layers, self._on(way))
+    def share(
+        self, loads: LoadMatrix, layers: Sequence[int], way: Way = "full", forecast: LoadMatrix | None = None
+    ) -> Share:
+        """Plan some layers of a window; arguments as in `whole`."""
+        found = self._inputs(loads, layers, self._on(way), forecast)
         return pickle.dumps({_key(*inputs): self._plan_layer(*inputs) for inputs in found})
 
-    def whole(self, loads: LoadMatrix, shares: Sequence[Share], way: Way = "full", correction: float = 1.0) -> Plan:
+    def whole(
+        self,
+        loads: LoadMatrix,
+        shares: Sequence[Share],
+        way: Way = "full",
+        correction: float = 1.0,
+        forecast: LoadMatrix | None = None,
+    ) -> Plan:
         """Plan a window from the shares of all ranks.
 
         Args:
             way: how much may be planned
             correction: factor on the predicted seconds of exposed transfers; a plan that does not pay with it is not
                 used, and less is planned
+            forecast: what to expect of rows whose routes are unknown
         """
         known: dict[str, LayerPlan] = {}
         for share in shares:
@@ -69,6 +79,7 @@ class PlanServer:
                 slots=options.slots,
                 objective=options.objective,
                 options=options,
+                forecast=forecast,
                 warm=self._before,
                 planner=recall,
             )
@@ -88,9 +99,11 @@ class PlanServer:
         self.num_planned += 1
         return plan_layer(*inputs)
 
-    def _inputs(self, loads: LoadMatrix, layers: Sequence[int], options: BalancerOptions) -> list[tuple[Any, ...]]:
+    def _inputs(
+        self, loads: LoadMatrix, layers: Sequence[int], options: BalancerOptions, forecast: LoadMatrix | None
+    ) -> list[tuple[Any, ...]]:
         """Return what `planner.plan` gives its layer planner for these layers."""
-        completed, estimated = complete(loads)
+        completed, estimated = complete(loads, forecast=forecast)
         task = WindowTask(
             loads=completed,
             cluster=self._cluster,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from equipoise.core import LoadMatrix, LoadsError
 from equipoise.core.options import Activations, PlanOptions
 from equipoise.core.plan import Plan, Sends
 from equipoise.core.split import BLIND
@@ -39,6 +40,17 @@ from equipoise.loads.skew import skew_ML
 from equipoise.planner.assemble import build_itinerary
 from equipoise.sim.result import RANK_PARTS, Balance, Parts, PathName, PathUse, TimelineEvent
 
+_ROWS = (
+    "forward_MLR",
+    "backward_MLR",
+    "attention_MLR",
+    "attention_backward_MLR",
+    "exchange_ML",
+    "planning_ML",
+    "push_ML",
+    "send_M",
+)
+"""What rows take, as opposed to experts."""
 PATH_NAMES: tuple[PathName, ...] = ("peer", "host", "return")
 """Paths of replicas, in the order of the clock."""
 
@@ -61,6 +73,7 @@ def plan_work(
     activations: Activations = "kept",
     sends: Sends = "rows",
     pair_LEE: np.ndarray | None = None,
+    live: LoadMatrix | None = None,
 ) -> Work:
     """Price what every rank does under a plan of one window, EP group and pipeline stage.
 
@@ -70,16 +83,78 @@ def plan_work(
         activations: whether the backward pass repeats the forward pass
         sends: what crosses nodes
         pair_LEE: [L, E, E] tokens that chose both experts, which thin the rows that cross nodes
+        live: the rows that really come, where they are not the planned ones; replicas take what `live_rows` says
     """
     stage, itinerary = plan.loads.stage, plan.itinerary
+    loads, replicas = plan.loads, plan.replica_table
+    if live is not None:
+        loads, replicas = live, replace(replicas, rows_P=live_rows(plan, live))
     if itinerary is None:
         itinerary = build_itinerary(stage, np.zeros(plan.ns_ML.shape, dtype=np.bool_), options or PlanOptions())
     edges = Edges(plan.edge_ns_2L, plan.edge_slow_2L)
-    decision = Decision(plan.policy, plan.home_LE, plan.replica_table, edges, plan.persistent)
+    decision = Decision(plan.policy, plan.home_LE, replicas, edges, plan.persistent)
     cost = CostModel.of(plan.cluster, plan.model, stage=stage, sends=sends)
     repeats_forward = activations == "recomputed" and stage == "update"
-    [work] = works_of(cost, plan.loads, itinerary, [decision], pair_LEE=pair_LEE, repeats_forward=repeats_forward)
+    [work] = works_of(cost, loads, itinerary, [decision], pair_LEE=pair_LEE, repeats_forward=repeats_forward)
     return work
+
+
+def live_rows(plan: Plan, live: LoadMatrix) -> np.ndarray:
+    """[P] rows that each replica takes when other rows come than were planned, as `layer.dispatch.assign_slots` has it.
+
+    Holders of an expert take a source's rows in ascending rank order, each at most as many as planned; all others go
+    home. So no rank ever takes more rows as a replica than its plan says.
+    """
+    if (live.stage, live.load_MLRE.shape) != (plan.loads.stage, plan.loads.load_MLRE.shape):
+        raise LoadsError(
+            f"live rows are of stage {live.stage} and shape {live.load_MLRE.shape}, the plan of {plan.loads.stage} and "
+            f"{plan.loads.load_MLRE.shape} (micro-steps, layers, ranks, experts); give the same window's"
+        )
+    table, layers = plan.replica_table, plan.loads.num_layers
+    rows_P = np.zeros(len(table), dtype=np.int64)
+    for entry in np.unique(table.entry_P).tolist():
+        cut = slice(int(table.start_ML[entry]), int(table.start_ML[entry + 1]))
+        where = divmod(entry, layers)
+        end_RER = plan.split_RER(*where).cumsum(axis=2)
+        taken_RER = np.diff(np.minimum(end_RER, live.load_MLRE[where][..., None]), axis=2, prepend=0)
+        rows_P[cut] = taken_RER.sum(axis=0)[table.expert_P[cut], table.rank_P[cut]]
+    return rows_P
+
+
+def most_rows_MLR(plan: Plan, live: LoadMatrix) -> np.ndarray:
+    """[M, L, R] the most rows a rank can get if these come, from what the plan alone and the owners' ranks say.
+
+    With every expert at its owner, no rank has more than the busiest one. Of each owner's experts a rank has at most
+    those, so the experts at home on it have at most that many times as many as they have owners; and its replicas take
+    at most what was planned.
+    """
+    owned_MLR = live.total_MLE().reshape(*plan.ns_ML.shape, plan.cluster.ep, -1).sum(axis=3)
+    return owned_MLR.max(axis=2, keepdims=True) * owners_LR(plan) + replica_rows_MLR(plan)
+
+
+def owners_LR(plan: Plan) -> np.ndarray:
+    """[L, R] different owners of the experts at home on each rank; 1 where none is displaced."""
+    layers, ranks = plan.loads.num_layers, plan.cluster.ep
+    is_home_LRR = np.zeros((layers, ranks, ranks), dtype=np.int64)
+    is_home_LRR[np.arange(layers)[:, None], plan.home_LE, plan.owner_E] = 1
+    return is_home_LRR.sum(axis=2)
+
+
+def replica_rows_MLR(plan: Plan) -> np.ndarray:
+    """[M, L, R] rows that each rank's replicas take as planned, and at most if other rows come."""
+    table = plan.replica_table
+    rows_XR = np.zeros((len(table.start_ML) - 1, plan.cluster.ep), dtype=np.int64)
+    np.add.at(rows_XR, (table.entry_P, table.rank_P), table.rows_P)
+    return rows_XR.reshape(*plan.ns_ML.shape, -1)
+
+
+def overhead_seconds(work: Work) -> float:
+    """Return what pulls, returns, publish and collect take with nothing to hide behind: the most that they can add.
+
+    Seconds are lengths of longest paths, so those of rows and transfers together are at most those of each alone.
+    """
+    idle = {f.name: np.zeros_like(getattr(work, f.name)) for f in fields(work) if f.name in _ROWS}
+    return replay([replace(work, **idle)]).total / NANO
 
 
 def run_group(plans: Sequence[Plan], works: Sequence[Work], *, planning_s: float) -> GroupOutcome:

@@ -3,6 +3,7 @@
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +93,25 @@ def test_what_does_not_pay_is_left_on_all_ranks_and_learns_the_same(pool, tmp_pa
         assert gone[-1] == best
     for moves, way in zip(adapted[0].moves, ways, strict=True):
         assert (moves.displaced + moves.replicas > 0) == (way == "full")
+
+
+@pytest.mark.dist(2)
+def test_without_recordings_a_window_is_planned_from_what_the_windows_before_counted(pool):
+    found = pool.run(work.without_recordings, 2, ParityCase(ranks=2, layers=2, tokens=48, home_slots=4))
+    (*windows, refused), (*others, _) = found
+    assert [report.digest for report, *_ in windows] == [report.digest for report, *_ in others]
+    (first, *moved, is_same), *later = windows[::2]
+    assert (first.estimated_share, moved, is_same) == (0.0, [0, 0], True), "nothing was counted yet"
+    for report, displaced, replicas, is_same in later:
+        assert report.estimated_share == 1.0 and displaced + replicas > 0 and is_same
+        assert report.dispatch == "exchanged: rank 0 gave counted rows, not routes"
+    for report, displaced, replicas, is_same in windows[1::2]:
+        assert report.estimated_share == 0.0 and displaced + replicas > 0 and is_same
+        assert report.dispatch == "prepared" and report.is_as_planned
+    arrived = np.array([[report.arrived_ML for report, *_ in rank] for rank in (windows, others)])
+    static, forecast = (arrived[:, at].max(axis=0).sum() for at in (0, 4))
+    assert forecast < static, "the busiest rank has fewer rows than at the owners"
+    assert "both routes and micro_steps" in refused
 
 
 @pytest.mark.dist(2)

@@ -18,7 +18,7 @@ from equipoise.planning.background import owners_plan
 from equipoise.planning.report import WindowMeter
 from equipoise.planning.worker import PlanWorker
 from tests.parity import run
-from tests.parity.run import routes_of, run_window, train
+from tests.parity.run import recompute_window, routes_of, run_window, train
 from tests.parity.stack import SmallStack, window_inputs
 from tests.transfer.test_memory import held, is_back
 from tests.transfer.windows import no_transfers
@@ -87,6 +87,32 @@ def disabled_and_never_seen(group, case):
         found.append(
             pickle.dumps((before, after, [x.numpy() for x in outputs], [p.grad.numpy() for p in net.parameters()]))
         )
+    return found
+
+
+def without_recordings(group, case):
+    """Log-prob passes of which nothing is recorded, and updates with the routes that the pass before them used (R2).
+
+    Returns: by window, its report, displaced experts, replicas, and whether outputs are those of training at owners
+    """
+    window, found = window_inputs(case, 0, group.rank()), []
+    wanted = plain_window(SmallStack(case, group), case, group, window)
+    net = SmallStack(case, group)
+    with balancer_of(net, case, group) as balancer:
+        for turn in range(6):
+            if turn % 2 == 0:
+                balancer.submit(micro_steps=case.micro_steps, stage="recompute")
+                _, outputs = recompute_window(net, balancer, window)
+            else:
+                balancer.submit(routes_of(window))
+                _, outputs = run_window(net, balancer, window)
+            plan = net.blocks[0].experts.window.plan
+            is_same = all(map(torch.equal, outputs, wanted))
+            found.append((balancer.report, int(plan.displaced_LE.sum()), len(plan.replica_table), is_same))
+        try:
+            balancer.submit(routes_of(window), micro_steps=2)
+        except EquipoiseError as error:
+            found.append(str(error))
     return found
 
 

@@ -1,6 +1,7 @@
 """`convert --to loads` and `plan`: from a dump to loads, from loads to a plan that can be read back and explained."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert found["memory"]["rank_peak_bytes"] == memory.peak_R.tolist()
     assert found["memory"]["peak_bytes"] == memory.peak_R.max() == sum(found["memory"]["parts"].values())
     assert found["rank_capacity_factor"] == eq.Capacities.of(wanted).rank_factor() > 1
+
+
+def test_where_routes_are_unknown_the_summary_says_what_a_wrong_plan_can_cost(equipoise, loads_file):
+    loads = eq.LoadMatrix.load(loads_file)
+    assert "if wrong" not in equipoise("plan", loads_file, *ARGUMENTS).out
+    eq.LoadMatrix(loads.load_MLRE, coverage_MLR=np.full((3, 16, 8), 0.75)).save(loads_file)
+    out = " ".join(equipoise("plan", loads_file, *ARGUMENTS).out.split())
+    assert "estimated 25.0% of the rows" in out
+    [(factor, rows, transfers)] = re.findall(
+        r"at most (\d+) times .* and ([\d,]+) more on a rank, and ([\d.]+) ms", out
+    )
+    assert 2 <= int(factor) <= 8 and int(rows.replace(",", "")) > 0 and float(transfers) > 0
 
 
 def test_a_rank_without_tokens_has_no_capacity_factor_and_a_plan(equipoise, loads_file):

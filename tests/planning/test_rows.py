@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import LoadsError, RoutesError
-from equipoise.planning.rows import RankRows, count_rows, join_rows
+from equipoise.planning.rows import RankRows, count_rows, join_forecasts, join_rows, learn_unknown
 
 
 def routes_of(seed, *, micro_steps, layers, experts):
@@ -90,3 +90,33 @@ def test_ranks_that_announce_other_windows_are_refused(other):
     rows = {"load_MLE": np.ones((1, 1, 3), dtype=np.int64)}
     with pytest.raises(LoadsError, match="rank 1 has micro-steps, layers, experts and stage"):
         join_rows([RankRows(**rows), RankRows(**{**rows, **other})], layer_numbers=(0,))
+
+
+def test_of_an_unknown_window_nothing_is_known_but_its_size():
+    rows = RankRows.unknown(3, layers=2, experts=4, stage="recompute")
+    assert rows.load_MLE.shape == (3, 2, 4) and not rows.load_MLE.any()
+    assert not rows.coverage_ML.any() and rows.stage == "recompute" and not rows.has_ids
+    with pytest.raises(LoadsError, match="micro_steps"):
+        RankRows.unknown(0, layers=2, experts=4)
+
+
+def test_forecasts_of_ranks_are_put_together_and_one_that_saw_nothing_expects_nothing():
+    before_LE = np.arange(6).reshape(2, 3)
+    joined = join_forecasts([before_LE, None, 2 * before_LE])
+    assert joined.load_MLRE.shape == (1, 2, 3, 3)
+    assert joined.load_MLRE[0].transpose(1, 0, 2).tolist() == [
+        before_LE.tolist(),
+        [[0] * 3] * 2,
+        (2 * before_LE).tolist(),
+    ]
+    assert join_forecasts([None, None]) is None
+
+
+def test_what_is_learnt_is_half_the_last_windows_unknown_rows_by_micro_step():
+    known = RankRows(load_MLE=np.array([[[4, 0]], [[4, 2]]]), coverage_ML=np.full((2, 1), 0.5))
+    assert learn_unknown(None, np.array([[8, 2]]), known=known) is None, "every row was known"
+    first = learn_unknown(None, np.array([[10, 22]]), known=known)
+    assert first.tolist() == [[1, 10]]
+    second = learn_unknown(first, np.array([[48, 0]]), known=known)
+    assert second.tolist() == [[10, 5]], "(1 + 20) / 2, and fewer than known are none"
+    assert learn_unknown(second, np.array([[8, 2]]), known=known) is second
