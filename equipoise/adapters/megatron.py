@@ -35,7 +35,14 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, expert_parameters, inspect
+from equipoise.adapters.megatron_model import (
+    FoundChunks,
+    FoundMoE,
+    bare,
+    check_free_rows,
+    expert_parameters,
+    inspect,
+)
 from equipoise.adapters.protocol import Windowed, check_group, is_in_backward
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
@@ -43,6 +50,7 @@ from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Visit
 from equipoise.layer.experts import BalancedExperts, LayerOptions, VisitRows
+from equipoise.planning.rows import FreeTokens
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.node import ExpertWeights, SlotTensors
 from equipoise.transfer.waits import all_or_none, gather_objects
@@ -302,15 +310,23 @@ class MegatronHandle(Windowed):
         """Return where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""
         return self._gradients.get(working)
 
-    def submit(self, routes: Sequence[Sequence[Any]], *, stage: Stage = "update") -> None:
+    def submit(
+        self, routes: Sequence[Sequence[Any]], *, stage: Stage = "update", free: FreeTokens | None = None
+    ) -> None:
         """Plan the next window in the background, from what this rank will replay in it. Every rank must call this.
 
         Args:
             routes: routes[m][l] are the [T, K] ids of micro-step m and layer `found.layers[l]`, rows in the order in
                 which this rank's router sees them; an id that repeats in a row counts once; a row of -1 is unknown
+            free: free[m] is a [T] mask of rows that reach no loss: where one is -1 the dispatcher gives it the least
+                loaded experts, with the gates of those that its router chose
         """
+        if free is not None:
+            check_free_rows(self._config)
+            free = [torch.as_tensor(is_free_T).cpu().numpy() for is_free_T in free]
         if self._lent:
-            self.balancer.submit([[distinct(ids) for ids in by_layer] for by_layer in routes], stage=stage)
+            given = [[distinct(ids) for ids in by_layer] for by_layer in routes]
+            self.balancer.submit(given, stage=stage, free=free)
 
     def begin(self) -> None:
         """Begin the window: call it before Megatron's schedule. Every rank must call this."""

@@ -7,7 +7,7 @@ File of a LoadMatrix (`save`, `load`): an `.npz` without pickled objects, holdin
     format          "equipoise-loads-1"
     load_MLRE       any unsigned integer dtype
     stage           "recompute" or "update"
-    padding_MLRE, coverage_MLR, layer_numbers_L   if the matrix has them
+    padding_MLRE, coverage_MLR, filled_MLR, layer_numbers_L   if the matrix has them
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from equipoise.core.value import Value, as_array, frozen_array, int64_array, req
 
 Stage = Literal["recompute", "update"]
 LOADS_FORMAT = "equipoise-loads-1"
-OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
+OPTIONAL = ("padding_MLRE", "coverage_MLR", "filled_MLR", "layer_numbers_L")
 
 PaddingPolicy = Literal["spread", "arange", "first", "unknown"]
 """Which experts padding rows choose: `spread` the least loaded distinct ones (the plan chooses), `arange` distinct
@@ -184,7 +184,10 @@ class LoadMatrix(Value):
     padding_MLRE: np.ndarray | None = None
     """[M, L, R, E] the part of the load that is padding; None: no row is."""
     coverage_MLR: np.ndarray | None = None
-    """[M, L, R] share of the tokens whose route is known, 0 to 1; None: all are."""
+    """[M, L, R] share of the tokens whose experts are known, 0 to 1; None: all are."""
+    filled_MLR: np.ndarray | None = None
+    """[M, L, R] the part of the load whose experts no route says: rows of last and padding tokens that were given the
+    least loaded experts; None: no row was."""
     layer_numbers_L: np.ndarray | None = None
     """[L] global layer numbers, ascending; None: 0..L-1."""
     num_micro_steps: int = field(init=False, repr=False, compare=False)
@@ -213,6 +216,8 @@ class LoadMatrix(Value):
             object.__setattr__(self, "padding_MLRE", self._checked_padding())
         if self.coverage_MLR is not None:
             object.__setattr__(self, "coverage_MLR", self._checked_coverage())
+        if self.filled_MLR is not None:
+            object.__setattr__(self, "filled_MLR", self._checked_filled())
         if self.layer_numbers_L is not None:
             numbers = int64_array("layer_numbers_L", self.layer_numbers_L, ndim=1, error=LoadsError)
             if len(numbers) != self.num_layers or np.any(np.diff(numbers) <= 0):
@@ -243,16 +248,35 @@ class LoadMatrix(Value):
             raise LoadsError("coverage_MLR must be shares from 0 to 1, without NaN")
         return frozen_array(coverage)
 
+    def _checked_filled(self) -> np.ndarray:
+        filled = int64_array("filled_MLR", self.filled_MLR, ndim=3, low=0, error=LoadsError)
+        rows_MLR = self.load_MLRE.sum(axis=3)
+        if filled.shape != rows_MLR.shape:
+            raise LoadsError(f"filled_MLR has shape {filled.shape}, expected {rows_MLR.shape}")
+        over = np.argwhere(filled > rows_MLR)
+        if len(over):
+            place = tuple(int(i) for i in over[0])
+            raise LoadsError(
+                f"filled_MLR{list(place)} is {int(filled[place])}, more than the load it is part of, "
+                f"{int(rows_MLR[place])}; loads include rows that were filled"
+            )
+        return filled
+
+    @property
+    def num_filled(self) -> int:
+        """Rows that were given the least loaded experts, in all micro-steps, layers and ranks."""
+        return 0 if self.filled_MLR is None else int(self.filled_MLR.sum())
+
     def total_MLE(self) -> np.ndarray:
         """Return [M, L, E] rows of each expert, over all source ranks."""
         total: np.ndarray = self.load_MLRE.sum(axis=2)
         return total
 
     def without_padding(self) -> "LoadMatrix":
-        """Return the loads of real tokens alone."""
+        """Return the loads of real tokens alone, without saying which of their rows were filled."""
         if self.padding_MLRE is None:
             return self
-        return replace(self, load_MLRE=self.load_MLRE - self.padding_MLRE, padding_MLRE=None)
+        return replace(self, load_MLRE=self.load_MLRE - self.padding_MLRE, padding_MLRE=None, filled_MLR=None)
 
     def micro_steps(self, start: int, stop: int) -> "LoadMatrix":
         """Return micro-steps `start..stop-1` as a separate matrix."""
@@ -265,13 +289,9 @@ class LoadMatrix(Value):
         return tuple(self._cut(np.s_[:, :, start : start + ep]) for start in range(0, self.num_ranks, ep))
 
     def _cut(self, cut: Any) -> "LoadMatrix":
-        padding, coverage = self.padding_MLRE, self.coverage_MLR
-        return replace(
-            self,
-            load_MLRE=self.load_MLRE[cut],
-            padding_MLRE=None if padding is None else padding[cut],
-            coverage_MLR=None if coverage is None else coverage[cut],
-        )
+        kept = {name: getattr(self, name) for name in ("padding_MLRE", "coverage_MLR", "filled_MLR")}
+        parts = {name: array[cut] for name, array in kept.items() if array is not None}
+        return replace(self, load_MLRE=self.load_MLRE[cut], **parts)
 
     def save(self, path: str | Path) -> None:
         """Write the matrix to a compressed `.npz` file; integers in the narrowest unsigned dtype."""

@@ -13,6 +13,7 @@ Placement changes no bit of outputs and input gradients; replicas change none of
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -26,6 +27,7 @@ from equipoise.core.errors import InfeasiblePlanError, RoutesError, TopologyErro
 from equipoise.core.plan import Plan, Visit
 from equipoise.layer.dispatch import (
     Dispatch,
+    FilledRows,
     SourceSplit,
     WindowDispatches,
     assign_slots,
@@ -71,6 +73,7 @@ class Window:
         transfers: LayerTransfers,
         dispatches: WindowDispatches | None = None,
         mapped: MappedRows | None = None,
+        filled: Mapping[tuple[int, int], FilledRows] | None = None,
     ) -> None:
         """Take a plan into execution.
 
@@ -79,6 +82,7 @@ class Window:
             transfers: moves the experts of this plan
             dispatches: of all entries, on every rank or on none; None: layers make them, exchanging counts
             mapped: through which prepared rows are read; None: they are exchanged by the group's collectives
+            filled: by (micro-step, layer index), tokens whose experts the window chose
         """
         if plan.persistent:
             raise InfeasiblePlanError(
@@ -86,7 +90,7 @@ class Window:
                 "replicas live for one micro-step"
             )
         self.plan, self.rank, self.transfers = plan, rank, transfers
-        self.dispatches, self.mapped = dispatches, mapped
+        self.dispatches, self.mapped, self._filled = dispatches, mapped, dict(filled or {})
         self.nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
         shape_ML = (plan.loads.num_micro_steps, plan.loads.num_layers)
         self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
@@ -111,6 +115,15 @@ class Window:
             inside = sum(rows for rows, node in others if node == node_R[self.rank])
             self.sent_bytes[f"{name} inside"] += row_bytes * inside
             self.sent_bytes[f"{name} across"] += row_bytes * (sum(rows for rows, _ in others) - inside)
+
+    def fill(self, visit: Visit, ids_TK: Tensor) -> Tensor:
+        """Return the ids that one layer uses: the given ones, but those of tokens whose experts the window chose."""
+        entry = (visit.micro_step, visit.layer)
+        if entry not in self._filled:
+            return ids_TK
+        # Kept where the ids are: a layer that is computed again asks again.
+        filled = self._filled[entry] = self._filled[entry].to(str(ids_TK.device))
+        return filled.put(ids_TK)
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
         """This rank's split at one entry, where the ids are; read from the plan once."""
@@ -259,6 +272,7 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         home = home or self.enter(visit)
         # Step 2: where each row goes.
+        ids_TK = window.fill(visit, ids_TK)
         ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
         if prepared is None and window.dispatches is not None:
             prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(ids_TK.device))
