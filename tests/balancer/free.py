@@ -54,7 +54,7 @@ def fill(group, case, share, rows="auto"):
         with balancer_of(net, case, group, rows=rows) as balancer:
             balancer.submit(given.pop("routes", blanked(inputs, free)), **given)
             found[name], reports[name] = train(net, balancer, inputs, free), balancer.report
-        found[name]["coverage"] = net.blocks[0].experts.window.plan.loads.coverage_MLR
+        found[name]["estimated"] = net.blocks[0].experts.window.plan.estimated_share
 
     run("unfilled", window)
     run("filled", window, free=free)
