@@ -266,10 +266,9 @@ def fill_with_hooks(group: Any, layout: Layout, pads_with: str) -> dict[str, Any
 
     with shims.cpu_megatron(), parallel(layout), planned_by_kept_worker():
         steps, routes = prepare(layout)
-        for _, _, labels in (batch for one in steps for batch in one):
-            # The last rows as routers see them, samples side by side, are left out of the loss.
-            for row in range(LENGTH * SAMPLES - PADDED, LENGTH * SAMPLES):
-                labels[row % SAMPLES, row // SAMPLES] = -100
+        # The last rows as routers see them, samples side by side, are left out of the loss.
+        is_free = (torch.arange(LENGTH * SAMPLES) >= LENGTH * SAMPLES - PADDED).view(LENGTH, SAMPLES).T
+        steps = [[(m, text, labels.masked_fill(is_free, -100)) for m, text, labels in one] for one in steps]
         trainer = Trainer(build(layout), pads_with=pads_with, has_hooks=True, fills=True)
         with trainer_modules(pads_with), patch.object(megatron.MegatronHandle, "begin", note):
             found = trainer.train(steps, routes)
