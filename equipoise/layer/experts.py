@@ -118,12 +118,17 @@ class Window:
 
     def fill(self, visit: Visit, ids_TK: Tensor) -> Tensor:
         """Return the ids that one layer uses: the given ones, but those of tokens whose experts the window chose."""
+        filled = self.filled(visit, device=str(ids_TK.device))
+        return ids_TK if filled is None else filled.put(ids_TK)
+
+    def filled(self, visit: Visit, *, device: str) -> FilledRows | None:
+        """Return the tokens of one layer whose experts the window chose, if any."""
         entry = (visit.micro_step, visit.layer)
         if entry not in self._filled:
-            return ids_TK
-        # Kept where the ids are: a layer that is computed again asks again.
-        filled = self._filled[entry] = self._filled[entry].to(str(ids_TK.device))
-        return filled.put(ids_TK)
+            return None
+        # Kept on the device: a layer that is computed again asks again.
+        self._filled[entry] = self._filled[entry].to(device)
+        return self._filled[entry]
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
         """This rank's split at one entry, where the ids are; read from the plan once."""
@@ -272,10 +277,11 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         home = home or self.enter(visit)
         # Step 2: where each row goes.
-        ids_TK = window.fill(visit, ids_TK)
-        ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
-        if prepared is None and window.dispatches is not None:
-            prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(ids_TK.device))
+        prepared = prepared or self.prepared(visit, device=str(ids_TK.device))
+        # Whoever gives the dispatch's own ids has filled, ordered and compared them.
+        if prepared is None or ids_TK is not prepared.ids_TK:
+            ids_TK = window.fill(visit, ids_TK)
+            ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
         if prepared is not None:
             self._check_prepared(prepared, ids_TK, visit)
         dispatch = prepared or self._make_dispatch(ids_TK, visit)
@@ -300,6 +306,15 @@ class BalancedExperts(nn.Module):
         received_N1 = exchange_rows(gates_N1, send_R=send_R, receive_R=receive_R, group=self.group)
         gates_P1 = reorder_rows(received_N1, there_P=dispatch.source_P, back_N=dispatch.place_N)
         return sent._replace(gates=gates_P1.squeeze(1))
+
+    def filled(self, visit: Visit, *, device: str) -> FilledRows | None:
+        """Return the tokens of a visit whose experts the window chose, if any."""
+        return self._window_of(visit).filled(visit, device=device)
+
+    def prepared(self, visit: Visit, *, device: str) -> Dispatch | None:
+        """Return the window's own dispatch of a visit on a device, None where none was made ahead."""
+        dispatches = self._window_of(visit).dispatches
+        return None if dispatches is None else dispatches.upload(visit.micro_step, visit.layer, device=device)
 
     def compute(self, sent: VisitRows) -> VisitRows:
         """Apply each slot's expert to its rows: the second stage of `forward`, without communication of rows."""
@@ -390,7 +405,8 @@ class BalancedExperts(nn.Module):
                 "it for this micro-step's tokens"
             )
         # On the device, without waiting: `check_matched` reads the sum.
-        self.mismatches += (ids_TK != prepared.ids_TK).sum()
+        if ids_TK is not prepared.ids_TK:
+            self.mismatches += (ids_TK != prepared.ids_TK).sum()
         if self.options.is_checked and not prepared.is_same(self._make_dispatch(ids_TK, visit)):
             raise RoutesError(
                 f"layer index {self.layer}, micro-step {visit.micro_step}: the prepared dispatch is not the one that "
