@@ -164,7 +164,9 @@ class LentMoE(MoETokenDispatcher):
         if prepared is not None and prepared.ids_TK is not None and len(prepared.ids_TK) == len(routing_map):
             # What the router chose need not be sorted, only compared.
             ids_TK = prepared.ids_TK
-            self._count_others(routing_map, ids_TK, self.balanced.filled(visit, device=device))
+            window = self.balanced.window
+            assert window is not None, "entered"
+            self._count_others(routing_map, ids_TK, window.filled(visit, device=device))
         else:
             # Chosen experts first, ascending; what is behind them is no row.
             ids_TK = torch.argsort(routing_map.to(torch.uint8), dim=1, descending=True, stable=True)

@@ -307,10 +307,6 @@ class BalancedExperts(nn.Module):
         gates_P1 = reorder_rows(received_N1, there_P=dispatch.source_P, back_N=dispatch.place_N)
         return sent._replace(gates=gates_P1.squeeze(1))
 
-    def filled(self, visit: Visit, *, device: str) -> FilledRows | None:
-        """Return the tokens of a visit whose experts the window chose, if any."""
-        return self._window_of(visit).filled(visit, device=device)
-
     def prepared(self, visit: Visit, *, device: str) -> Dispatch | None:
         """Return the window's own dispatch of a visit on a device, None where none was made ahead."""
         dispatches = self._window_of(visit).dispatches
