@@ -159,14 +159,14 @@ class LentMoE(MoETokenDispatcher):
         if entered is None:
             return self._kept.dispatch_preprocess(tokens, routing_map, probs)
         self.hidden_shape = tokens.shape
-        visit, device = entered[0], str(routing_map.device)
-        prepared = self.balanced.prepared(visit, device=device)
+        visit, window, prepared = entered[0], self.balanced.window, None
+        assert window is not None, "entered"
+        if window.dispatches is not None:
+            prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(routing_map.device))
         if prepared is not None and prepared.ids_TK is not None and len(prepared.ids_TK) == len(routing_map):
             # What the router chose need not be sorted, only compared.
             ids_TK = prepared.ids_TK
-            window = self.balanced.window
-            assert window is not None, "entered"
-            self._count_others(routing_map, ids_TK, window.filled(visit, device=device))
+            self._count_others(routing_map, ids_TK, window.filled.get((visit.micro_step, visit.layer)))
         else:
             # Chosen experts first, ascending; what is behind them is no row.
             ids_TK = torch.argsort(routing_map.to(torch.uint8), dim=1, descending=True, stable=True)
@@ -182,7 +182,7 @@ class LentMoE(MoETokenDispatcher):
         other_T = (is_row_TK & ~routing_map.gather(1, ids_TK.clamp(min=0))).sum(dim=1)
         other_T += (routing_map.sum(dim=1) - is_row_TK.sum(dim=1)).clamp(min=0)
         if filled is not None:
-            other_T.index_fill_(0, filled.token_F, 0)
+            other_T.index_fill_(0, filled.token_F.to(other_T.device, non_blocking=True), 0)
         self.balanced.mismatches += other_T.sum()
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:

@@ -71,11 +71,6 @@ class FilledRows(NamedTuple):
         """Take arrays."""
         return cls(torch.from_numpy(token_F), torch.from_numpy(ids_FK), num_tokens)
 
-    def to(self, device: str) -> "FilledRows":
-        """Return the same on another device."""
-        token_F, ids_FK = (tensor.to(device, non_blocking=True) for tensor in self[:2])
-        return FilledRows(token_F, ids_FK, self.num_tokens)
-
     def put(self, ids_TK: Tensor) -> Tensor:
         """Return a copy of a layer's ids with those of the filled tokens in their place."""
         if len(ids_TK) != self.num_tokens:
@@ -83,7 +78,8 @@ class FilledRows(NamedTuple):
                 f"{len(ids_TK)} rows of ids came to a layer of which {len(self.token_F)} tokens are filled among "
                 f"{self.num_tokens}; give free tokens for the rows that this micro-step's router sees"
             )
-        return ids_TK.index_copy(0, self.token_F, self.ids_FK.to(ids_TK.dtype))
+        token_F = self.token_F.to(ids_TK.device, non_blocking=True)
+        return ids_TK.index_copy(0, token_F, self.ids_FK.to(ids_TK, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

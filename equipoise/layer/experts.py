@@ -90,7 +90,7 @@ class Window:
                 "replicas live for one micro-step"
             )
         self.plan, self.rank, self.transfers = plan, rank, transfers
-        self.dispatches, self.mapped, self._filled = dispatches, mapped, dict(filled or {})
+        self.dispatches, self.mapped, self.filled = dispatches, mapped, filled or {}
         self.nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
         shape_ML = (plan.loads.num_micro_steps, plan.loads.num_layers)
         self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
@@ -115,20 +115,6 @@ class Window:
             inside = sum(rows for rows, node in others if node == node_R[self.rank])
             self.sent_bytes[f"{name} inside"] += row_bytes * inside
             self.sent_bytes[f"{name} across"] += row_bytes * (sum(rows for rows, _ in others) - inside)
-
-    def fill(self, visit: Visit, ids_TK: Tensor) -> Tensor:
-        """Return the ids that one layer uses: the given ones, but those of tokens whose experts the window chose."""
-        filled = self.filled(visit, device=str(ids_TK.device))
-        return ids_TK if filled is None else filled.put(ids_TK)
-
-    def filled(self, visit: Visit, *, device: str) -> FilledRows | None:
-        """Return the tokens of one layer whose experts the window chose, if any."""
-        entry = (visit.micro_step, visit.layer)
-        if entry not in self._filled:
-            return None
-        # Kept on the device: a layer that is computed again asks again.
-        self._filled[entry] = self._filled[entry].to(device)
-        return self._filled[entry]
 
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
         """This rank's split at one entry, where the ids are; read from the plan once."""
@@ -277,10 +263,12 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         home = home or self.enter(visit)
         # Step 2: where each row goes.
-        prepared = prepared or self.prepared(visit, device=str(ids_TK.device))
+        if prepared is None and window.dispatches is not None:
+            prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(ids_TK.device))
         # Whoever gives the dispatch's own ids has filled, ordered and compared them.
         if prepared is None or ids_TK is not prepared.ids_TK:
-            ids_TK = window.fill(visit, ids_TK)
+            filled = window.filled.get((visit.micro_step, visit.layer))
+            ids_TK = ids_TK if filled is None else filled.put(ids_TK)
             ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
         if prepared is not None:
             self._check_prepared(prepared, ids_TK, visit)
@@ -306,11 +294,6 @@ class BalancedExperts(nn.Module):
         received_N1 = exchange_rows(gates_N1, send_R=send_R, receive_R=receive_R, group=self.group)
         gates_P1 = reorder_rows(received_N1, there_P=dispatch.source_P, back_N=dispatch.place_N)
         return sent._replace(gates=gates_P1.squeeze(1))
-
-    def prepared(self, visit: Visit, *, device: str) -> Dispatch | None:
-        """Return the window's own dispatch of a visit on a device, None where none was made ahead."""
-        dispatches = self._window_of(visit).dispatches
-        return None if dispatches is None else dispatches.upload(visit.micro_step, visit.layer, device=device)
 
     def compute(self, sent: VisitRows) -> VisitRows:
         """Apply each slot's expert to its rows: the second stage of `forward`, without communication of rows."""

@@ -173,7 +173,8 @@ class BackgroundPlanner:
             course = self._decide(rows.stage, measured_R)
             way, correction = course.next_way, course.correction
         loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers, top_k=self._model.top_k)
-        dispatches.filled = fill(rows_R, rank=self._group.rank, top_k=self._model.top_k)
+        if rows.free_ML is not None:
+            dispatches.filled = fill(rows_R, rank=self._group.rank, top_k=self._model.top_k)
 
         plans: list[Plan] = []
 

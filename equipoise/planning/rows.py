@@ -136,14 +136,17 @@ def join_rows(rows_R: Sequence[RankRows], *, layer_numbers: Sequence[int], top_k
         full_ML = np.ones(rows_R[0].load_MLE.shape[:2])
         coverage_MLR = np.stack([full_ML if rows.coverage_ML is None else rows.coverage_ML for rows in rows_R], axis=2)
     load_MLRE = np.stack([rows.load_MLE for rows in rows_R], axis=2)
-    free_MLR = _free_tokens(rows_R)
-    for m in np.flatnonzero(free_MLR.any(axis=(1, 2))):
-        load_MLRE[m] += spread_rows(load_MLRE[m].sum(axis=1), free_MLR[m], top_k)
+    filled_MLR = None
+    if any(rows.free_ML is not None for rows in rows_R):
+        free_MLR = _free_tokens(rows_R)
+        filled_MLR = free_MLR * top_k
+        for m in np.flatnonzero(free_MLR.any(axis=(1, 2))):
+            load_MLRE[m] += spread_rows(load_MLRE[m].sum(axis=1), free_MLR[m], top_k)
     return LoadMatrix(
         load_MLRE,
         stage=rows_R[0].stage,
         coverage_MLR=coverage_MLR,
-        filled_MLR=free_MLR * top_k if free_MLR.any() else None,
+        filled_MLR=filled_MLR,
         layer_numbers_L=np.array(layer_numbers),
     )
 
