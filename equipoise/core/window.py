@@ -213,29 +213,30 @@ class LoadMatrix(Value):
             )
         require_choice("stage", self.stage, Stage, error=LoadsError)
         if self.padding_MLRE is not None:
-            object.__setattr__(self, "padding_MLRE", self._checked_padding())
+            object.__setattr__(self, "padding_MLRE", self._checked_part("padding_MLRE", load))
         if self.coverage_MLR is not None:
             object.__setattr__(self, "coverage_MLR", self._checked_coverage())
         if self.filled_MLR is not None:
-            object.__setattr__(self, "filled_MLR", self._checked_filled())
+            object.__setattr__(self, "filled_MLR", self._checked_part("filled_MLR", load.sum(axis=3)))
         if self.layer_numbers_L is not None:
             numbers = int64_array("layer_numbers_L", self.layer_numbers_L, ndim=1, error=LoadsError)
             if len(numbers) != self.num_layers or np.any(np.diff(numbers) <= 0):
                 raise LoadsError(f"layer_numbers_L must be {self.num_layers} ascending numbers, got {numbers.tolist()}")
             object.__setattr__(self, "layer_numbers_L", numbers)
 
-    def _checked_padding(self) -> np.ndarray:
-        padding = int64_array("padding_MLRE", self.padding_MLRE, ndim=4, low=0, error=LoadsError)
-        if padding.shape != self.load_MLRE.shape:
-            raise LoadsError(f"padding_MLRE has shape {padding.shape}, load_MLRE has {self.load_MLRE.shape}")
-        over = np.argwhere(padding > self.load_MLRE)
+    def _checked_part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """Return a field that counts some of the rows of `whole`."""
+        part = int64_array(name, getattr(self, name), ndim=whole.ndim, low=0, error=LoadsError)
+        if part.shape != whole.shape:
+            raise LoadsError(f"{name} has shape {part.shape}, expected {whole.shape} of load_MLRE")
+        over = np.argwhere(part > whole)
         if len(over):
             place = tuple(int(i) for i in over[0])
             raise LoadsError(
-                f"padding_MLRE{list(place)} is {int(padding[place])}, more than the load it is part of, "
-                f"{int(self.load_MLRE[place])}; loads include padding"
+                f"{name}{list(place)} is {int(part[place])}, more than the load it is part of, {int(whole[place])}; "
+                "loads include these rows"
             )
-        return padding
+        return part
 
     def _checked_coverage(self) -> np.ndarray:
         given = as_array("coverage_MLR", self.coverage_MLR, error=LoadsError)
@@ -247,20 +248,6 @@ class LoadMatrix(Value):
         if not bool(np.all((coverage >= 0) & (coverage <= 1))):
             raise LoadsError("coverage_MLR must be shares from 0 to 1, without NaN")
         return frozen_array(coverage)
-
-    def _checked_filled(self) -> np.ndarray:
-        filled = int64_array("filled_MLR", self.filled_MLR, ndim=3, low=0, error=LoadsError)
-        rows_MLR = self.load_MLRE.sum(axis=3)
-        if filled.shape != rows_MLR.shape:
-            raise LoadsError(f"filled_MLR has shape {filled.shape}, expected {rows_MLR.shape}")
-        over = np.argwhere(filled > rows_MLR)
-        if len(over):
-            place = tuple(int(i) for i in over[0])
-            raise LoadsError(
-                f"filled_MLR{list(place)} is {int(filled[place])}, more than the load it is part of, "
-                f"{int(rows_MLR[place])}; loads include rows that were filled"
-            )
-        return filled
 
     @property
     def num_filled(self) -> int:
