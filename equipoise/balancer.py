@@ -27,10 +27,11 @@ from torch import nn
 from equipoise.core import Cluster, InfeasiblePlanError, ModelShape, RoutesError, Stage, TopologyError
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Plan, Visit
+from equipoise.layer.dispatch import FilledRows
 from equipoise.layer.experts import BalancedExperts, Window
 from equipoise.planning.background import BackgroundPlanner, Measured, Planned, owners_plan
 from equipoise.planning.report import WindowMeter, WindowReport
-from equipoise.planning.rows import RankRows, WindowRoutes, count_rows
+from equipoise.planning.rows import FreeTokens, RankRows, WindowRoutes, count_rows
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.engine import NoTransfers, TransferEngine
 from equipoise.transfer.host_store import HostStore
@@ -121,6 +122,11 @@ class Balancer(AbstractContextManager["Balancer"]):
         return None if self._meter is None else self._meter.plan
 
     @property
+    def filled(self) -> Mapping[tuple[int, int], FilledRows]:
+        """By (micro-step, layer index), the tokens of this rank to which the open window gave experts."""
+        return {} if self._meter is None else self._meter.filled
+
+    @property
     def has_own_gradients(self) -> bool:
         """Whether gradients accumulate elsewhere than in `grad`."""
         return self._gradient_of is not None
@@ -136,7 +142,12 @@ class Balancer(AbstractContextManager["Balancer"]):
         return self._engine.row_bytes
 
     def submit(
-        self, routes: WindowRoutes | None = None, *, micro_steps: int | None = None, stage: Stage = "update"
+        self,
+        routes: WindowRoutes | None = None,
+        *,
+        micro_steps: int | None = None,
+        stage: Stage = "update",
+        free: FreeTokens | None = None,
     ) -> None:
         """Take the routes of the next window, count them, and plan the window in the background; returns at once.
 
@@ -145,6 +156,8 @@ class Balancer(AbstractContextManager["Balancer"]):
             micro_steps: of a window of which nothing is recorded; unknown routes are expected to be like those that the
                 router chose in the windows before, of which the first computes every expert at its owner
             stage: recompute or update
+            free: free[m] is a [T] mask of tokens that reach no loss, such as padding: where their route is unknown the
+                window gives them the least loaded experts, whatever the router chooses. A disabled balancer does not
         """
         if (routes is None) == (micro_steps is None):
             raise RoutesError(
@@ -155,11 +168,11 @@ class Balancer(AbstractContextManager["Balancer"]):
             sizes = {"layers": self.model.layers, "experts": self.model.experts}
             routes = RankRows.unknown(micro_steps or 0, stage=stage, **sizes)
         allow_gaps = any(experts.options.has_gaps for experts in self.layers.values())
-        rows = count_rows(routes, experts=self.model.experts, stage=stage, allow_gaps=allow_gaps)
+        rows = count_rows(routes, experts=self.model.experts, stage=stage, allow_gaps=allow_gaps, free=free)
         if self._planner is None:
             self._unplanned.append(rows)
         else:
-            self._planner.submit(rows, routes)
+            self._planner.submit(rows, routes, free)
 
     def begin(self, *, with_weights: bool = True) -> None:
         """Wait for the plan, then start publishing experts to their homes and pulling replicas, layer by layer.
@@ -183,7 +196,12 @@ class Balancer(AbstractContextManager["Balancer"]):
             is_relayed = any(experts.options.dispatch == "two_level" for experts in self.layers.values())
             mapped = self._engine.map_rows(planned.plan, pad=pad, is_relayed=is_relayed)
         window = Window(
-            planned.plan, rank=self.group.rank(), transfers=self._engine, dispatches=dispatches, mapped=mapped
+            planned.plan,
+            rank=self.group.rank(),
+            transfers=self._engine,
+            dispatches=dispatches,
+            mapped=mapped,
+            filled=planned.filled,
         )
         meter = WindowMeter(self._engine.counters, planned, window)
         self._engine.open_window(planned.plan, with_weights=with_weights, rows=mapped)
@@ -231,11 +249,16 @@ class Balancer(AbstractContextManager["Balancer"]):
 
     @contextmanager
     def window(
-        self, routes: WindowRoutes | None = None, *, micro_steps: int | None = None, stage: Stage = "update"
+        self,
+        routes: WindowRoutes | None = None,
+        *,
+        micro_steps: int | None = None,
+        stage: Stage = "update",
+        free: FreeTokens | None = None,
     ) -> Iterator[None]:
         """Begin and end a window around a `with` block; submits it first where routes or micro-steps are given."""
         if routes is not None or micro_steps is not None:
-            self.submit(routes, micro_steps=micro_steps, stage=stage)
+            self.submit(routes, micro_steps=micro_steps, stage=stage, free=free)
         self.begin()
         yield
         self.end()

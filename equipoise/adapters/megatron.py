@@ -35,14 +35,23 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from equipoise.adapters.megatron_model import FoundChunks, FoundMoE, bare, expert_parameters, inspect
+from equipoise.adapters.megatron_model import (
+    FoundChunks,
+    FoundMoE,
+    bare,
+    check_free_rows,
+    expert_parameters,
+    inspect,
+)
 from equipoise.adapters.protocol import Windowed, check_group, is_in_backward
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
 from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Visit
+from equipoise.layer.dispatch import Dispatch, FilledRows
 from equipoise.layer.experts import BalancedExperts, LayerOptions, VisitRows
+from equipoise.planning.rows import FreeTokens
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.node import ExpertWeights, SlotTensors
 from equipoise.transfer.waits import all_or_none, gather_objects
@@ -77,8 +86,9 @@ class LentMoE(MoETokenDispatcher):
         self._layer, self._hook = layer, list[Any]()
         self._in_flight: deque[int] = deque()
         self._entered: tuple[Visit, ExpertWeights] | None = None
-        self._now: tuple[Tensor, Visit, ExpertWeights] | None = None
-        """Ids, visit and home weights of the pass between `dispatch_preprocess` and `combine_postprocess`."""
+        self._now: tuple[Tensor, Visit, ExpertWeights, Dispatch | None] | None = None
+        """Ids, visit, home weights and prepared dispatch of the pass between `dispatch_preprocess` and
+        `combine_postprocess`."""
         self._rows: VisitRows | None = None
         combine = torch.stack if self._is_copy else SlotTensors
         home = ExpertWeights(*(combine([same_memory(w) for w in weights]) for weights in self.weights))
@@ -149,18 +159,38 @@ class LentMoE(MoETokenDispatcher):
         if entered is None:
             return self._kept.dispatch_preprocess(tokens, routing_map, probs)
         self.hidden_shape = tokens.shape
-        # Chosen experts first, ascending; what is behind them is no row.
-        ids_TK = torch.argsort(routing_map.to(torch.uint8), dim=1, descending=True, stable=True)
-        ids_TK = ids_TK[:, : self.config.moe_router_topk]
-        self._now = (torch.where(routing_map.gather(1, ids_TK), ids_TK, -1), *entered)
-        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, ids_TK)
+        visit, window, prepared = entered[0], self.balanced.window, None
+        assert window is not None, "entered"
+        if window.dispatches is not None:
+            prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(routing_map.device))
+        if prepared is not None and prepared.ids_TK is not None and len(prepared.ids_TK) == len(routing_map):
+            # What the router chose need not be sorted, only compared.
+            ids_TK = prepared.ids_TK
+            self._count_others(routing_map, ids_TK, window.filled.get((visit.micro_step, visit.layer)))
+        else:
+            # Chosen experts first, ascending; what is behind them is no row.
+            ids_TK = torch.argsort(routing_map.to(torch.uint8), dim=1, descending=True, stable=True)
+            ids_TK = ids_TK[:, : self.config.moe_router_topk]
+            ids_TK = torch.where(routing_map.gather(1, ids_TK), ids_TK, -1)
+        self._now = (ids_TK, *entered, prepared)
+        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, ids_TK.clamp(min=0))
+
+    @torch.no_grad()
+    def _count_others(self, routing_map: Tensor, ids_TK: Tensor, filled: FilledRows | None) -> None:
+        """Count a routing map's rows that a prepared dispatch does not have, but for filled tokens; does not wait."""
+        is_row_TK = ids_TK >= 0
+        other_T = (is_row_TK & ~routing_map.gather(1, ids_TK.clamp(min=0))).sum(dim=1)
+        other_T += (routing_map.sum(dim=1) - is_row_TK.sum(dim=1)).clamp(min=0)
+        if filled is not None:
+            other_T.index_fill_(0, filled.token_F.to(other_T.device, non_blocking=True), 0)
+        self.balanced.mismatches += other_T.sum()
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """Send rows and gates to the ranks that compute them."""
         if self._now is None:
             return self._kept.token_dispatch(hidden_states, probs)
-        ids_TK, visit, home = self._now
-        self._rows = self.balanced.send(hidden_states, ids_TK, probs, visit, home=home)
+        ids_TK, visit, home, prepared = self._now
+        self._rows = self.balanced.send(hidden_states, ids_TK, probs, visit, home=home, prepared=prepared)
         return self._rows.rows_PD, self._rows.gates
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> Any:
@@ -302,15 +332,23 @@ class MegatronHandle(Windowed):
         """Return where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""
         return self._gradients.get(working)
 
-    def submit(self, routes: Sequence[Sequence[Any]], *, stage: Stage = "update") -> None:
+    def submit(
+        self, routes: Sequence[Sequence[Any]], *, stage: Stage = "update", free: FreeTokens | None = None
+    ) -> None:
         """Plan the next window in the background, from what this rank will replay in it. Every rank must call this.
 
         Args:
             routes: routes[m][l] are the [T, K] ids of micro-step m and layer `found.layers[l]`, rows in the order in
                 which this rank's router sees them; an id that repeats in a row counts once; a row of -1 is unknown
+            free: free[m] is a [T] mask of rows that reach no loss: where one is -1 the dispatcher gives it the least
+                loaded experts, whatever its router chooses
         """
+        if free is not None:
+            check_free_rows(self._config)
+            free = [torch.as_tensor(is_free_T).cpu().numpy() for is_free_T in free]
         if self._lent:
-            self.balancer.submit([[distinct(ids) for ids in by_layer] for by_layer in routes], stage=stage)
+            given = [[distinct(ids) for ids in by_layer] for by_layer in routes]
+            self.balancer.submit(given, stage=stage, free=free)
 
     def begin(self) -> None:
         """Begin the window: call it before Megatron's schedule. Every rank must call this."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core import __version__ as VERSION
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -140,6 +141,27 @@ REFUSED: tuple[Refusal, ...] = (
 )
 """Refused by configuration; `REFUSED_MODULES` by what the model is made of."""
 
+REACHES: tuple[Refusal, ...] = (
+    Refusal(
+        "auxiliary loss",
+        "moe_aux_loss_coeff",
+        lambda config: (
+            bool(np.any(np.asarray(config.moe_aux_loss_coeff or 0.0) > 0))
+            and _has("moe_router_load_balancing_type", "none", "sinkhorn")(config)
+        ),
+        "set moe_aux_loss_coeff=0",
+    ),
+    Refusal("z-loss", "moe_z_loss_coeff", _has("moe_z_loss_coeff", 0.0), "set moe_z_loss_coeff=None"),
+    Refusal(
+        "bias of experts",
+        "moe_router_bias_update_rate",
+        lambda config: _has("moe_router_enable_expert_bias")(config) and _has("moe_router_bias_update_rate", 0)(config),
+        "set moe_router_bias_update_rate=0",
+    ),
+    Refusal("multi-token prediction", "mtp_num_layers", _has("mtp_num_layers", 0), "train without MTP layers"),
+)
+"""What every row reaches, whatever the loss mask says: the router's losses and bias count all rows."""
+
 REFUSED_MODULES: Mapping[str, str] = {
     "Megatron-FSDP": "wrap the model in DistributedDataParallel",
     "LoRA on experts": "train the experts themselves, or merge the adapters",
@@ -243,6 +265,16 @@ def _moe_numbers(config: Any) -> tuple[int, ...]:
     """Return the MoE layers of the whole model, for a pipeline stage that has none of them."""
     every, layers = config.moe_layer_freq, range(config.num_layers)
     return tuple(n for n in layers if (n % every == 0 if isinstance(every, int) else every[n]))
+
+
+def check_free_rows(config: Any) -> None:
+    """Raise if rows that a loss mask leaves out reach a loss all the same, so that other experts would change it."""
+    for one in REACHES:
+        if one.is_set(config):
+            raise AdapterError(
+                f"no row is free: each reaches the {one.name} ({one.setting}={getattr(config, one.setting)!r}); "
+                f"{one.fix}, or let the router choose"
+            )
 
 
 def _version_reasons() -> Iterator[str]:

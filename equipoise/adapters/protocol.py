@@ -24,9 +24,13 @@ from equipoise.core import ModelShape, PaddingPolicy, Piece, RoutesError, Sample
 from equipoise.core.cluster import presets_like
 from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
+from equipoise.planning.rows import FreeTokens
 
 _TRACKER = ModuleTracker()
 """Tells whether a backward pass is running; it tracks nothing."""
+
+FILL = "fill_free_rows"
+"""The option of trainers that asks windows to fill rows that reach no loss."""
 
 RouteIds: TypeAlias = Tensor | Sequence[Any]
 """[L, T, K] ids as one tensor or array, or one [T, K] per MoE layer; -1 where the model routes itself."""
@@ -207,15 +211,14 @@ class MicroBatch:
     attention_mask: Any = None
     """[B, S] true at tokens, false at padding; None: padding is at the end of each row."""
     padding_policy: PaddingPolicy = "arange"
-    """Which experts padding rows get: `arange`, `first`, or `unknown` (the model routes them itself)."""
+    """Which experts padding rows get: `arange`, `first`, `unknown` (the model routes them itself), or `spread`: none
+    here, the least loaded ones in a window that is given `free_tokens`."""
 
     def __post_init__(self) -> None:
         for name in ("lengths", "routes", "starts"):
             given = getattr(self, name)
             if given and len(given) != len(self.samples):
                 raise ScheduleError(f"{name} names {len(given)} samples, the micro-batch has {len(self.samples)}")
-        if self.padding_policy == "spread":
-            raise ScheduleError("padding_policy 'spread' needs the loads of all ranks; use 'arange' or 'unknown' here")
         tokens = int(self.token_BS.sum())
         if tokens != sum(self.lengths):
             raise ScheduleError(
@@ -265,6 +268,22 @@ def routes_from(batch: MicroBatch, *, model: ModelShape) -> np.ndarray:
     return ids_TLK.transpose(1, 0, 2)
 
 
+def free_tokens(batch: MicroBatch) -> np.ndarray:
+    """Mark the rows of a micro-batch that reach no loss where attention is causal: padding, and samples' last tokens.
+
+    Returns: [T] bool, T = B x S, for a window's `free`; a sample without routes is not known to end
+    """
+    is_last = []
+    for index, length in enumerate(batch.lengths):
+        routes, start = batch.routes[index] if batch.routes else None, batch.starts[index] if batch.starts else 0
+        ends = routes is not None and start + length == routes.num_tokens
+        is_last.append((np.arange(length) == length - 1) & ends)
+    is_token_T = batch.token_BS.reshape(-1)
+    is_free_T = ~is_token_T
+    is_free_T[is_token_T] = np.concatenate([*is_last, np.zeros(0, dtype=np.bool_)])
+    return is_free_T
+
+
 def schedule_from(batches: Sequence[Sequence[MicroBatch]], *, stage: Stage = "update") -> Schedule:
     """Describe a trainer's own micro-batches as a schedule.
 
@@ -312,7 +331,7 @@ def _sample_rows(batch: MicroBatch, index: int, model: ModelShape) -> np.ndarray
 def _padding_rows(batch: MicroBatch, model: ModelShape) -> np.ndarray:
     """[P, L, K] ids of the padding tokens, as `loads.filling` counts them."""
     shape = (batch.num_padding, model.layers, model.top_k)
-    if batch.padding_policy == "unknown":
+    if batch.padding_policy in ("unknown", "spread"):
         return np.full(shape, -1)
     if batch.padding_policy == "first":
         return np.broadcast_to(np.arange(model.top_k), shape)
@@ -353,7 +372,7 @@ class Windowed(ABC):
     """A handle whose windows go around a `with` block; one that is left with an error ends on all ranks of the node."""
 
     @abstractmethod
-    def submit(self, routes: Any, *, stage: Stage = "update") -> None:
+    def submit(self, routes: Any, *, stage: Stage = "update", free: FreeTokens | None = None) -> None:
         """Plan the next window in the background. Every rank must call this."""
 
     @abstractmethod
@@ -369,10 +388,10 @@ class Windowed(ABC):
         """Give up the open window, on all ranks of the node: uninstall, load a checkpoint and install again."""
 
     @contextmanager
-    def window(self, routes: Any = None, *, stage: Stage = "update") -> Iterator[None]:
+    def window(self, routes: Any = None, *, stage: Stage = "update", free: FreeTokens | None = None) -> Iterator[None]:
         """Begin and end a window around a `with` block; submits `routes` first where given."""
         if routes is not None:
-            self.submit(routes, stage=stage)
+            self.submit(routes, stage=stage, free=free)
         self.begin()
         try:
             yield
@@ -397,19 +416,27 @@ def check_group(group: Any, *, advice: str) -> None:
         ) from error
 
 
+def fills_free(given: Mapping[str, Any]) -> bool:
+    """Return whether a trainer's configuration says under `equipoise` that windows fill rows that reach no loss."""
+    value = given.get(FILL, False)
+    if not isinstance(value, bool):
+        raise AdapterError(f"equipoise.{FILL} is {value!r}; give true or false")
+    return value
+
+
 def trainer_options(given: Mapping[str, Any], *, example: str) -> tuple[str, BalancerOptions]:
     """Return the cluster preset and the options of what a trainer's configuration says under `equipoise`.
 
     Args:
-        given: `cluster`, by default a preset of this GPU, and fields of `BalancerOptions`
+        given: `cluster`, by default a preset of this GPU, what `fills_free` reads, and fields of `BalancerOptions`
         example: how a user of this trainer names a cluster
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     preset = given.get("cluster") or next(iter(presets_like(device)), None)
     if preset is None:
         raise AdapterError(f"no cluster preset is made of {device}; give one as {example}")
-    options = {name: value for name, value in given.items() if name != "cluster"}
+    options = {name: value for name, value in given.items() if name not in ("cluster", FILL)}
     unknown = sorted(set(options) - {field.name for field in fields(BalancerOptions)})
     if unknown:
-        raise AdapterError(f"equipoise.{unknown[0]} is no option; give cluster and fields of BalancerOptions")
+        raise AdapterError(f"equipoise.{unknown[0]} is no option; give cluster, {FILL} and fields of BalancerOptions")
     return preset, BalancerOptions(**options)

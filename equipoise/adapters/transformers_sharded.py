@@ -41,6 +41,7 @@ from equipoise.adapters.protocol import (
     RouteIds,
     Windowed,
     check_group,
+    free_tokens,
     routes_from,
     schedule_from,
 )
@@ -51,7 +52,7 @@ from equipoise.core import Cluster, Stage
 from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
 from equipoise.layer.experts import BalancedExperts, LayerOptions
-from equipoise.planning.rows import WindowRoutes
+from equipoise.planning.rows import FreeTokens, WindowRoutes
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.node import ExpertWeights
 from equipoise.transfer.waits import all_or_none, gather_objects
@@ -62,6 +63,7 @@ __all__ = [
     "uninstall",
     "ShardedHandle",
     "routes_from",
+    "free_tokens",
     "schedule_from",
     "MicroBatch",
     "Recorded",
@@ -216,13 +218,14 @@ class ShardedHandle(Windowed):
         """
         return self.routers.forward_pass(micro_step, ids=ids, record=record)
 
-    def submit(self, routes: WindowRoutes, *, stage: Stage = "update") -> None:
+    def submit(self, routes: WindowRoutes, *, stage: Stage = "update", free: FreeTokens | None = None) -> None:
         """Plan the next window in the background. Every rank must call this.
 
         Args:
             routes: routes[m] are the ids [L, T, K] that this rank replays in micro-step m; -1 where unknown
+            free: as `Balancer.submit` takes it
         """
-        self.balancer.submit(routes, stage=stage)
+        self.balancer.submit(routes, stage=stage, free=free)
 
     def begin(self) -> None:
         """Begin the window that was submitted first. Every rank must call this."""

@@ -3,6 +3,7 @@
     VERL_USE_EXTERNAL_MODULES=equipoise.adapters.verl
     actor_rollout_ref.actor.megatron.router_replay.mode=R3                                  or R2
     +actor_rollout_ref.actor.megatron.override_mcore_model_config.equipoise.slots=1         optional, as are others
+    +actor_rollout_ref.actor.megatron.override_mcore_model_config.equipoise.fill_free_rows=true    optional
 
 Importing this module registers `BalancedEngine` for NVIDIA's GPUs, which verl prefers to the engine that it registers
 for any vendor; nothing of verl is replaced but, during one call, the name by which its engine finds Megatron's
@@ -11,13 +12,15 @@ schedule. Read and run was verl 0.9.1. These names of it are used:
    schedule with all micro-batches of an optimizer step, or of a log-prob pass (`forward_only`).
 2. `set_router_replay_data` cuts the routes of a micro-batch as the routers will see them, and leaves them in
    `router.router_replay`: `target_topk_idx`, and where `target_replay_mask` is false the router chooses by itself.
-   Its `forward_step` calls it for one micro-batch at a time; here it is called ahead for all of them.
+   Its `forward_step` calls it for one micro-batch at a time; here it is called ahead for all of them. In R3 the mask is
+   false at padding and at the last token of a sample, whose logits it does not use; in R2, which has no mask, one of
+   all tokens is cut here to find padding, where windows fill rows.
 3. `enable_routing_replay` of a batch says whether it replays; a batch of mode R2 without `routed_experts` records.
 """
 
 import copy
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,8 +37,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron import transformer_impl
 
 from equipoise.adapters.megatron import MegatronHandle, install
-from equipoise.adapters.megatron_model import bare, inspect
-from equipoise.adapters.protocol import trainer_options
+from equipoise.adapters.megatron_model import bare, check_free_rows, inspect
+from equipoise.adapters.protocol import fills_free, trainer_options
 from equipoise.core import Cluster
 from equipoise.core.errors import AdapterError
 from equipoise.transfer.waits import all_or_none, gather_objects
@@ -90,17 +93,30 @@ class BalancedEngine(transformer_impl.MegatronEngineWithLMHead):
         # A copy of verl's iterator leaves the micro-batches to the schedule.
         batches, routes = list(copy.copy(one)), list[list[Tensor]]()
         # Routes differ between ranks; where those of one are missing, all ranks of the training stop.
-        check = partial(self._fill, routes, batches)
+        check, fills = partial(self._fill, routes, batches), self._fills_free
         all_or_none(check, partial(gather_objects, group=dist.group.WORLD))
         if self.handle is None:
             self.handle = self._install()
-        with self.handle.window(routes, stage="recompute" if forward_only else "update"):
+        # Rows that a router chooses for by itself are those whose logits verl does not use, in all layers alike.
+        free = [(by_layer[0] < 0).all(dim=1) for by_layer in routes if by_layer] if fills else None
+        with self.handle.window(routes, stage="recompute" if forward_only else "update", free=free or None):
             return schedule(data_iterator=data_iterator, forward_only=forward_only, **given)
+
+    @property
+    def _given(self) -> Mapping[str, Any]:
+        """What `override_mcore_model_config` says under `equipoise`."""
+        return self.engine_config.override_mcore_model_config.get("equipoise", {})
+
+    @property
+    def _fills_free(self) -> bool:
+        return fills_free(self._given)
 
     def _fill(self, routes: list[list[Tensor]], batches: Sequence[Any]) -> None:
         """Append the ids that this rank's routers will replay, by micro-step and layer."""
         if self.engine_config.dynamic_context_parallel:
             raise AdapterError("dynamic_context_parallel is not supported; set it to false")
+        if self._fills_free:
+            check_free_rows(self.tf_config)
         layers = inspect(self.module).layers if self.handle is None else self.handle.found.layers
         chunks = [bare(chunk) for chunk in self.module]
         routers = [chunks[one.chunk].get_submodule(one.path).mlp.router for one in layers]
@@ -126,6 +142,10 @@ class BalancedEngine(transformer_impl.MegatronEngineWithLMHead):
             if self.engine_config.router_replay.mode == "R3":
                 routes = router_replay_utils.align_r3_router_replay_data(routes, found["input_ids"])
                 mask = router_replay_utils.build_r3_replay_mask(found["input_ids"], found["response_mask"])
+            elif self._fills_free and routes.is_nested:
+                mask = torch.nested.nested_tensor_from_jagged(
+                    torch.ones(len(routes.values()), dtype=torch.bool, device=routes.device), offsets=routes.offsets()
+                )
             router_replay_utils.set_router_replay_data(
                 routes, found.get("attention_mask"), self.tf_config, replay_mask=mask, model=chunks
             )
@@ -134,8 +154,7 @@ class BalancedEngine(transformer_impl.MegatronEngineWithLMHead):
 
     def _install(self) -> MegatronHandle:
         """Balance the model's experts, with the options of `override_mcore_model_config.equipoise`."""
-        given = self.engine_config.override_mcore_model_config.get("equipoise", {})
-        preset, options = trainer_options(given, example="equipoise.cluster=h200")
+        preset, options = trainer_options(self._given, example="equipoise.cluster=h200")
         # Ray decides which machine a rank runs on.
         hosts = gather_objects(socket.gethostname(), parallel_state.get_expert_model_parallel_group())
         nodes = [list(dict.fromkeys(hosts)).index(host) for host in hosts]

@@ -221,7 +221,8 @@ def show_analysis(analysis: "Analysis", console: Console, *, source: str) -> Non
     # Rounded down, so that 100 % means all.
     known = f"{math.floor(analysis.coverage * 1000) / 10:g} %"
     rows = f"{_short_count(analysis.rows)} rows, {analysis.padding:.1%} of them padding"
-    console.print(f"{analysis.micro_steps} micro-steps, {rows}, routes known: {known}\n")
+    filled = f", {analysis.filled:.2%} of the rows filled" if analysis.filled else ""
+    console.print(f"{analysis.micro_steps} micro-steps, {rows}, routes known: {known}{filled}\n")
     console.print(analysis_answer(analysis))
 
     console.print(_heading("Time in expert layers per step", f"{seconds_unit(analysis)}, all predicted"))

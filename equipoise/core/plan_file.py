@@ -17,7 +17,7 @@ File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype 
         model              every field of `ModelShape`
         depth              visits ahead that pulls may start; null if the plan has no itinerary
     stage                  "recompute" or "update"
-    load_MLRE              the planned rows; padding_MLRE, coverage_MLR, layer_numbers_L if there are any
+    load_MLRE              the planned rows; padding_MLRE, coverage_MLR, filled_MLR, layer_numbers_L if there are any
     home_LE, home_slot_LE  [L, E] home rank and slot
     start_ML               [M * L + 1] where the replicas of entry m * L + l begin
     expert_P, rank_P, rows_P   [P] replicas

@@ -7,7 +7,7 @@ File of a LoadMatrix (`save`, `load`): an `.npz` without pickled objects, holdin
     format          "equipoise-loads-1"
     load_MLRE       any unsigned integer dtype
     stage           "recompute" or "update"
-    padding_MLRE, coverage_MLR, layer_numbers_L   if the matrix has them
+    padding_MLRE, coverage_MLR, filled_MLR, layer_numbers_L   if the matrix has them
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from equipoise.core.value import Value, as_array, frozen_array, int64_array, req
 
 Stage = Literal["recompute", "update"]
 LOADS_FORMAT = "equipoise-loads-1"
-OPTIONAL = ("padding_MLRE", "coverage_MLR", "layer_numbers_L")
+OPTIONAL = ("padding_MLRE", "coverage_MLR", "filled_MLR", "layer_numbers_L")
 
 PaddingPolicy = Literal["spread", "arange", "first", "unknown"]
 """Which experts padding rows choose: `spread` the least loaded distinct ones (the plan chooses), `arange` distinct
@@ -184,7 +184,10 @@ class LoadMatrix(Value):
     padding_MLRE: np.ndarray | None = None
     """[M, L, R, E] the part of the load that is padding; None: no row is."""
     coverage_MLR: np.ndarray | None = None
-    """[M, L, R] share of the tokens whose route is known, 0 to 1; None: all are."""
+    """[M, L, R] share of the tokens whose experts are known, 0 to 1; None: all are."""
+    filled_MLR: np.ndarray | None = None
+    """[M, L, R] the part of the load whose experts no route says: rows of last and padding tokens that were given the
+    least loaded experts; None: no row was."""
     layer_numbers_L: np.ndarray | None = None
     """[L] global layer numbers, ascending; None: 0..L-1."""
     num_micro_steps: int = field(init=False, repr=False, compare=False)
@@ -210,27 +213,30 @@ class LoadMatrix(Value):
             )
         require_choice("stage", self.stage, Stage, error=LoadsError)
         if self.padding_MLRE is not None:
-            object.__setattr__(self, "padding_MLRE", self._checked_padding())
+            object.__setattr__(self, "padding_MLRE", self._checked_part("padding_MLRE", load))
         if self.coverage_MLR is not None:
             object.__setattr__(self, "coverage_MLR", self._checked_coverage())
+        if self.filled_MLR is not None:
+            object.__setattr__(self, "filled_MLR", self._checked_part("filled_MLR", load.sum(axis=3)))
         if self.layer_numbers_L is not None:
             numbers = int64_array("layer_numbers_L", self.layer_numbers_L, ndim=1, error=LoadsError)
             if len(numbers) != self.num_layers or np.any(np.diff(numbers) <= 0):
                 raise LoadsError(f"layer_numbers_L must be {self.num_layers} ascending numbers, got {numbers.tolist()}")
             object.__setattr__(self, "layer_numbers_L", numbers)
 
-    def _checked_padding(self) -> np.ndarray:
-        padding = int64_array("padding_MLRE", self.padding_MLRE, ndim=4, low=0, error=LoadsError)
-        if padding.shape != self.load_MLRE.shape:
-            raise LoadsError(f"padding_MLRE has shape {padding.shape}, load_MLRE has {self.load_MLRE.shape}")
-        over = np.argwhere(padding > self.load_MLRE)
+    def _checked_part(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """Return a field that counts some of the rows of `whole`."""
+        part = int64_array(name, getattr(self, name), ndim=whole.ndim, low=0, error=LoadsError)
+        if part.shape != whole.shape:
+            raise LoadsError(f"{name} has shape {part.shape}, expected {whole.shape} of load_MLRE")
+        over = np.argwhere(part > whole)
         if len(over):
             place = tuple(int(i) for i in over[0])
             raise LoadsError(
-                f"padding_MLRE{list(place)} is {int(padding[place])}, more than the load it is part of, "
-                f"{int(self.load_MLRE[place])}; loads include padding"
+                f"{name}{list(place)} is {int(part[place])}, more than the load it is part of, {int(whole[place])}; "
+                "loads include these rows"
             )
-        return padding
+        return part
 
     def _checked_coverage(self) -> np.ndarray:
         given = as_array("coverage_MLR", self.coverage_MLR, error=LoadsError)
@@ -243,16 +249,21 @@ class LoadMatrix(Value):
             raise LoadsError("coverage_MLR must be shares from 0 to 1, without NaN")
         return frozen_array(coverage)
 
+    @property
+    def num_filled(self) -> int:
+        """Rows that were given the least loaded experts, in all micro-steps, layers and ranks."""
+        return 0 if self.filled_MLR is None else int(self.filled_MLR.sum())
+
     def total_MLE(self) -> np.ndarray:
         """Return [M, L, E] rows of each expert, over all source ranks."""
         total: np.ndarray = self.load_MLRE.sum(axis=2)
         return total
 
     def without_padding(self) -> "LoadMatrix":
-        """Return the loads of real tokens alone."""
+        """Return the loads of real tokens alone, without saying which of their rows were filled."""
         if self.padding_MLRE is None:
             return self
-        return replace(self, load_MLRE=self.load_MLRE - self.padding_MLRE, padding_MLRE=None)
+        return replace(self, load_MLRE=self.load_MLRE - self.padding_MLRE, padding_MLRE=None, filled_MLR=None)
 
     def micro_steps(self, start: int, stop: int) -> "LoadMatrix":
         """Return micro-steps `start..stop-1` as a separate matrix."""
@@ -265,13 +276,9 @@ class LoadMatrix(Value):
         return tuple(self._cut(np.s_[:, :, start : start + ep]) for start in range(0, self.num_ranks, ep))
 
     def _cut(self, cut: Any) -> "LoadMatrix":
-        padding, coverage = self.padding_MLRE, self.coverage_MLR
-        return replace(
-            self,
-            load_MLRE=self.load_MLRE[cut],
-            padding_MLRE=None if padding is None else padding[cut],
-            coverage_MLR=None if coverage is None else coverage[cut],
-        )
+        kept = {name: getattr(self, name) for name in ("padding_MLRE", "coverage_MLR", "filled_MLR")}
+        parts = {name: array[cut] for name, array in kept.items() if array is not None}
+        return replace(self, load_MLRE=self.load_MLRE[cut], **parts)
 
     def save(self, path: str | Path) -> None:
         """Write the matrix to a compressed `.npz` file; integers in the narrowest unsigned dtype."""

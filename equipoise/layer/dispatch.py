@@ -17,7 +17,7 @@ Invariants (asserted by the tests):
 4. With planned routes, the prepared dispatch equals the one that the layer would make with an exchange of counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, fields, replace
@@ -51,6 +51,32 @@ def stable_order(keys_N: Tensor, *, below: int) -> Tensor:
     if keys_N.device.type != "cpu" or below > _DIGITS:
         return torch.argsort(keys_N, stable=True)
     return torch.from_numpy(np.argsort(keys_N.numpy().astype(np.uint16), kind="stable"))
+
+
+class FilledRows(NamedTuple):
+    """Tokens of one (micro-step, layer) that get the window's experts instead of those that their router chooses."""
+
+    token_F: Tensor
+    """[F] their places among the ids' rows."""
+    ids_FK: Tensor
+    """[F, K] distinct experts."""
+    num_tokens: int
+    """Rows of the ids, T."""
+
+    @classmethod
+    def of(cls, token_F: np.ndarray, ids_FK: np.ndarray, *, num_tokens: int) -> "FilledRows":
+        """Take arrays."""
+        return cls(torch.from_numpy(token_F), torch.from_numpy(ids_FK), num_tokens)
+
+    def put(self, ids_TK: Tensor) -> Tensor:
+        """Return a copy of a layer's ids with those of the filled tokens in their place."""
+        if len(ids_TK) != self.num_tokens:
+            raise RoutesError(
+                f"{len(ids_TK)} rows of ids came to a layer of which {len(self.token_F)} tokens are filled among "
+                f"{self.num_tokens}; give free tokens for the rows that this micro-step's router sees"
+            )
+        token_F = self.token_F.to(ids_TK.device, non_blocking=True)
+        return ids_TK.index_copy(0, token_F, self.ids_FK.to(ids_TK, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,11 +454,13 @@ class WindowDispatches:
         """Take the routes that will be replayed; they are read until all dispatches are made.
 
         Args:
-            routes: routes[m][l] are [T, K] ids, all known
+            routes: routes[m][l] are [T, K] ids, all known but those that are filled
             timeout_s: bound on waiting for one dispatch
             is_mapped: make them for ranks that map each other's memory
         """
         self._routes, self._timeout_s, self.is_mapped = routes, timeout_s, is_mapped
+        self.filled: Mapping[tuple[int, int], FilledRows] = {}
+        """By (micro-step, layer index), known once the window is planned."""
         entries = [(m, layer) for m, by_layer in enumerate(routes) for layer in range(len(by_layer))]
         self._made: dict[tuple[int, int], Future[PackedDispatch]] = {entry: Future() for entry in entries}
         self._after: dict[tuple[int, int], tuple[int, int]] = {}
@@ -456,6 +484,8 @@ class WindowDispatches:
                 break
             try:
                 ids_TK = torch.from_numpy(np.asarray(self._routes[micro_step][layer]).astype(np.int64))
+                if (micro_step, layer) in self.filled:
+                    ids_TK = self.filled[micro_step, layer].put(ids_TK)
                 dispatch = layers[layer].prepare(ids_TK, micro_step, plan=plan, swap=swap, is_mapped=self.is_mapped)
                 future.set_result(dispatch.packed(is_pinned=layers[layer].gate_up.is_cuda))
             except Exception as error:  # noqa: BLE001  # raised where the entry is asked for, whatever it is

@@ -62,11 +62,19 @@ def activate_backward(grad_NF: Tensor, pre_NF: Tensor, activation: Activation) -
         fused = fused_for(grad_NF, pre_NF)
         if fused is not None:
             return fused.swiglu_backward(grad_NF, pre_NF)
-        gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
-        # The same operations as in autograd, so that a framework that uses autograd gets the same bits.
-        grad_gate_NF = torch.ops.aten.silu_backward(grad_NF * up_NF, gate_NF)
-        return torch.cat([grad_gate_NF, grad_NF * torch.nn.functional.silu(gate_NF)], dim=-1)
+        return _swiglu_backward(grad_NF, pre_NF, torch.nn.functional.silu(pre_NF.chunk(2, dim=-1)[0]))
     return _gpt_oss_backward(grad_NF, pre_NF)
+
+
+def _swiglu_backward(grad_NF: Tensor, pre_NF: Tensor, silu_NF: Tensor) -> Tensor:
+    """Return the gradient of swiglu in its input, given silu of its gate."""
+    gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
+    grad_pre_NF = torch.empty_like(pre_NF)
+    grad_gate_NF, grad_up_NF = grad_pre_NF.chunk(2, dim=-1)
+    # The same operations as in autograd, so that a framework that uses autograd gets the same bits.
+    torch.ops.aten.silu_backward.grad_input(grad_NF * up_NF, gate_NF, grad_input=grad_gate_NF)
+    torch.mul(grad_NF, silu_NF, out=grad_up_NF)
+    return grad_pre_NF
 
 
 def _gpt_oss_backward(grad_NF: Tensor, pre_NF: Tensor) -> Tensor:
@@ -91,14 +99,21 @@ def gated_backward(
         pre_NF: [N, 2F] the activation's input
         gates_N: [N] that multiply the activation; None: none do
     """
-    act_NF = activate(pre_NF, activation)
-    if gates_N is None:
-        return activate_backward(grad_NF, pre_NF, activation), act_NF, None
-    wide_NF = grad_NF.to(torch.promote_types(act_NF.dtype, gates_N.dtype))
-    grad_gates_N = (wide_NF * act_NF).sum(dim=1).to(gates_N.dtype)
-    grad_act_NF = (wide_NF * gates_N[:, None]).to(act_NF.dtype)
-    gated_NF = (act_NF * gates_N[:, None]).to(act_NF.dtype)
-    return activate_backward(grad_act_NF, pre_NF, activation), gated_NF, grad_gates_N
+    # Plain swiglu computes silu once, for its output and for its gradient.
+    silu_NF = None
+    if activation == "swiglu" and fused_for(grad_NF, pre_NF) is None:
+        gate_NF, up_NF = pre_NF.chunk(2, dim=-1)
+        silu_NF = torch.nn.functional.silu(gate_NF)
+    act_NF = activate(pre_NF, activation) if silu_NF is None else silu_NF * up_NF
+    grad_gates_N = None
+    if gates_N is not None:
+        wide_NF = grad_NF.to(torch.promote_types(act_NF.dtype, gates_N.dtype))
+        grad_gates_N = (wide_NF * act_NF).sum(dim=1).to(gates_N.dtype)
+        grad_NF = (wide_NF * gates_N[:, None]).to(act_NF.dtype)
+        act_NF = (act_NF * gates_N[:, None]).to(act_NF.dtype)
+    if silu_NF is None:
+        return activate_backward(grad_NF, pre_NF, activation), act_NF, grad_gates_N
+    return _swiglu_backward(grad_NF, pre_NF, silu_NF), act_NF, grad_gates_N
 
 
 Products = Literal["grouped", "loop"]
@@ -302,7 +317,12 @@ def _product(rows_NX: Tensor, weights_SXY: Tensor, end_S: Tensor, options: Block
         return rows_NX.new_empty((0, weights_SXY.shape[2]))
     if options.products == "grouped":
         return torch.nn.functional.grouped_mm(rows_NX, weights_SXY, offs=end_S)
-    return torch.cat([rows_NX[cut] @ weights_SXY[slot] for slot, cut in enumerate(_cuts(end_S))])
+    cuts = _cuts(end_S)
+    # Written where they belong, without a copy; rows behind the last group have none.
+    found_NY = rows_NX.new_empty((cuts[-1].stop if cuts else 0, weights_SXY.shape[2]))
+    for slot, cut in enumerate(cuts):
+        torch.mm(rows_NX[cut], weights_SXY[slot], out=found_NY[cut])
+    return found_NY
 
 
 def _sum_products(left_NX: Tensor, right_NY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
@@ -311,7 +331,10 @@ def _sum_products(left_NX: Tensor, right_NY: Tensor, end_S: Tensor, options: Blo
         return left_NX.new_zeros((end_S.numel(), left_NX.shape[1], right_NY.shape[1]))
     if options.products == "grouped":
         return torch.nn.functional.grouped_mm(left_NX.t(), right_NY, offs=end_S)
-    return torch.stack([left_NX[cut].T @ right_NY[cut] for cut in _cuts(end_S)])
+    found_SXY = left_NX.new_empty((end_S.numel(), left_NX.shape[1], right_NY.shape[1]))
+    for slot, cut in enumerate(_cuts(end_S)):
+        torch.mm(left_NX[cut].T, right_NY[cut], out=found_SXY[slot])
+    return found_SXY
 
 
 def _sum_groups(rows_NX: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:

@@ -13,6 +13,7 @@ Placement changes no bit of outputs and input gradients; replicas change none of
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -26,6 +27,7 @@ from equipoise.core.errors import InfeasiblePlanError, RoutesError, TopologyErro
 from equipoise.core.plan import Plan, Visit
 from equipoise.layer.dispatch import (
     Dispatch,
+    FilledRows,
     SourceSplit,
     WindowDispatches,
     assign_slots,
@@ -71,6 +73,7 @@ class Window:
         transfers: LayerTransfers,
         dispatches: WindowDispatches | None = None,
         mapped: MappedRows | None = None,
+        filled: Mapping[tuple[int, int], FilledRows] | None = None,
     ) -> None:
         """Take a plan into execution.
 
@@ -79,6 +82,7 @@ class Window:
             transfers: moves the experts of this plan
             dispatches: of all entries, on every rank or on none; None: layers make them, exchanging counts
             mapped: through which prepared rows are read; None: they are exchanged by the group's collectives
+            filled: by (micro-step, layer index), tokens whose experts the window chose
         """
         if plan.persistent:
             raise InfeasiblePlanError(
@@ -86,7 +90,7 @@ class Window:
                 "replicas live for one micro-step"
             )
         self.plan, self.rank, self.transfers = plan, rank, transfers
-        self.dispatches, self.mapped = dispatches, mapped
+        self.dispatches, self.mapped, self.filled = dispatches, mapped, filled or {}
         self.nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
         shape_ML = (plan.loads.num_micro_steps, plan.loads.num_layers)
         self.arrived_ML: np.ndarray = np.full(shape_ML, -1, dtype=np.int64)
@@ -270,9 +274,13 @@ class BalancedExperts(nn.Module):
         window = self._window_of(visit)
         home = home or self.enter(visit)
         # Step 2: where each row goes.
-        ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
         if prepared is None and window.dispatches is not None:
             prepared = window.dispatches.upload(visit.micro_step, visit.layer, device=str(ids_TK.device))
+        # Whoever gives the dispatch's own ids has filled, ordered and compared them.
+        if prepared is None or ids_TK is not prepared.ids_TK:
+            filled = window.filled.get((visit.micro_step, visit.layer))
+            ids_TK = ids_TK if filled is None else filled.put(ids_TK)
+            ids_TK, gates_TK = order_columns(ids_TK, gates_TK, order=self.options.combine_order)
         if prepared is not None:
             self._check_prepared(prepared, ids_TK, visit)
         dispatch = prepared or self._make_dispatch(ids_TK, visit)
@@ -388,7 +396,8 @@ class BalancedExperts(nn.Module):
                 "it for this micro-step's tokens"
             )
         # On the device, without waiting: `check_matched` reads the sum.
-        self.mismatches += (ids_TK != prepared.ids_TK).sum()
+        if ids_TK is not prepared.ids_TK:
+            self.mismatches += (ids_TK != prepared.ids_TK).sum()
         if self.options.is_checked and not prepared.is_same(self._make_dispatch(ids_TK, visit)):
             raise RoutesError(
                 f"layer index {self.layer}, micro-step {visit.micro_step}: the prepared dispatch is not the one that "

@@ -268,7 +268,8 @@ def _fetch_rows(mapped: MappedRows, tables: MappedTables) -> Tensor:
     for rank, views in mapped.views.items():
         at = (tables.sent_P.div(tables.sent_stride, rounding_mode="floor") == rank).nonzero().flatten()
         token = views.order_N[tables.sent_P[at] % tables.sent_stride] // top_k
-        rows_PD[at] = views.tokens_TD[token]
+        # Copies whole rows, which an index copies number by number on CPUs.
+        rows_PD.index_copy_(0, at, views.tokens_TD.index_select(0, token))
     return rows_PD
 
 
@@ -283,7 +284,7 @@ def _add_columns(mapped: MappedRows, tables: MappedTables, gates_TK: Tensor | No
         part_TD = own.rows_PD.new_empty(total_TD.shape)
         for rank, views in mapped.views.items():
             at = (place_T // stride == rank).nonzero().flatten()
-            part_TD[at] = views.rows_PD[place_T[at] % stride]
+            part_TD.index_copy_(0, at, views.rows_PD.index_select(0, place_T[at] % stride))
         total_TD += part_TD if gates_TK is None else part_TD * gates_TK[:, column, None]
     return total_TD.to(own.rows_PD.dtype)
 
@@ -298,7 +299,7 @@ def _combine_backward(mapped: MappedRows, tables: MappedTables, out_PD: Tensor, 
     for rank, views in mapped.views.items():
         at = (sent_P.div(stride, rounding_mode="floor") == rank).nonzero().flatten()
         order = views.order_N[sent_P[at] % stride].long()
-        grads = views.tokens_TD[order // top_k]
+        grads = views.tokens_TD.index_select(0, order // top_k)
         gates = typed(views.gates_X, views.tokens_TD.shape[0] * top_k, dots_P.dtype)[order]
         grad_PD[at] = (grads * gates[:, None]).to(out_PD.dtype)
         dots_P[at] = (out_PD[at] * grads).sum(dim=1, dtype=dots_P.dtype)

@@ -150,6 +150,7 @@ class _Window:
         self.load_MLRE = np.zeros((*shape, self.model.experts), dtype=np.int64)
         self.padding_MLRE: np.ndarray | None = None
         self.unknown_MLR = np.zeros(shape, dtype=np.int64)
+        self.filled_MLR = np.zeros(shape, dtype=np.int64)
         self.last_MR = np.zeros((schedule.micro_steps, schedule.ranks), dtype=np.int64)
 
     def add(self, sample: SampleRoutes | _CountedSample, piece: Piece, found: RangeCount) -> None:
@@ -193,10 +194,12 @@ class _Window:
             stage=self.schedule.stage,
             padding_MLRE=self.padding_MLRE,
             coverage_MLR=coverage_MLR,
+            filled_MLR=self.filled_MLR if self.filled_MLR.any() else None,
             layer_numbers_L=np.array(self.layer_numbers),
         )
 
     def _spread_rows(self, m: int, cut: slice, tokens_R: np.ndarray) -> np.ndarray:
+        self.filled_MLR[m, :, cut] += tokens_R * self.model.top_k
         return spread_rows(self.load_MLRE[m, :, cut].sum(axis=1), tokens_R, self.model.top_k)
 
     def _pad(self, m: int, cut: slice, tokens_R: np.ndarray) -> None:

@@ -238,7 +238,11 @@ def complete(loads: LoadMatrix, *, forecast: LoadMatrix | None = None) -> tuple[
     total = int(full.sum())
     share = (total - int(loads.load_MLRE.sum())) / total if total else 0.0
     completed = LoadMatrix(
-        full, stage=loads.stage, padding_MLRE=loads.padding_MLRE, layer_numbers_L=loads.layer_numbers_L
+        full,
+        stage=loads.stage,
+        padding_MLRE=loads.padding_MLRE,
+        filled_MLR=loads.filled_MLR,
+        layer_numbers_L=loads.layer_numbers_L,
     )
     return completed, share
 

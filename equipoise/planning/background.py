@@ -1,7 +1,7 @@
 """`BackgroundPlanner` plans one window after another while training goes on, the same plan on every rank.
 
 Steps of a window, in one background thread per rank, in the order in which windows were submitted:
-1. Exchange every rank's rows once, over a gloo group of its own.
+1. Exchange every rank's rows once, over a gloo group of its own. Choose experts for tokens that reach no loss.
 2. Plan every R-th layer in this rank's planning process.
 3. Gather the planned layers of all ranks and assemble the whole plan from them.
 4. Compare the plan's digest on all ranks. A plan that differs anywhere is used nowhere.
@@ -11,7 +11,7 @@ Steps of a window, in one background thread per rank, in the order in which wind
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -32,10 +32,18 @@ from equipoise.core import (
 )
 from equipoise.core.options import BalancerOptions
 from equipoise.core.plan import Bytes, ReplicaTable, Seconds
-from equipoise.layer.dispatch import WindowDispatches, prepared_bytes
+from equipoise.layer.dispatch import FilledRows, WindowDispatches, prepared_bytes
 from equipoise.layer.experts import BalancedExperts
 from equipoise.planning.course import Course, Outcome, Way, moved_seconds
-from equipoise.planning.rows import RankRows, WindowRoutes, join_forecasts, join_rows, learn_unknown
+from equipoise.planning.rows import (
+    FreeTokens,
+    RankRows,
+    WindowRoutes,
+    fill_rows,
+    join_forecasts,
+    join_rows,
+    learn_unknown,
+)
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.waits import OwnGroup, all_or_none
 
@@ -63,6 +71,8 @@ class Planned(NamedTuple):
     """The window's dispatches, where they are made ahead."""
     dispatch: str = "exchanged: nothing is planned"
     """`prepared`, or why layers exchange counts."""
+    filled: Mapping[tuple[int, int], FilledRows] = {}
+    """By (micro-step, layer index), this rank's tokens whose experts the window chose."""
 
 
 class BackgroundPlanner:
@@ -110,11 +120,12 @@ class BackgroundPlanner:
         self._unseen: deque[Planned] = deque()
         self._measured: list[Measured] = []
 
-    def submit(self, rows: RankRows, routes: WindowRoutes) -> None:
+    def submit(self, rows: RankRows, routes: WindowRoutes, free: FreeTokens | None = None) -> None:
         """Plan the next window in the background, then make its dispatches. Every rank must call this.
 
         Args:
             routes: what `rows` were counted from; not to be changed until the window has ended
+            free: likewise
         """
         dispatches = WindowDispatches(
             [] if isinstance(routes, RankRows) else routes,
@@ -124,7 +135,8 @@ class BackgroundPlanner:
         # Every rank has ended the same windows by now, because all make the same calls.
         measured, self._measured = self._measured, []
         # Submit both jobs at once: the thread then runs them in the same order on every rank.
-        planned = self._thread.submit(self._plan, rows, dispatches, measured, self._before_LE)
+        fill = partial(fill_rows, routes=routes, free=free)
+        planned = self._thread.submit(self._plan, rows, dispatches, measured, self._before_LE, fill)
         self._thread.submit(self._prepare, planned)
         self._windows.append((planned, dispatches, rows))
 
@@ -169,9 +181,10 @@ class BackgroundPlanner:
         dispatches: WindowDispatches,
         measured: list[Measured],
         before_LE: np.ndarray | None,
+        fill: Callable[..., Any],
     ) -> Planned:
-        # Step 1: exchange what every rank sends, and what windows took. The clock starts behind it: a rank may submit
-        # long before the others.
+        # Step 1: exchange what every rank sends, and what windows took; choose experts for free tokens. The clock
+        # starts behind the exchange: a rank may submit long before the others.
         rows_R, measured_R, before_RLE = zip(*self._group.gather((rows, measured, before_LE)), strict=True)
         begin = time.monotonic()
         way: Way = "full"
@@ -179,7 +192,9 @@ class BackgroundPlanner:
         if self._options.adapts:
             course = self._decide(rows.stage, measured_R)
             way, correction = course.next_way, course.correction
-        loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers)
+        loads = join_rows(rows_R, layer_numbers=self._model.layer_numbers, top_k=self._model.top_k)
+        if rows.free_ML is not None:
+            dispatches.filled = fill(rows_R, rank=self._group.rank, top_k=self._model.top_k)
         forecast = None if loads.coverage_MLR is None else join_forecasts(before_RLE)
 
         plans: list[Plan] = []
@@ -212,6 +227,7 @@ class BackgroundPlanner:
             planning_s=time.monotonic() - begin,
             dispatches=None if why else dispatches,
             dispatch=f"exchanged: {why}" if why else "prepared",
+            filled=dispatches.filled,
         )
         if self._options.adapts:
             self._unseen.append(made)

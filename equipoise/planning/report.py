@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from equipoise.core.plan import Plan
+from equipoise.layer.dispatch import FilledRows
 from equipoise.layer.experts import Window
 from equipoise.planning.background import Planned
 from equipoise.transfer.waits import Counters
@@ -51,6 +52,8 @@ class WindowReport:
     dispatch_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of tokens this rank sent in forward, `across` and `inside` nodes: `direct`, or what that would have been,
     and `two_level` where tokens went that way."""
+    filled_rows: int = 0
+    """Rows of this rank's free tokens without a route, which the window gave the least loaded experts."""
     planned_ML: np.ndarray | None = None
     """[M, L] rows that the plan gave this rank; None where nothing was planned."""
     arrived_ML: np.ndarray | None = None
@@ -78,6 +81,11 @@ class WindowMeter:
         """The window's plan."""
         return self._planned.plan
 
+    @property
+    def filled(self) -> Mapping[tuple[int, int], FilledRows]:
+        """The window's filled tokens."""
+        return self._planned.filled
+
     def report(self) -> WindowReport:
         """Return the report of the window up to now."""
         moved: dict[str, Any] = {
@@ -85,6 +93,7 @@ class WindowMeter:
             for name, now in _snapshot(self._counters).items()
         }
         plan = self._planned.plan
+        filled_MLR = plan.loads.filled_MLR
         return WindowReport(
             **moved,
             digest=plan.digest(),
@@ -99,6 +108,7 @@ class WindowMeter:
             way=self._planned.way,
             dispatch=self._planned.dispatch,
             dispatch_bytes=dict(self._window.sent_bytes),
+            filled_rows=0 if filled_MLR is None else int(filled_MLR[:, :, self._window.rank].sum()),
             planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,
             arrived_ML=self._window.arrived_ML,
             counted_LE=self._counted(),

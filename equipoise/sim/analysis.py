@@ -13,6 +13,7 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
     model, cluster, ep, layer_numbers, micro_steps, rows
     coverage    share of forwarded tokens whose experts are known
     padding     share of the rows that are padding
+    filled      share of the rows, of last and padding tokens, whose experts no route says: the least loaded ones
     sends       what was assumed to cross nodes: "rows", or "tokens", once per node
     profile     device, kind ("measured" or "derived"): whose figures the seconds are predicted with
     stages      for each stage: skew (see `SkewSummary.to_dict`), widths {EP width: mean, p50, p95, max}, seconds
@@ -314,6 +315,7 @@ class Analysis(Value):
     """Dispatched in all windows and layers together, padding included."""
     coverage: float
     padding: float
+    filled: float
     stages: dict[Stage, StageAnalysis]
     trial: Trial | None
     no_trial: str
@@ -346,6 +348,7 @@ class Analysis(Value):
             "rows": self.rows,
             "coverage": self.coverage,
             "padding": self.padding,
+            "filled": self.filled,
             "sends": self.sends,
             "profile": {"device": self.profile.device, "kind": self.profile.kind},
             "stages": {name: stage.to_dict() for name, stage in self.stages.items()},
@@ -412,6 +415,7 @@ def analyze_loads(
         rows=rows,
         coverage=_coverage(windows),
         padding=padding / max(1, rows),
+        filled=sum(window.num_filled for window in windows) / max(1, rows),
         stages=_stages(windows, predictions, model=model, ep=cluster.ep),
         trial=trial,
         no_trial=no_trial,

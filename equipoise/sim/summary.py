@@ -84,6 +84,14 @@ def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: Ste
             "hotter than a node's share is levelled, too; every node then needs host memory for all experts."
         )
 
+    filled = sum(group.num_filled for groups in windows for group in groups)
+    if filled:
+        total = sum(int(group.load_MLRE.sum()) for groups in windows for group in groups)
+        notes.append(
+            f"{plural(filled, 'row')} of last and padding tokens ({filled / total:.2%}) are given the least loaded "
+            "experts, as windows with free tokens do; no route says theirs."
+        )
+
     # A short first micro-step leaves publish little to hide behind; pipelines want it short.
     rows = [groups[0].load_MLRE[:, 0].sum(axis=(1, 2)) for groups in windows]
     share = min(int(rows_M[0]) / max(1, int(rows_M.max())) for rows_M in rows)

@@ -128,13 +128,13 @@ def _check_groups(groups: Groups, cluster: Cluster, model: ModelShape) -> None:
 
 def layers_of(loads: LoadMatrix, layers: slice) -> LoadMatrix:
     """Return some layers of a window."""
-    padding, coverage, numbers = loads.padding_MLRE, loads.coverage_MLR, loads.layer_numbers_L
+    kept = {name: getattr(loads, name) for name in ("padding_MLRE", "coverage_MLR", "filled_MLR")}
+    numbers = loads.layer_numbers_L
     return LoadMatrix(
         loads.load_MLRE[:, layers],
         stage=loads.stage,
-        padding_MLRE=None if padding is None else padding[:, layers],
-        coverage_MLR=None if coverage is None else coverage[:, layers],
         layer_numbers_L=None if numbers is None else numbers[layers],
+        **{name: array[:, layers] for name, array in kept.items() if array is not None},
     )
 
 
@@ -158,6 +158,7 @@ def joined(windows: Sequence[LoadMatrix], stage: Stage) -> LoadMatrix:
         stage=stage,
         padding_MLRE=together("padding_MLRE", 0),
         coverage_MLR=together("coverage_MLR", 1.0),
+        filled_MLR=together("filled_MLR", 0),
         layer_numbers_L=first.layer_numbers_L,
     )
 

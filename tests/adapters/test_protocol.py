@@ -1,15 +1,17 @@
 """Micro-batches to routes and schedules: every token's ids at its place, whatever the padding."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.adapters import protocol, transformers
-from equipoise.adapters.protocol import MicroBatch, routes_from, schedule_from
+from equipoise.adapters.protocol import MicroBatch, free_tokens, routes_from, schedule_from
 from equipoise.core import ModelShape, Piece, Routes, RoutesError, SampleRoutes, ScheduleError
 from equipoise.loads import count_loads
-from equipoise.planning.rows import count_rows
+from equipoise.planning.rows import count_rows, join_rows
 
 MODEL = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)
 
@@ -37,7 +39,7 @@ def padded(samples, lengths, *, side, width, **more):
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
     extra=st.integers(0, 3),
     side=st.sampled_from(["left", "right"]),
-    policy=st.sampled_from(["arange", "first", "unknown"]),
+    policy=st.sampled_from(["arange", "first", "unknown", "spread"]),
 )
 def test_every_token_has_its_ids_at_its_place_and_padding_what_the_policy_says(lengths, extra, side, policy):
     width = max(1, max(lengths) + extra)
@@ -53,13 +55,17 @@ def test_every_token_has_its_ids_at_its_place_and_padding_what_the_policy_says(l
         padding.append(np.delete(ids_BSLK[row], np.arange(width)[tokens], axis=0))
     padding_PLK = np.concatenate(padding)
     assert len(padding_PLK) == batch.num_padding == len(lengths) * width - sum(lengths)
-    if policy == "unknown":
+    is_last = np.zeros((len(lengths), width), dtype=bool)
+    for row, length in enumerate(lengths):
+        is_last[row, (length if side == "right" else width) - 1] = length > 0
+    assert np.array_equal(free_tokens(batch).reshape(is_last.shape), is_last | ~batch.token_BS)
+    if policy in ("unknown", "spread"):
         assert (padding_PLK == -1).all()
     else:
         assert ((padding_PLK >= 0) & (padding_PLK[:, :, :1] != padding_PLK[:, :, 1:]).any(axis=2, keepdims=True)).all()
 
 
-@pytest.mark.parametrize("policy", ["arange", "first"])
+@pytest.mark.parametrize("policy", ["arange", "first", "spread"])
 def test_rows_of_the_routes_are_the_loads_of_the_schedule(policy):
     """Two ways to one number: ids laid out for the router, and pieces counted by the load counter."""
     routes = tuple(sample(f"s{n}", length) for n, length in enumerate((5, 3, 4, 6)))
@@ -81,9 +87,13 @@ def test_rows_of_the_routes_are_the_loads_of_the_schedule(policy):
             ]
         )
     schedule = schedule_from(batches, stage="recompute")
-    rows = count_rows([routes_from(by_rank[0], model=MODEL) for by_rank in batches], experts=MODEL.experts)
+    laid_out = [routes_from(by_rank[0], model=MODEL) for by_rank in batches]
+    free = [free_tokens(by_rank[0]) for by_rank in batches]
+    rows = count_rows(laid_out, experts=MODEL.experts, free=free)
+    window = join_rows([rows], layer_numbers=MODEL.layer_numbers, top_k=MODEL.top_k)
     loads = count_loads(Routes.of(routes, model=MODEL), schedule)
-    assert np.array_equal(loads.load_MLRE[:, :, 0], rows.load_MLE)
+    assert np.array_equal(loads.load_MLRE, window.load_MLRE)
+    assert loads.num_filled == window.num_filled == (policy == "spread") * loads.padding_MLRE.sum()
     assert schedule.stage == "recompute"
     assert rows.coverage_ML is None
 
@@ -96,6 +106,10 @@ def test_packed_samples_stand_one_behind_the_other_and_may_begin_late():
     ids_LTK = routes_from(batch, model=MODEL)
     assert np.array_equal(ids_LTK[:, :3].transpose(1, 0, 2), routes[0].ids_TLK[2:5])
     assert np.array_equal(ids_LTK[:, 3:7].transpose(1, 0, 2), routes[1].ids_TLK)
+    assert free_tokens(batch).tolist() == [False] * 2 + [True] + [False] * 3 + [True, True], "last tokens and padding"
+    assert free_tokens(replace(batch, routes=())).tolist() == [False] * 7 + [True], "who knows where samples end?"
+    cut = replace(batch, lengths=(2, 3), attention_mask=np.arange(8)[None] < 5)
+    assert free_tokens(cut).tolist() == [False] * 5 + [True] * 3, "the last forwarded tokens have successors"
     schedule = schedule_from([[batch]])
     assert schedule.pieces.tolist() == [list(Piece(7, 2, 5, 0, 0)), list(Piece(3, 0, 4, 0, 0))]
     assert schedule.padding_MR.tolist() == [[1]]
@@ -120,8 +134,6 @@ def test_what_does_not_fit_is_refused():
         MicroBatch(input_ids=ids, samples=(0, 1), lengths=(4, 3), attention_mask=np.ones((2, 4)))
     with pytest.raises(ScheduleError, match="routes names 1 samples, the micro-batch has 2"):
         MicroBatch(input_ids=ids, samples=(0, 1), lengths=(4, 4), routes=(None,))
-    with pytest.raises(ScheduleError, match="'spread' needs the loads of all ranks"):
-        MicroBatch(input_ids=ids, samples=(0, 1), lengths=(4, 4), padding_policy="spread")
     good = MicroBatch(input_ids=ids, samples=(0, 1), lengths=(4, 4))
     with pytest.raises(ScheduleError, match=r"batches for \[1, 2\] ranks"):
         schedule_from([[good], [good, good]])

@@ -24,7 +24,7 @@ def plans():
     made = []
     for number in range(WINDOWS):
         rows = [count_rows(CASE.routes(number, rank), experts=CASE.experts) for rank in range(CASE.ranks)]
-        loads = join_rows(rows, layer_numbers=CASE.model.layer_numbers)
+        loads = join_rows(rows, layer_numbers=CASE.model.layer_numbers, top_k=CASE.model.top_k)
         given = {"cluster": CASE.cluster, "model": CASE.model, "slots": CASE.slots}
         made.append(eq.plan(loads, objective="skew", **given))
     return made

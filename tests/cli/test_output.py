@@ -99,6 +99,15 @@ def test_the_worst_skew_stands_in_the_table():
 def test_coverage_is_never_rounded_up_to_all():
     coverage = np.full((1, 2, 8), 0.99999)
     assert "routes known: 99.9 %" in shown([LoadMatrix(hot_load(), coverage_MLR=coverage)])
+
+
+def test_rows_that_no_route_says_are_named_beside_coverage():
+    load = hot_load()
+    filled = load.sum(axis=3) // 4
+    assert f"routes known: 100 %, {filled.sum() / load.sum():.2%} of the rows filled" in shown(
+        [LoadMatrix(load, filled_MLR=filled)]
+    )
+    assert "filled" not in shown([LoadMatrix(load)])
     assert "routes known: 100 %" in shown([LoadMatrix(hot_load())])
 
 

@@ -26,6 +26,7 @@ def matrices(draw, *, ranks=None):
         stage=draw(st.sampled_from(["recompute", "update"])),
         padding_MLRE=rng.integers(0, load + 1) if draw(st.booleans()) else None,
         coverage_MLR=rng.random(shape[:3]) if draw(st.booleans()) else None,
+        filled_MLR=rng.integers(0, load.sum(axis=3) + 1) if draw(st.booleans()) else None,
         layer_numbers_L=np.arange(layers) * 2 + 3 if draw(st.booleans()) else None,
     )
 
@@ -73,6 +74,11 @@ ZERO = np.zeros((2, 1, 2, 3), dtype=np.int64)
         pytest.param(ZERO, {"coverage_MLR": np.full((2, 1, 2), -0.1)}, "from 0 to 1", id="coverage-below"),
         pytest.param(ZERO, {"coverage_MLR": np.full((2, 1, 2), np.nan)}, "without NaN", id="coverage-nan"),
         pytest.param(ZERO, {"coverage_MLR": np.full((2, 1, 2), "a")}, "from 0 to 1", id="coverage-text"),
+        pytest.param(
+            ZERO, {"filled_MLR": np.zeros((2, 1), dtype=int)}, "filled_MLR must have 3 axes", id="filled-axes"
+        ),
+        pytest.param(ZERO, {"filled_MLR": np.zeros((2, 2, 2), dtype=int)}, "filled_MLR has shape", id="filled-shape"),
+        pytest.param(ZERO, {"filled_MLR": np.ones((2, 1, 2), dtype=int)}, "is 1, more than the load", id="filled-more"),
         pytest.param(ZERO, {"layer_numbers_L": [0, 1]}, "must be 1 ascending", id="numbers-too-many"),
         pytest.param(ZERO[:, [0, 0]], {"layer_numbers_L": [1, 1]}, "must be 2 ascending", id="numbers-repeated"),
     ],
@@ -89,6 +95,8 @@ def test_real_and_padding_rows_add_up(loads):
     padding = 0 if loads.padding_MLRE is None else loads.padding_MLRE
     np.testing.assert_array_equal(real.load_MLRE + padding, loads.load_MLRE)
     assert real.padding_MLRE is None
+    if loads.padding_MLRE is not None:
+        assert real.filled_MLR is None, "padding may be filled, and is gone"
     assert real.stage == loads.stage
 
 
@@ -103,6 +111,7 @@ def test_micro_steps_cut_every_part_alike(loads, data):
         stage=loads.stage,
         padding_MLRE=None if loads.padding_MLRE is None else loads.padding_MLRE[[cut]],
         coverage_MLR=None if loads.coverage_MLR is None else loads.coverage_MLR[[cut]],
+        filled_MLR=None if loads.filled_MLR is None else loads.filled_MLR[[cut]],
         layer_numbers_L=loads.layer_numbers_L,
     )
     assert parts[cut] == expected
@@ -118,7 +127,7 @@ def test_an_empty_cut_of_micro_steps_is_refused():
 def test_groups_are_consecutive_ranks_and_lose_nothing(loads, ep):
     groups = loads.split_groups(ep)
     assert [g.num_ranks for g in groups] == [ep] * (6 // ep)
-    for name in ("load_MLRE", "padding_MLRE", "coverage_MLR"):
+    for name in ("load_MLRE", "padding_MLRE", "coverage_MLR", "filled_MLR"):
         whole = getattr(loads, name)
         if whole is None:
             assert all(getattr(g, name) is None for g in groups)

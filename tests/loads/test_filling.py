@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from equipoise.core import ModelShape
-from equipoise.loads.filling import arange_rows, first_rows, spread_rows
+from equipoise.loads.filling import arange_rows, first_rows, spread_ids, spread_rows
 
 
 def lowest_maximum(load_E: np.ndarray, *, tokens: int, top_k: int) -> int:
@@ -81,3 +81,36 @@ def test_first_ids_take_every_token():
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_nothing_to_spread_adds_nothing(top_k):
     assert not spread_rows(np.array([[1, 2, 3, 4]]), np.array([0, 0]), top_k).any()
+
+
+by_layer = st.integers(1, 9).flatmap(
+    lambda experts: st.integers(1, 4).flatmap(
+        lambda ranks: st.tuples(
+            hnp.arrays(np.int64, (3, experts), elements=st.integers(0, 30)),
+            hnp.arrays(np.int64, (3, ranks), elements=st.integers(0, 7)),
+            st.integers(1, experts),
+        )
+    )
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(by_layer)
+def test_ids_written_out_are_distinct_and_are_the_rows_that_are_counted(case):
+    load_LE, tokens_LR, top_k = case
+    rows_LRE = spread_rows(load_LE, tokens_LR, top_k)
+    for rank in range(tokens_LR.shape[1]):
+        found = spread_ids(load_LE, tokens_LR, top_k, rank=rank)
+        for layer, ids_TK in enumerate(found):
+            assert ids_TK.shape == (tokens_LR[layer, rank], top_k)
+            assert (np.diff(ids_TK, axis=1) > 0).all(), "ascending, so distinct"
+            counted = np.bincount(ids_TK.ravel(), minlength=load_LE.shape[1])
+            assert counted.tolist() == rows_LRE[layer, rank].tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(by_layer)
+def test_each_layer_is_filled_as_if_it_were_alone(case):
+    load_LE, tokens_LR, top_k = case
+    alone = [spread_rows(load_LE[[n]], tokens_LR[n], top_k)[0] for n in range(len(load_LE))]
+    assert (spread_rows(load_LE, tokens_LR, top_k) == np.stack(alone)).all()

@@ -113,6 +113,7 @@ def test_a_spread_last_token_goes_to_the_least_loaded_experts_and_completes_cove
     assert added.tolist() == spread_rows(drop.load_MLRE[0, :, 0], np.array([1]), MODEL.top_k)[:, 0].tolist()
     assert (spread.coverage_MLR == 1).all()
     assert spread.padding_MLRE is None
+    assert drop.filled_MLR is None and (spread.filled_MLR == MODEL.top_k).all()
 
 
 def test_an_unknown_last_token_lowers_coverage():

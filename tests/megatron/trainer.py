@@ -4,7 +4,7 @@ Test parts: a model built from Megatron's configuration instead of by a bridge, 
 and stand-ins for what asks for a GPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -98,13 +98,13 @@ class TriedEngine(BuiltHere, adapter.BalancedEngine):
     """The adapter's engine."""
 
 
-def make(kind: type, layout: Layout, mode: str, **options: Any) -> Any:
+def make(kind: type, layout: Layout, mode: str, *, fills: bool = False, **options: Any) -> Any:
     """Make an engine as verl's worker does, its model and optimizer offloaded between passes."""
     engine_config = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp,
         expert_model_parallel_size=layout.ep,
         router_replay=EngineRouterReplayConfig(mode=mode),
-        override_mcore_model_config={"equipoise": EQUIPOISE},
+        override_mcore_model_config={"equipoise": EQUIPOISE | ({"fill_free_rows": True} if fills else {})},
         param_offload=True,
         optimizer_offload=True,
         **options,
@@ -123,11 +123,16 @@ def made_by(kind: type, engine_config: Any) -> Any:
     return kind(model_config, engine_config, None, None)
 
 
-def batch(number: int, layout: Layout, *, routes: torch.dtype | None) -> TensorDict:
-    """Return this rank's batch of one step, with routes of every token but a sample's last, as a rollout has them."""
+def batch(number: int, layout: Layout, *, routes: torch.dtype | None, ahead: int = 0) -> TensorDict:
+    """Return this rank's batch of one step, with routes of every token but a sample's last, as a rollout has them.
+
+    Args:
+        ahead: 1 where the loss leaves the last token's logits out, as verl's losses do
+    """
     draw = torch.Generator().manual_seed(SEED + 100 * number + parallel_state.get_data_parallel_rank())
     texts = [torch.randint(VOCABULARY, (length,), generator=draw) for length in LENGTHS]
-    masks = [torch.arange(length) >= length - RESPONSE for length in LENGTHS]
+    places = [torch.arange(length) + ahead for length in LENGTHS]
+    masks = [(one >= len(one) - RESPONSE) & (one < len(one)) for one in places]
     data = {
         "input_ids": torch.nested.as_nested_tensor(texts, layout=torch.jagged),
         "loss_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
@@ -161,7 +166,7 @@ def loss_of(model_output: dict, data: TensorDict, dp_group: Any) -> tuple[Tensor
     return -(model_output["log_probs"].values() * data["loss_mask"].values()).sum() / tokens * ranks, {}
 
 
-def train(engine: Any, run: Run, mode: str, layout: Layout) -> Trained:
+def train(engine: Any, run: Run, mode: str, layout: Layout, *, ahead: int = 0) -> Trained:
     """Train two steps as verl's worker does: log-probs, then the update; everything is offloaded between them."""
     done, windows = Trained(), []
 
@@ -173,13 +178,14 @@ def train(engine: Any, run: Run, mode: str, layout: Layout) -> Trained:
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors), "offloaded between passes"
 
     for number, dtype in enumerate([torch.int16, torch.int64]):
-        data = batch(number, layout, routes=dtype if mode == "R3" else None)
+        data = batch(number, layout, routes=dtype if mode == "R3" else None, ahead=ahead)
         with engine.eval_mode():
             found = engine.infer_batch(data)
         note()
         if mode == "R2":
             data["routed_experts"] = found["model_output"]["routed_experts"]
-        done.losses += found["model_output"]["log_probs"].values().tolist()
+        log_probs = found["model_output"]["log_probs"].values()
+        done.losses += (log_probs * data["loss_mask"].values() if ahead else log_probs).tolist()
         with engine.train_mode():
             found = engine.train_batch(data, loss_of)
         note()
@@ -264,6 +270,53 @@ def train_with_verl(group: Any, layout: Layout, mode: str) -> dict[str, Any]:
         }
 
 
+@contextmanager
+def given_by_hand(windows: Sequence[dict[tuple[int, int], Any]]) -> Iterator[None]:
+    """Let routers replay the experts that windows gave to rows, in the order in which they ran."""
+    entries = [(m, layer) for m in range(len(LENGTHS) // 2) for layer in range(4)]
+    fills = iter([window.get(entry) for window in windows for entry in entries])
+    choose = RouterReplay.get_replay_topk
+
+    def put(replay: Any, scores: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        found, ids = choose(replay, scores, *args, **options)
+        if replay.router_replay_action != RouterReplayAction.REPLAY_FORWARD:
+            return found, ids
+        filled = next(fills)
+        ids = ids if filled is None else filled.put(ids)
+        return scores.gather(1, ids), ids
+
+    with patch.object(RouterReplay, "get_replay_topk", put):
+        yield
+    assert not list(fills), "every visit of a window is one of the plain model"
+
+
+def fill_in_verl(group: Any, layout: Layout, mode: str) -> dict[str, Any]:
+    """Train in windows that fill rows, then plainly with the same experts given to them; compare what counts."""
+    windows: list[dict[tuple[int, int], Any]] = []
+    begin = megatron.MegatronHandle.begin
+
+    def note(handle: Any) -> None:
+        begin(handle)
+        windows.append(dict(handle.balancer.filled))
+
+    with cpu_verl(layout):
+        engine = make(TriedEngine, layout, mode, fills=True)
+        with patch.object(megatron.MegatronHandle, "begin", note):
+            found = train(engine, engine.initialize_here(layout), mode, layout, ahead=1)
+        megatron.uninstall(engine.handle)
+        engine = make(PlainEngine, layout, mode)
+        with given_by_hand(windows):
+            expected = train(engine, engine.initialize_here(layout), mode, layout, ahead=1)
+        return {
+            "differences": found.differences(expected),
+            "losses": found.losses,
+            "dispatch": {report.dispatch for report in found.reports},
+            "as planned": all(report.is_as_planned for report in found.reports),
+            "displaced": sum(report.displaced for report in found.reports),
+            "filled rows": sum(report.filled_rows for report in found.reports),
+        }
+
+
 def refuse_in_verl(group: Any, layout: Layout) -> dict[str, Any]:
     """Make engines and run batches that must be refused, some of them on one rank alone; return errors and changes."""
     with cpu_verl(layout):
@@ -311,6 +364,14 @@ def other_routes(change: Callable[[Tensor], Tensor]) -> Callable[[Any, TensorDic
     return apply
 
 
+def _filling(engine: Any, **config: Any) -> Any:
+    stack = ExitStack()
+    stack.enter_context(_options(engine, **EQUIPOISE, fill_free_rows=True))
+    for name, value in config.items():
+        stack.enter_context(patch.object(engine.tf_config, name, value))
+    return stack
+
+
 def _options(engine: Any, **options: Any) -> Any:
     return patch.dict(engine.engine_config.override_mcore_model_config, equipoise=options)
 
@@ -321,6 +382,7 @@ CASES: dict[str, Callable[[Any, TensorDict], Any]] = {
     "too few layers": other_routes(lambda ids: ids[:, :3]),
     "ids out of range": other_routes(lambda ids: ids + 9),
     "another width": other_routes(lambda ids: ids[:, :, :1]),
+    "z-loss": lambda engine, _: _filling(engine, moe_z_loss_coeff=1e-3),
     "experts do not divide": lambda engine, _: patch.object(engine.tf_config, "num_moe_experts", 9),
     "another Megatron": lambda *_: patch.object(megatron_model, "VERSION", "0.20.0"),
     "unknown option": lambda engine, _: _options(engine, cluster="h200", slot=1),

@@ -1,9 +1,11 @@
 """What the tests of this room run on every rank."""
 
 import functools
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -178,28 +180,60 @@ def install(run: Run, *, slots: int, weights: str, max_displaced: int | None = N
     return megatron.install(run.chunks, cluster=cluster, options=options, weights=weights, worker=kept_worker())
 
 
-def time_closed_gate(group: Any, layout: Layout, length: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return wall and processor seconds of the unmodified model and of one whose plans move nothing, in turn."""
+def time_closed_gate(group: Any, layout: Layout, length: int, rounds: int) -> dict[str, Any]:
+    """Time the unmodified model and one whose plans move nothing, in turn, then count what each of them calls.
+
+    Returns: by model, seconds of each round (wall, processor, processor of the training thread), operators of torch by
+        name (calls, own microseconds) and calls of Python functions
+    """
     torch.set_num_threads(1)
     with patch.object(model, "LENGTH", length), shims.cpu_megatron(), parallel(layout):
         steps, routes = prepare(layout)
         runs = {"plain": build(layout), "closed": build(layout)}
         handle = install(runs["closed"], slots=0, weights="in place", max_displaced=0)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-        for number in range(rounds + 1):
+        found: dict[str, Any] = {name: {"s": []} for name in runs}
+
+        def in_turn(around: Callable[[str], AbstractContextManager[Any]]) -> None:
             handle.submit(routes[0])
             time.sleep(1.0)  # planned meanwhile, as during a rollout
             for name, run in runs.items():
                 dist.barrier()
-                start, used = time.perf_counter(), time.process_time()
-                gradients(run, steps[0], routes[0], window=handle.window() if name == "closed" else None)
-                # The first round loads what runs for the first time.
-                took = time.perf_counter() - start, time.process_time() - used
-                times[name] += [took] if number else []
+                with around(name):
+                    gradients(run, steps[0], routes[0], window=handle.window() if name == "closed" else None)
             report = handle.balancer.report
             assert report.displaced == report.replicas == 0, "the gate is open"
+            assert report.dispatch == "prepared"
+
+        @contextmanager
+        def timed(name: str) -> Iterator[None]:
+            clocks = (time.perf_counter, time.process_time, time.thread_time)
+            before = [clock() for clock in clocks]
+            yield
+            found[name]["s"].append([clock() - then for clock, then in zip(clocks, before, strict=True)])
+
+        @contextmanager
+        def operators(name: str) -> Iterator[None]:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                yield
+            kept = (one for one in profile.key_averages() if one.key.startswith(("aten::", "c10d::", "gloo:")))
+            found[name]["operators"] = {one.key: (one.count, one.self_cpu_time_total) for one in kept}
+
+        @contextmanager
+        def calls(name: str) -> Iterator[None]:
+            count = Counter[str]()
+            sys.setprofile(lambda frame, event, _: count.update([event]))
+            yield
+            sys.setprofile(None)
+            found[name]["python_calls"] = count["call"]
+
+        # The first round loads what runs for the first time.
+        in_turn(lambda name: nullcontext())
+        for _ in range(rounds):
+            in_turn(timed)
+        in_turn(operators)
+        in_turn(calls)
         megatron.uninstall(handle)
-    return times
+    return found
 
 
 def compare(group: Any, layout: Layout) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Windows from what is given: joined and cut without losing anything."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from equipoise.core import LoadMatrix
@@ -35,4 +37,7 @@ def test_layers_keep_what_belongs_to_them():
     assert np.array_equal(some.load_MLRE, padded().load_MLRE[:, 1:3])
     assert some.padding_MLRE.shape == some.load_MLRE.shape
     assert some.coverage_MLR.shape == some.load_MLRE.shape[:3]
+    filled = replace(skewed_loads(), filled_MLR=skewed_loads().load_MLRE[..., 0])
+    assert np.array_equal(layers_of(filled, slice(1, 3)).filled_MLR, filled.filled_MLR[:, 1:3])
+    assert joined([filled, skewed_loads()], "update").num_filled == filled.num_filled > 0
     assert layers_of(skewed_loads(), slice(0, MODEL.layers)) == skewed_loads()
