@@ -14,8 +14,9 @@ rows of its own tokens, T these tokens. What is alive:
     combine     backward: what is kept, and as much again of the combine's input as its gradient
     experts     backward: 3 R + 6 RF (input, gate and up, activation; the gradients of output, activation, gate and up,
                 input), then the gradients of the layer's home experts and replicas, which are added to others or sent
-With recomputed activations a layer keeps T until the micro-step's backward is over, and its own runs forward first. In the log-prob pass nothing
-is kept. To that come the tokens themselves, replica slots with their mailboxes and boxes, and the page of mapped rows.
+With recomputed activations a layer keeps T until the micro-step's backward is over, and runs forward once more in it.
+In the log-prob pass nothing is kept. To that come the tokens themselves, replica slots with their mailboxes and boxes,
+and the page of mapped rows.
 
 Every figure is exact for these tensors. The allocator's own rounding and fragmentation come on top.
 """
