@@ -11,11 +11,11 @@ from equipoise.planner.assemble import visits_of
 from tests.layer import memory_work
 from tests.layer.cases import random_plan, random_routing
 
-# Plain torch on the CPU holds more than a GPU's kernels while it activates and combines. With these widths that is not the
-# worst moment.
+# Plain torch on the CPU holds more than a GPU's kernels while it activates and combines. With these widths that is not
+# the worst moment.
 WIDTHS = {"update": 144, "recompute": 72}
-# tests/benchmarks/test_memory.py measures rows by collectives, in a group without transport: gloo's own thread lets go of
-# the tensors of a message now or a little later.
+# tests/benchmarks/test_memory.py measures rows by collectives, in a group without transport: gloo's own thread lets go
+# of the tensors of a message now or a little later.
 UPDATES = [("mapped", False, 1), ("mapped", True, 1), ("mapped", False, 2)]
 
 
