@@ -14,8 +14,9 @@ rows of its own tokens, T these tokens. What is alive:
     combine     backward: what is kept, and as much again of the combine's input as its gradient
     experts     backward: 3 R + 6 RF (input, gate and up, activation; the gradients of output, activation, gate and up,
                 input), then the gradients of the layer's home experts and replicas, which are added to others or sent
-With recomputed activations a layer keeps T until its backward, which runs forward first. In the log-prob pass nothing
-is kept. To that come the tokens themselves, replica slots with their mailboxes and boxes, and the page of mapped rows.
+With recomputed activations a layer keeps T until the micro-step's backward is over, and runs forward once more in it.
+In the log-prob pass nothing is kept. To that come the tokens themselves, replica slots with their mailboxes and boxes,
+and the page of mapped rows.
 
 Every figure is exact for these tensors. The allocator's own rounding and fragmentation come on top.
 """
@@ -185,7 +186,9 @@ def window_memory(
     micro_step_V, phase_V, layer_V = visits_V3.T
     left_VR = left_MLR[micro_step_V, layer_V]
     is_backward_V1 = (phase_V == BACKWARD)[:, None]
-    change_VR = np.where(is_backward_V1, -left_VR, left_VR)
+    # Torch lets go of the inputs of checkpoints once the backward pass of their micro-step is over.
+    freed_VR = left_VR if is_kept else left_MLR.sum(axis=1)[micro_step_V] * (layer_V == 0)[:, None]
+    change_VR = np.where(is_backward_V1, -freed_VR, left_VR)
     others_2MLR = np.zeros((2, *rows.received_MLR.shape), dtype=np.int64)
     others_2MLR[phase_V, micro_step_V, layer_V] = np.cumsum(change_VR, axis=0) - change_VR - is_backward_V1 * left_VR
     # Step 3: the worst moment of each visit.

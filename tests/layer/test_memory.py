@@ -11,14 +11,12 @@ from equipoise.planner.assemble import visits_of
 from tests.layer import memory_work
 from tests.layer.cases import random_plan, random_routing
 
-SIZES = {"hidden": 96, "expert_width": 72, "weight_bytes": 4}
-UPDATES = [
-    ("mapped", False, 1),
-    ("collective", False, 1),
-    ("mapped", True, 1),
-    ("collective", True, 1),
-    ("mapped", False, 2),
-]
+# Plain torch on the CPU holds more than a GPU's kernels while it activates and combines. With these widths that is not
+# the worst moment.
+WIDTHS = {"update": 144, "recompute": 72}
+# tests/benchmarks/test_memory.py measures rows by collectives, in a group without transport: gloo's own thread lets go
+# of the tensors of a message now or a little later.
+UPDATES = [("mapped", False, 1), ("mapped", True, 1), ("mapped", False, 2)]
 
 
 def forecast(plan, rows, is_recomputed, in_flight):
@@ -39,7 +37,8 @@ def forecast(plan, rows, is_recomputed, in_flight):
 def test_the_forecast_is_within_three_percent_of_what_is_allocated(pool, ranks, stage, ways):
     routing = random_routing(ranks, ranks=ranks, layers=3, tokens=256)
     plan = random_plan(routing, 1, slots=1, is_displaced=False)
-    plan = replace(plan, model=plan.model.replace(**SIZES), loads=LoadMatrix(plan.loads.load_MLRE, stage=stage))
+    model = plan.model.replace(hidden=96, expert_width=WIDTHS[stage], weight_bytes=4)
+    plan = replace(plan, model=model, loads=LoadMatrix(plan.loads.load_MLRE, stage=stage))
     load_R = plan.rank_load_MLR.sum(axis=(0, 1))
     assert len(plan.replica_table) and load_R.max() > 1.2 * load_R.min(), "ranks should differ, and hold replicas"
     measured = pool.run(memory_work.measure, ranks, plan, routing.ids, ways)

@@ -101,10 +101,13 @@ class RankTape:
             else:
                 if not self.is_kept:
                     # The input that was kept is the one that is recomputed from, beside the output's gradient.
-                    ledger.take(d_y=ledger.held.pop(f"input {m}.{layer}"))
+                    own = ledger.held.pop(f"input {m}.{layer}")
+                    ledger.take(d_y=own)
                     self.forward(m, layer, is_saved=True)
                 self.backward(m, layer)
-                ledger.held.pop("d_y", None)
+                if not self.is_kept:
+                    ledger.held[f"input {m}.{layer}"] = own
+                    ledger.drop("d_y", *([f"input {m}.{n}" for n in range(2)] if layer == 0 else []))
             found[phase, m, layer] = ledger.most
         assert not ledger.held
         return found
