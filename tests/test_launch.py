@@ -167,6 +167,38 @@ def test_a_rank_that_stands_still_is_named_in_one_line_with_the_place_where_othe
     assert "\n" not in words
 
 
+def under_torchrun(rank, port, pipe):
+    """A rank as torchrun starts it; says how it ended."""
+    places = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    try:
+        run_ranks(stand_still, 2, options=RankOptions(timeout_s=5.0))
+    except TransferError as error:
+        pipe.send(str(error))
+
+
+def test_under_torchrun_the_ranks_that_waited_name_the_one_that_stood_still_in_one_line():
+    import torch.distributed as dist
+
+    # As torchrun does it: its own process keeps the store.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = preloaded_context()
+    ours, theirs = context.Pipe()
+    processes = [context.Process(target=under_torchrun, args=(rank, store.port, theirs)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "the waiting rank says something"
+        words = ours.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert words.startswith("rank 1 stood still for longer than the time-out; rank 0 waited in vain in ")
+    assert "test_launch.stand_still" in words and "\n" not in words
+
+
 def test_the_next_start_removes_the_folder_of_a_run_that_was_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
