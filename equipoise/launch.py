@@ -118,15 +118,14 @@ def run_ranks(
         shown = None if show is None else show if place.rank == 0 else _show_nothing
         return [_call(function, args, place=place, init="env://", options=options, show=shown)]
     context = context or multiprocessing.get_context("spawn")
-    remove_left_folders()
-    with tempfile.TemporaryDirectory(prefix=f"{_folder_prefix()}{os.getpid()}-") as folder:
+    with temporary_folder() as folder:
         pipes: list[Connection] = []
         processes: list[Any] = []
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 place = Torchrun(rank, ranks, rank, ranks)
-                init = f"file://{Path(folder) / 'store'}"
+                init = f"file://{folder / 'store'}"
                 given = (theirs, place, init, options, function, args, show is not None)
                 process = context.Process(target=_serve, args=given)
                 with ignored_interrupts():
@@ -144,8 +143,16 @@ def run_ranks(
                 process.join()
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for a `with` block; one that a killed process has left is removed by the next that makes one."""
+    remove_left_folders()
+    with tempfile.TemporaryDirectory(prefix=f"{_folder_prefix()}{os.getpid()}-") as folder:
+        yield Path(folder)
+
+
 def remove_left_folders() -> None:
-    """Remove the temporary folders of runs whose starting process was killed; all other memory ends with its ranks."""
+    """Remove the temporary folders of processes that were killed; all other memory ends with its ranks."""
     prefix = _folder_prefix()
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         starter = folder.name.removeprefix(prefix).partition("-")[0]
@@ -156,7 +163,7 @@ def remove_left_folders() -> None:
 
 def _folder_prefix() -> str:
     """How the names of temporary folders begin: process ids mean something in their own namespace alone."""
-    return f"equipoise-ranks-{Path('/proc/self/ns/pid').stat().st_ino}-"
+    return f"equipoise-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 @contextmanager

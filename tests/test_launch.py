@@ -1,5 +1,6 @@
 """Local ranks: results in order, the failed one named, no process left; they ignore Ctrl-C, their starter does not."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.core import TopologyError, TransferError
-from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, remove_left_folders, run_ranks
+from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, run_ranks, temporary_folder
 from tests.pool import preloaded_context
 
 HEARS = "import signal; print(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
@@ -204,10 +205,40 @@ def test_the_next_start_removes_the_folder_of_a_run_that_was_killed(tmp_path, mo
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     here = Path("/proc/self/ns/pid").stat().st_ino
-    ours = [f"equipoise-ranks-{here}-{pid}-abc" for pid in (ended.pid, os.getpid())]
-    names = [*ours, f"equipoise-ranks-{here + 1}-{ended.pid}-abc", "equipoise-ranks-other", "mine"]
+    ours = [f"equipoise-{here}-{pid}-abc" for pid in (ended.pid, os.getpid())]
+    names = [*ours, f"equipoise-{here + 1}-{ended.pid}-abc", "equipoise-other", "mine"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "store").touch()
-    remove_left_folders()
+    with temporary_folder() as folder:
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], folder.name])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+
+
+KILLED_AT_STDIN = """
+import os, sys, threading, time
+from pathlib import Path
+from equipoise.cli import main
+
+def die():
+    while not any(path.stat().st_size for path in Path(os.environ["TMPDIR"]).rglob("stdin.jsonl")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+
+threading.Thread(target=die).start()
+main(["doctor", "-"])
+"""
+
+
+def test_what_a_killed_verb_has_copied_from_standard_input_is_removed_by_the_next(tmp_path, monkeypatch):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.Popen([sys.executable, "-c", KILLED_AT_STDIN], env=environment, stdin=subprocess.PIPE)
+    # More than a pipe and the file's buffer hold, so that some of it is in the file; the end does not come.
+    with contextlib.suppress(BrokenPipeError):
+        killed.stdin.write(b"{}\n" * 1_000_000)
+    assert killed.wait(60) == -signal.SIGKILL
+    killed.stdin = None
+    assert [path.name for path in tmp_path.rglob("stdin.jsonl")] == ["stdin.jsonl"]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with temporary_folder():
+        assert not list(tmp_path.rglob("stdin.jsonl"))
