@@ -153,6 +153,9 @@ class TestRowsWithoutRoutes:
             replace(whole, rows=whole.rows[40:], start=40),
         ]
         assert not fired(turns)
+        # A turn within an earlier one takes nothing away.
+        within = replace(turns[0], rows=turns[0].rows[:20], num_tokens=21, tokens=turns[0].tokens[:21])
+        assert not fired([turns[0], within, turns[1]])
         lost = [turns[0], replace(turns[1], rows=turns[1].rows[5:], start=45)]
         assert fired(lost) == ("missing-rows",)
 
