@@ -253,12 +253,17 @@ def test_an_id_outside_the_model_is_refused_even_with_a_right_checksum(tmp_path)
 
 
 def test_recovery_drops_last_samples_whose_payload_never_reached_the_disk(tmp_path, caplog):
-    path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b", 30)])
-    entry = open_store(path).samples._found[1]
-    data = path.read_bytes()[: entry.stop]
-    path.write_bytes(data[: entry.start] + bytes(len(data) - entry.start))
+    path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b", 30), make_sample("c", 9)])
+    data = bytearray(path.read_bytes())
+    lost = open_store(path).samples._found[1:]
+    for entry in lost:
+        data[entry.start : entry.stop] = bytes(entry.stop - entry.start)
+    path.write_bytes(data[: lost[-1].stop])
     assert [s.name for s in open_store(path, recover=True)] == ["a"]
     assert "recovered the 1 samples before it" in caplog.text
+    with StoreWriter(path, model=MODEL, recover=True) as writer:
+        writer.append(make_sample("d"))
+    assert [s.name for s in open_store(path, verify="all")] == ["a", "d"], "written where the lost ones were"
 
 
 def test_appending_continues_a_store(tmp_path):
