@@ -53,9 +53,11 @@ def test_descriptors_come_in_order_whatever_their_number(server, count):
     clerk.join()
 
 
-def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(server):
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "stays away"])
+def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(server, comes):
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(server.address)
+        if comes:
+            silent.connect(server.address)
         begin = time.monotonic()
         with pytest.raises(TransferError, match=r"fetched it within 0\.2 s each, not all did"):
             server.serve([file_with(b"")], times=1, timeout_s=0.2)
