@@ -12,7 +12,6 @@
 """
 
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -62,13 +61,14 @@ def train(settings: Mapping[str, Any], *, skew: float, show: Any, context: Any =
         show: called with what happens, see `rl.metrics.RunEvent`
         context: of multiprocessing; spawn by default
     """
+    from equipoise.launch import temporary_folder
     from equipoise.rl.compare import run_comparison
     from equipoise.rl.config import build_config
     from equipoise.rl.train import launch
 
-    with tempfile.TemporaryDirectory(prefix="equipoise-demo-") as folder:
-        config = build_config({**settings, "rollout": {**settings["rollout"], "source": folder}})
-        record_rollouts(config, Path(folder), share=min(skew / RANKS, LARGEST_SHARE))
+    with temporary_folder() as folder:
+        config = build_config({**settings, "rollout": {**settings["rollout"], "source": str(folder)}})
+        record_rollouts(config, folder, share=min(skew / RANKS, LARGEST_SHARE))
         modes = ("static", "equipoise")
         comparison: Comparison = launch(run_comparison, config, modes, show=show, context=context)
     return comparison

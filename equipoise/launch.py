@@ -3,6 +3,7 @@
 1. Local ranks are spawned, connect through a file, and send messages to the process that started them: what rank 0
    shows while it runs, then each rank's result or error.
 2. A rank that raises, dies or is late ends all ranks, and the error names it. No process outlives the call.
+   Under torchrun every rank that waited in vain names those that it heard nothing of.
 3. The starting process alone answers Ctrl-C; a rank whose starting process is gone ends itself.
 """
 
@@ -60,6 +61,10 @@ class RankDiedError(TransferError):
     """A rank ended without reporting a result or an error."""
 
 
+class RankSilentError(TransferError):
+    """A rank stood still while others waited for it, longer than the time-out."""
+
+
 class _BrokeError(TransferError):
     """A rank raised an exception that is not one of ours."""
 
@@ -113,15 +118,14 @@ def run_ranks(
         shown = None if show is None else show if place.rank == 0 else _show_nothing
         return [_call(function, args, place=place, init="env://", options=options, show=shown)]
     context = context or multiprocessing.get_context("spawn")
-    remove_left_folders()
-    with tempfile.TemporaryDirectory(prefix=f"{_folder_prefix()}{os.getpid()}-") as folder:
+    with temporary_folder() as folder:
         pipes: list[Connection] = []
         processes: list[Any] = []
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 place = Torchrun(rank, ranks, rank, ranks)
-                init = f"file://{Path(folder) / 'store'}"
+                init = f"file://{folder / 'store'}"
                 given = (theirs, place, init, options, function, args, show is not None)
                 process = context.Process(target=_serve, args=given)
                 with ignored_interrupts():
@@ -139,8 +143,16 @@ def run_ranks(
                 process.join()
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for a `with` block; one that a killed process has left is removed by the next that makes one."""
+    remove_left_folders()
+    with tempfile.TemporaryDirectory(prefix=f"{_folder_prefix()}{os.getpid()}-") as folder:
+        yield Path(folder)
+
+
 def remove_left_folders() -> None:
-    """Remove the temporary folders of runs whose starting process was killed; all other memory ends with its ranks."""
+    """Remove the temporary folders of processes that were killed; all other memory ends with its ranks."""
     prefix = _folder_prefix()
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         starter = folder.name.removeprefix(prefix).partition("-")[0]
@@ -151,7 +163,7 @@ def remove_left_folders() -> None:
 
 def _folder_prefix() -> str:
     """How the names of temporary folders begin: process ids mean something in their own namespace alone."""
-    return f"equipoise-ranks-{Path('/proc/self/ns/pid').stat().st_ino}-"
+    return f"equipoise-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 @contextmanager
@@ -216,7 +228,7 @@ def _collect(
         if silent and _importance(cause) == 2:
             # No rank raised or died: those that say nothing are what the others waited for.
             names = " and ".join(map(str, silent))
-            raise TransferError(f"rank {names} stood still for longer than the time-out; {cause}")
+            raise RankSilentError(f"rank {names} stood still for longer than the time-out; {cause}")
         raise cause
     if waiting:
         raise TransferError(f"ranks {sorted(waiting.values())} gave no result within {limit_s:g} s")
@@ -265,11 +277,39 @@ def _serve(
     except EquipoiseError as error:
         send("failed", error)
     except Exception as error:  # noqa: BLE001  # the starting process shows it, whatever it is
-        if isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error)):
-            reason = str(error).strip().splitlines()[0]
-            send("failed", TransferError(f"rank {place.rank} waited in vain in {_place_of(error)}: {reason}"))
+        if _is_lost(error):
+            send("failed", TransferError(_waited(place.rank, error)))
         else:
             send("failed", _BrokeError(f"rank {place.rank} failed:\n{traceback.format_exc()}"))
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether torch raised this because another rank did not answer."""
+    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+
+
+def _waited(rank: int, error: BaseException) -> str:
+    """Say in one line where a rank waited in vain."""
+    return f"rank {rank} waited in vain in {_place_of(error)}: {str(error).strip().splitlines()[0]}"
+
+
+def _silent_ranks(place: Torchrun) -> list[int]:
+    """Return the ranks that do not say soon that they waited in vain, too; none where the store is gone.
+
+    Nobody collects what ranks under torchrun say, so they tell each other.
+    """
+    import torch.distributed as dist
+
+    others = [rank for rank in range(place.ranks) if rank != place.rank]
+    try:
+        store = dist.PrefixStore("equipoise/waited", dist.group.WORLD.get_group_store())
+        store.set(str(place.rank), "in vain")
+        end = time.monotonic() + _GRACE_S
+        while (silent := [rank for rank in others if not store.check([str(rank)])]) and time.monotonic() < end:
+            time.sleep(0.1)
+    except RuntimeError:
+        return []
+    return silent
 
 
 def _place_of(error: BaseException) -> str:
@@ -304,6 +344,12 @@ def _call(
         # A rank that failed before the others have connected would break their connecting.
         dist.barrier()
         return function(dist.group.WORLD, *args, **({} if show is None else {"show": show}))
+    except RuntimeError as error:
+        if init != "env://" or isinstance(error, EquipoiseError) or not _is_lost(error):
+            raise
+        names = " and ".join(map(str, _silent_ranks(place)))
+        cause = f"rank {names} stood still for longer than the time-out; " if names else ""
+        raise RankSilentError(cause + _waited(place.rank, error)) from error
     finally:
         dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
 """Local ranks: results in order, the failed one named, no process left; they ignore Ctrl-C, their starter does not."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.core import TopologyError, TransferError
-from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, remove_left_folders, run_ranks
+from equipoise.launch import RankOptions, Torchrun, ignored_interrupts, nccl_environment, run_ranks, temporary_folder
 from tests.pool import preloaded_context
 
 HEARS = "import signal; print(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
@@ -167,15 +168,77 @@ def test_a_rank_that_stands_still_is_named_in_one_line_with_the_place_where_othe
     assert "\n" not in words
 
 
+def under_torchrun(rank, port, pipe):
+    """A rank as torchrun starts it; says how it ended."""
+    places = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    try:
+        run_ranks(stand_still, 2, options=RankOptions(timeout_s=5.0))
+    except TransferError as error:
+        pipe.send(str(error))
+
+
+def test_under_torchrun_the_ranks_that_waited_name_the_one_that_stood_still_in_one_line():
+    import torch.distributed as dist
+
+    # As torchrun does it: its own process keeps the store.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = preloaded_context()
+    ours, theirs = context.Pipe()
+    processes = [context.Process(target=under_torchrun, args=(rank, store.port, theirs)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "the waiting rank says something"
+        words = ours.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert words.startswith("rank 1 stood still for longer than the time-out; rank 0 waited in vain in ")
+    assert "test_launch.stand_still" in words and "\n" not in words
+
+
 def test_the_next_start_removes_the_folder_of_a_run_that_was_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     here = Path("/proc/self/ns/pid").stat().st_ino
-    ours = [f"equipoise-ranks-{here}-{pid}-abc" for pid in (ended.pid, os.getpid())]
-    names = [*ours, f"equipoise-ranks-{here + 1}-{ended.pid}-abc", "equipoise-ranks-other", "mine"]
+    ours = [f"equipoise-{here}-{pid}-abc" for pid in (ended.pid, os.getpid())]
+    names = [*ours, f"equipoise-{here + 1}-{ended.pid}-abc", "equipoise-other", "mine"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "store").touch()
-    remove_left_folders()
+    with temporary_folder() as folder:
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], folder.name])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+
+
+KILLED_AT_STDIN = """
+import os, sys, threading, time
+from pathlib import Path
+from equipoise.cli import main
+
+def die():
+    while not any(path.stat().st_size for path in Path(os.environ["TMPDIR"]).rglob("stdin.jsonl")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+
+threading.Thread(target=die).start()
+main(["doctor", "-"])
+"""
+
+
+def test_what_a_killed_verb_has_copied_from_standard_input_is_removed_by_the_next(tmp_path, monkeypatch):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.Popen([sys.executable, "-c", KILLED_AT_STDIN], env=environment, stdin=subprocess.PIPE)
+    # More than a pipe and the file's buffer hold, so that some of it is in the file; the end does not come.
+    with contextlib.suppress(BrokenPipeError):
+        killed.stdin.write(b"{}\n" * 1_000_000)
+    assert killed.wait(60) == -signal.SIGKILL
+    killed.stdin = None
+    assert [path.name for path in tmp_path.rglob("stdin.jsonl")] == ["stdin.jsonl"]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with temporary_folder():
+        assert not list(tmp_path.rglob("stdin.jsonl"))

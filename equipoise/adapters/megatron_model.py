@@ -165,6 +165,7 @@ REACHES: tuple[Refusal, ...] = (
 REFUSED_MODULES: Mapping[str, str] = {
     "Megatron-FSDP": "wrap the model in DistributedDataParallel",
     "LoRA on experts": "train the experts themselves, or merge the adapters",
+    "experts frozen in part": "freeze all parameters of a layer's experts, or none",
     "legacy grouped experts": "use Transformer Engine's, or moe_grouped_gemm=False",
     "experts of other shapes": "give all MoE layers experts of one shape and dtype",
 }
@@ -307,6 +308,8 @@ def _module_reasons(model_chunks: Sequence[nn.Module], moe_layers: Sequence[Any]
         where = f"layer {moe.layer_number - 1}: {type(moe.experts).__name__}"
         if any("lora" in name.lower() or "adapter" in name.lower() for name, _ in moe.experts.named_modules()):
             yield refuse("LoRA on experts", where)
+        elif len({parameter.requires_grad for parameter in moe.experts.parameters()}) > 1:
+            yield refuse("experts frozen in part", where)
         elif not isinstance(moe.experts, tuple(KINDS)):
             yield refuse("legacy grouped experts", where)
     kinds = {(tuple(p.shape), p.dtype, p.device) for moe in moe_layers for p in moe.experts.parameters()}

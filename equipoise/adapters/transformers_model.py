@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.adapters.wrappers import ADAPTED, has_adapters
 from equipoise.core import ModelShape
 from equipoise.core.errors import AdapterError
 from equipoise.layer.expert_block import Activation
@@ -134,6 +135,8 @@ def inspect(model: nn.Module) -> Found:
         raise AdapterError(
             f"a {type(model).__name__} is no transformers model; give the PreTrainedModel itself, not a wrapper of it"
         )
+    if hasattr(model, "get_base_model"):
+        raise AdapterError(f"a {type(model).__name__} holds the model with its adapters; give get_base_model() of it")
     config = model.config.get_text_config()
     family, base = family_of(config.model_type), model.base_model
     if not hasattr(base, "layers"):
@@ -188,17 +191,23 @@ def _layer_reasons(model: Any, layers: tuple[FoundLayer, ...], family: Family) -
     kinds = set()
     for layer in layers:
         experts = model.get_submodule(layer.experts_path)
+        adapted = list(adapted_paths(model, layer))
+        yield from (f"`{path}` {ADAPTED}" for path in adapted)
+        if adapted:
+            continue
         yield from _experts_reasons(experts, layer.experts_path, family)
         kinds |= {(t.dtype, tuple(t.shape)) for t in experts.parameters() if t.ndim == 3}
         block = layer.experts_path.rpartition(".")[0]
-        for path in (layer.experts_path, layer.router_path):
-            if any("lora_" in name for name, _ in model.get_submodule(path).named_modules()):
-                yield f"`{path}` has LoRA adapters; merge them, or adapt attention and other dense weights alone"
         for path in (layer.experts_path, layer.router_path, block):
             if "forward" in vars(model.get_submodule(path)):
                 yield f"the forward of `{path}` was replaced, by kernels or by a patch; load without use_kernels"
     if len(kinds) > 2:
         yield f"experts differ in dtype or shape between layers, {sorted(map(str, kinds))}; all layers must be alike"
+
+
+def adapted_paths(model: nn.Module, layer: FoundLayer) -> Iterator[str]:
+    """Yield the paths of a layer's experts and router that have adapters."""
+    return (path for path in (layer.experts_path, layer.router_path) if has_adapters(model.get_submodule(path)))
 
 
 def _experts_reasons(experts: Any, path: str, family: Family) -> Iterator[str]:

@@ -45,8 +45,9 @@ from equipoise.adapters.protocol import (
     routes_from,
     schedule_from,
 )
-from equipoise.adapters.transformers_model import FAMILIES, Family, Found, check_router
+from equipoise.adapters.transformers_model import FAMILIES, Family, Found, adapted_paths, check_router
 from equipoise.adapters.transformers_routers import LayerHooks, Routers
+from equipoise.adapters.wrappers import ADAPTED, has_adapters
 from equipoise.balancer import Balancer
 from equipoise.core import Cluster, Stage
 from equipoise.core.errors import AdapterError
@@ -94,11 +95,17 @@ class _ShardedExperts:
         with self._unsharded() as tensors:
             home = ExpertWeights(*(self._exchanged(tensor).clone() for tensor in tensors))
         self.balanced = BalancedExperts(home, layer=index, group=first.device_mesh["ep"].get_group(), options=options)
-        self.balanced.requires_grad_(first.requires_grad)
 
     def put(self) -> None:
         """Take the place of the module's forward."""
         self._module.forward = self._compute
+
+    def check(self, there: nn.Module, path: str) -> None:
+        """Raise if something else than this would compute at the experts' place in the model."""
+        if has_adapters(there):
+            raise AdapterError(f"`{path}` {ADAPTED}")
+        if there is not self._module or vars(there).get("forward") != self._compute:
+            raise AdapterError(f"`{path}` or its forward was replaced after install; change the model before it")
 
     def restore(self) -> None:
         """Give the module back its forward."""
@@ -107,10 +114,12 @@ class _ShardedExperts:
     @torch.no_grad()
     def fill(self) -> None:
         """Copy this rank's experts, as they are now, to the working copy. Every rank must call this."""
+        trains = [self._module._parameters[name].requires_grad for name in self._family.tensors]
         with self._unsharded() as tensors:
-            for working, tensor in zip(self.balanced.home.tensors(), tensors, strict=True):
+            for working, tensor, is_trained in zip(self.balanced.home.tensors(), tensors, trains, strict=True):
                 working.copy_(self._exchanged(tensor))
                 working.grad = None
+                working.requires_grad_(is_trained)
 
     def begin(self) -> None:
         """Compute with balanced experts from now on."""
@@ -138,11 +147,12 @@ class _ShardedExperts:
         """
         self.leave()
         gradients = [working.grad for working in self.balanced.home.tensors()]
-        if any(gradient is None for gradient in gradients):
-            return  # a pass without backward
+        if all(gradient is None for gradient in gradients):
+            return  # a pass without backward, or frozen experts
         self._module.forward = lambda: sum(
             (tensor * self._exchanged(gradient)).sum()
             for tensor, gradient in zip(self._tensors(), gradients, strict=True)
+            if gradient is not None
         )
         self._module().backward()
         self.put()
@@ -233,6 +243,8 @@ class ShardedHandle(Windowed):
             raise AdapterError("a window was left with an error; uninstall, load a checkpoint and install again")
         if self.balancer.is_open:
             raise AdapterError("a window is open; end it before the next begins")
+        for one, experts in zip(self.found.layers, self._experts, strict=True):
+            experts.check(self.model.get_submodule(one.experts_path), one.experts_path)
         for experts in self._experts:
             experts.fill()
         # A working copy need not return: the sharded parameters stay at their owners.
@@ -298,6 +310,8 @@ def inspect(model: nn.Module) -> Found:
     reasons = list(_version_reasons())
     if not reasons:
         reasons += _sharding_reasons(model)
+    if not reasons:
+        reasons = [f"`{path}` {ADAPTED}" for one in found.layers for path in adapted_paths(model, one)]
     if not reasons:
         reasons += [reason for one in found.layers for reason in _experts_reasons(model, one.experts_path, found)]
     return replace_fields(found, unsupported=tuple(reasons))

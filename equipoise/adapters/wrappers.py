@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 do to a model whose experts are installed: what they must leave alone, and what they average.
+"""What DDP, FSDP2 and peft do to a model whose experts are installed: what to leave alone, and what is averaged.
 
 Install first, then wrap. An expert's gradient is complete at its owner, summed over the EP group, so no wrapper may
 broadcast, shard or reduce it:
@@ -6,8 +6,9 @@ broadcast, shard or reduce it:
     FSDP2   is told: `fully_shard(module, ignored_params=set(handle.expert_parameters.values()))`
 Both divide the gradients of everything else by their number of ranks, so experts' gradients are divided by it too
 (`gradient_divisor`). A wrapper that took experts is refused by name when the model first runs (`check_untouched`).
+So are adapters of experts (`has_adapters`): balanced experts would compute without them, silently.
 
-Checked with torch 2.13. Private names: `_ddp_params_and_buffers_to_ignore`, `_module_parameters` and
+Checked with torch 2.13 and peft 0.21. Private names: `_ddp_params_and_buffers_to_ignore`, `_module_parameters` and
 `_get_active_ddp_module` of DDP, and `_get_fsdp_state` of FSDP2.
 """
 
@@ -25,6 +26,16 @@ _ADVICE = (
     "install before wrapping, wrap the transformers model itself in DDP, and give fully_shard "
     "ignored_params=set(handle.expert_parameters.values()); load this model's weights again, because they were changed"
 )
+
+
+ADAPTED = "has LoRA adapters; merge them, or adapt attention and other dense weights alone"
+"""What is said of experts or a router with adapters, after its name."""
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether peft has put low-rank or other adapters, or a copy to be trained, around a module or into it."""
+    kept = {"base_layer", "original_module"}  # where peft's wrappers keep what they wrap
+    return any("lora_" in name or name.rpartition(".")[2] in kept for name, _ in module.named_modules())
 
 
 def ignored_by_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
@@ -49,12 +60,14 @@ def check_untouched(model: nn.Module, experts: Mapping[str, Tensor], *, lent: It
     """
     for name, parameter in experts.items():
         path, _, field = name.rpartition(".")
-        there = model.get_submodule(path)._parameters.get(field)
-        if there is not parameter:
-            raise AdapterError(
-                f"`{name}` was replaced by a {type(there).__name__} after install, as FSDP, tensor parallelism and "
-                f"LoRA on experts do; {_ADVICE}"
-            )
+        module = model.get_submodule(path)
+        there = module._parameters.get(field)
+        if there is parameter:
+            continue
+        if has_adapters(module):
+            raise AdapterError(f"`{path}` {ADAPTED}")
+        what = "taken out of its module" if there is None else f"replaced by a {type(there).__name__}"
+        raise AdapterError(f"`{name}` was {what} after install, as FSDP and tensor parallelism do; {_ADVICE}")
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None:
         return

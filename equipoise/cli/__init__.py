@@ -21,10 +21,8 @@ function that needs it, so that `--help` is quick.
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 130
@@ -61,9 +59,11 @@ def _with_standard_input(arguments: Sequence[str]) -> Iterator[list[str]]:
     if "-" not in arguments:
         yield list(arguments)
         return
+    from equipoise.launch import temporary_folder
+
     at = arguments.index("-")
-    with tempfile.TemporaryDirectory(prefix="equipoise-stdin-") as folder:
-        path = Path(folder) / "stdin.jsonl"
+    with temporary_folder() as folder:
+        path = folder / "stdin.jsonl"
         with path.open("wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
         yield [*arguments[:at], str(path), *arguments[at + 1 :]]

@@ -41,7 +41,7 @@ from equipoise.core import LoadMatrix, ModelShape, Stage, TopologyError, Transfe
 from equipoise.core.errors import EquipoiseError, TrainingError
 from equipoise.core.files import whole_file
 from equipoise.cost import CostModel
-from equipoise.launch import RankDiedError, RankOptions, Ranks, run_ranks
+from equipoise.launch import RankDiedError, RankOptions, Ranks, RankSilentError, run_ranks
 from equipoise.planning.worker import PlanWorker
 from equipoise.rl.checkpoint import Checkpoints, State
 from equipoise.rl.config import Mode, TrainConfig, build_cluster, write_config
@@ -328,11 +328,19 @@ def launch(
         context: of multiprocessing; spawn by default
     """
     options = RankOptions(backend=config.backend, device=config.model.device, timeout_s=config.timeout_s, threads=None)
+    stage = ""
+
+    def watch(event: RunEvent) -> None:
+        nonlocal stage
+        if event.kind == "stage":
+            stage = f"; the run was in stage {event.values['name']} of step {event.values['step']}"
+        show(event)
+
     try:
         given = (function, config, args)
-        return run_ranks(_on_rank, config.ranks, *given, options=options, show=show, context=context)[0]
-    except RankDiedError as error:
-        raise TransferError(f"{error}; resume from the last checkpoint") from error
+        return run_ranks(_on_rank, config.ranks, *given, options=options, show=watch, context=context)[0]
+    except (RankDiedError, RankSilentError) as error:
+        raise TransferError(f"{error}; resume from the last checkpoint{stage}") from error
 
 
 def _on_rank(group: Any, function: Callable[..., Any], config: TrainConfig, args: Sequence[Any], *, show: Show) -> Any:

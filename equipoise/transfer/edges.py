@@ -252,6 +252,8 @@ class WindowEdges:
         self._changed: list[str] = []
         """Parameters whose gradients someone else has changed in the window."""
         self._removers: list[Any] = []
+        self._lent: list[torch.Tensor] = []
+        """Frozen parameters that hold zeros for their layer's moves: an optimizer would decay what has a gradient."""
         self._moves: list[list[Move]] | None = None
         self._back: list[list[Move]] = []
         """By layer: experts that move from owners to homes, and back."""
@@ -376,7 +378,9 @@ class WindowEdges:
                 self._relocator.relocate("collect", layer, back, self._node.home[self._node.rank][layer])
         arriving = [m for back in self._back for m in back if m.target == self._node.rank and m.source != m.target]
         self._node.counters.collects += len(arriving)
-        self._moves = None
+        for frozen in self._lent:
+            frozen.grad = None
+        self._moves, self._lent = None, []
         self.unfollow()
 
     @contextmanager
@@ -418,7 +422,9 @@ class WindowEdges:
         homes = self._node.homes[layer]
         if self._gradient_of is _GRAD_OF:
             for tensor in homes.tensors():
-                tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                if tensor.grad is None:
+                    tensor.grad = torch.zeros_like(tensor)
+                    self._lent += [] if tensor.requires_grad else [tensor]
         found = homes.map(self._gradient_of)
         if len(list(found.tensors())) < len(list(homes.tensors())):
             raise self._node.watchdog.abort(

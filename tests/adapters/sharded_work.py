@@ -84,7 +84,8 @@ def train(model, *, micro_steps, install=None):
         if handle is not None:
             report = handle.balancer.report
             moved = [moved[0] + report.displaced, moved[1] + report.replicas]
-        grads = grads or {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+        trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        grads = grads or {name: p.grad.to_local().clone() for name, p in trained.items()}
         optimizer.step()
         optimizer.zero_grad()
     rows = routers.counters.rows
@@ -113,6 +114,28 @@ def parity(group, folder, family, ep, micro_steps):
     return legs
 
 
+def half_frozen(group, folder):
+    """A model whose experts train only their second product, without a balancer and with one."""
+    save(group, folder, "qwen3_moe", num_experts_per_tok=2)
+    legs = []
+    for install in (None, installer(RANKS, slots=0)):
+        model = load(folder, RANKS)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith("gate_up_proj"))
+        with stable_sorts():
+            legs.append(train(model, micro_steps=1, install=install))
+    return legs
+
+
+def adapted(model):
+    """Put a module with an adapter in place of the experts of the first layer, as peft does; return them."""
+    experts = model.model.layers[0].mlp.experts
+    wrapper = nn.Module()
+    wrapper.base_layer, wrapper.lora_A = experts, nn.Linear(2, 2)
+    model.model.layers[0].mlp.experts = wrapper
+    return experts
+
+
 def objects(model):
     """What install may change and uninstall must restore, by identity."""
     found = {}
@@ -138,6 +161,9 @@ def life(group, folder):
         outside = loss_of(model, step=0).item()
     refused = [_refusal(lambda: installer(4, slots=1)(model)), _refusal(lambda: handle.micro_step(0).__enter__())]
     handle.routers._current = None
+    experts = adapted(model)
+    refused.append(_refusal(handle.begin))
+    model.model.layers[0].mlp.experts = experts
     routes = list(made_routes(handle.found.shape, step=0, micro_steps=1))
     extra = handle.extra_bytes
     try:
@@ -187,4 +213,7 @@ def refused(group, folder):
         experts.forward = lambda *args: forward(*args)
     words["patched"] = _refusal(lambda: installer(4, slots=1)(model))
     experts.forward = forward
+    adapted(model)
+    words["lora"] = _refusal(lambda: installer(4, slots=1)(model))
+    model.model.layers[0].mlp.experts = experts
     return words, objects(model) == kept

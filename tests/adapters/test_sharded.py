@@ -72,12 +72,22 @@ def test_three_steps_are_those_of_the_sharded_model_without_a_balancer(
         assert plain["rows"] == placed["rows"] == replicated["rows"]
 
 
+def test_experts_of_which_one_parameter_is_frozen_train_the_other_as_without_a_balancer(newer_pool, tmp_path):
+    for plain, balanced in newer_pool.call("half_frozen", str(tmp_path)):
+        assert balanced["moved"][0] > 0, "experts move in these windows"
+        assert list(balanced["grads"]) == list(plain["grads"])
+        assert sum(name.endswith("experts.down_proj") for name in plain["grads"]) == 2
+        assert differing(balanced, plain, "grads") == differing(balanced, plain, "weights") == []
+        assert balanced["losses"] == plain["losses"]
+
+
 def test_install_and_uninstall_leave_everything_as_it_was(newer_pool, tmp_path):
     for rank in newer_pool.call("life", str(tmp_path)):
         assert rank["same"]
         before, outside, after = rank["losses"]
         assert before == outside == after
-        twice, alone, left, again, none = rank["refused"]
+        twice, alone, lora, left, again, none = rank["refused"]
+        assert lora.startswith("`model.layers.0.mlp.experts` has LoRA adapters; merge them")
         assert "has balanced experts already" in twice
         assert alone == "accepted" and left == "an error of the loss"
         assert "a window was left with an error; uninstall" in again
@@ -92,6 +102,7 @@ def test_what_cannot_be_balanced_is_refused_by_name_on_every_rank_and_nothing_ch
             assert f"{name}=" in words[name] and "is not supported; use" in words[name]
         assert "the model is not expert parallel" in words["whole"]
         assert "an EP group of 2 ranks, the model's has 4" in words["cluster"]
+        assert "rank 0: `model.layers.0.mlp.experts` has LoRA adapters; merge them" in words["lora"]
         assert "rank 1: the forward of `model.layers.0.mlp.experts` is not that of transformers'" in words["patched"]
 
 

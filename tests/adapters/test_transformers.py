@@ -142,7 +142,7 @@ def test_trained_weights_are_the_same_by_state_dict_from_the_store_by_load_and_a
         ("hook", "`model.layers.0.mlp.experts` has hooks; remove them"),
         ("gradient", "`model.layers.0.mlp.experts.down_proj` has a gradient; call zero_grad"),
         ("quantized", "quantized; load it without quantization_config"),
-        ("lora", "`model.layers.0.mlp.experts` has LoRA adapters; merge them"),
+        ("lora", "rank 0: `model.layers.0.mlp.experts` has LoRA adapters; merge them"),
         ("gates", "makes its gates otherwise than this adapter was checked with"),
         ("dtensor", "`model.layers.0.mlp.experts.down_proj` is a Sharded, sharded or wrapped already"),
     ],

@@ -40,7 +40,7 @@ def test_a_model_without_a_head_has_paths_of_its_own():
     assert found.base_path == ""
 
 
-@pytest.mark.parametrize("spoil", ["hook", "gradient", "quantized", "lora", "device", "dtensor"])
+@pytest.mark.parametrize("spoil", ["hook", "gradient", "quantized", "lora", "kept copy", "device", "dtensor"])
 def test_every_reason_is_named_and_the_model_can_still_be_inspected(spoil):
     model = build("qwen3_moe")
     work.SPOILS[spoil](model, 0)
@@ -68,6 +68,13 @@ def test_a_replaced_forward_is_a_reason():
     assert inspect(model).unsupported == (
         "the forward of `model.layers.0.mlp` was replaced, by kernels or by a patch; load without use_kernels",
     )
+
+
+def test_a_model_of_peft_is_an_error_that_says_what_to_give():
+    model = build("mixtral")
+    model.get_base_model = lambda: model
+    with pytest.raises(AdapterError, match=r"holds the model with its adapters; give get_base_model\(\) of it"):
+        inspect(model)
 
 
 def test_what_is_no_moe_model_of_transformers_is_an_error():

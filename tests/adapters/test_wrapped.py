@@ -40,6 +40,23 @@ def test_a_wrapper_that_takes_experts_is_refused_by_name_in_the_first_window_on_
 
 
 @pytest.mark.dist(2)
-def test_low_rank_adapters_beside_attention_train_and_frozen_experts_stay(pool):
-    for trained in pool.run(wrapped.train_with_attention_lora, 2):
-        assert trained == ["model.layers.0.self_attn.lora_A.weight"]
+def test_adapters_of_experts_that_come_after_install_are_refused_by_name_on_every_rank(pool):
+    for message in pool.run(wrapped.refused_wrapper, 2, "lora_on_experts"):
+        assert message.startswith("`model.layers.0.mlp.experts` has LoRA adapters; merge them, or adapt attention")
+
+
+@pytest.mark.dist(2)
+@pytest.mark.parametrize(
+    ("how", "frozen"), [("ddp", ("gate_up_proj", "down_proj")), ("fsdp", ("gate_up_proj",))], ids=["all", "a half"]
+)
+def test_low_rank_adapters_beside_attention_train_as_alone_where_experts_are_frozen(pool, how, frozen):
+    wanted = pool.run(wrapped.plain_adapters, 2, frozen)
+    for (losses, grads), (found_losses, found, moved) in zip(
+        wanted, pool.run(wrapped.balanced_adapters, 2, how, frozen), strict=True
+    ):
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert sorted(found) == sorted(grads), "what is frozen has no gradient"
+        assert sum("lora_" in name for name in found) == 4
+        for name, gradient in grads.items():
+            assert (found[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
+        assert max(moved) > 0, "experts move in this window"

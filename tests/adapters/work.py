@@ -317,7 +317,17 @@ def quantize(model, rank):
 
 
 def lora(model, rank):
-    model.model.layers[0].mlp.experts.add_module("lora_A", torch.nn.Linear(2, 2))
+    """peft wraps the module whose parameters are adapted; another kind of its adapters only keeps a copy beside it."""
+    block = model.model.layers[0].mlp
+    wrapper = torch.nn.Module()
+    wrapper.base_layer, wrapper.lora_A = block.experts, torch.nn.Linear(2, 2)
+    block.experts = wrapper
+
+
+def kept_copy(model, rank):
+    wrapper = torch.nn.Module()
+    wrapper.original_module = model.model.layers[0].mlp.gate
+    model.model.layers[0].mlp.gate = wrapper
 
 
 def another_device(model, rank):
@@ -354,6 +364,7 @@ SPOILS = {
     "gradient": gradient,
     "quantized": quantize,
     "lora": lora,
+    "kept copy": kept_copy,
     "device": another_device,
     "gates": other_gates,
     "dtensor": as_dtensor,

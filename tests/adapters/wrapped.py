@@ -103,6 +103,17 @@ def fsdp_with_experts(model, group, install):
     return shard(model, group)
 
 
+def lora_on_experts(model, group, install):
+    """As peft's target_parameters: its wrapper takes the experts' place."""
+    install()
+    for layer in model.model.layers:
+        wrapper = nn.Module()
+        wrapper.base_layer, wrapper.lora_A = layer.mlp.experts, nn.Linear(2, 2)
+        wrapper.forward = wrapper.base_layer.forward
+        layer.mlp.experts = wrapper
+    return model
+
+
 def refused_wrapper(group, wrong):
     """What a rank says in the first window of a model that was wrapped wrongly."""
     model = build("mixtral")
@@ -122,22 +133,64 @@ def refused_wrapper(group, wrong):
     return "not refused"
 
 
-def train_with_attention_lora(group):
-    """Whether adapters beside attention train, and expert gradients are there, where install accepts them."""
-    model = build("mixtral").requires_grad_(False)
-    attention = model.model.layers[0].self_attn
-    attention.add_module("lora_A", nn.Linear(32, 32, bias=False))
-    attention.register_forward_hook(
-        lambda module, args, kwargs, out: (out[0] + module.lora_A(out[0]), *out[1:]), with_kwargs=True
-    )
+class LowRank(nn.Module):
+    """What peft puts in a product's place: the product, and a small one beside it that trains."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        make = torch.Generator().manual_seed(7)
+        for name, shape in (("lora_A", (4, base_layer.in_features)), ("lora_B", (base_layer.out_features, 4))):
+            module = nn.Linear(shape[1], shape[0], bias=False)
+            module.weight.data = 0.2 * torch.randn(shape, generator=make)
+            self.add_module(name, module)
+
+    def forward(self, hidden):
+        return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+def adapted(frozen):
+    """A model of which adapters beside attention train and, of the experts, what is not frozen."""
+    model = build("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." in name and not name.endswith(frozen))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+    return model
+
+
+def plain_adapters(group, frozen):
+    """Losses and gradients of the whole model, averaged over the ranks, by name."""
+    model, losses = adapted(frozen), []
+    routes, routers = other_routes(model, group.rank()), adapter.wrap_routers(model)
+    for m, ids in enumerate(routes):
+        with routers.replay(ids):
+            loss = loss_of(model(input_ids=tokens_of(group.rank(), m), use_cache=False).logits)
+        loss.backward()
+        losses.append(float(loss))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in grads.values():
+        dist.all_reduce(gradient, group=group)
+    return losses, {name: gradient / group.size() for name, gradient in grads.items()}
+
+
+def balanced_adapters(group, how, frozen):
+    """The same under a balancer and a wrapper."""
+    model, losses = adapted(frozen), []
     routes = other_routes(model, group.rank())
     with make_balancer(model, group, nodes=1) as balancer:
         handle = adapter.install(model, balancer, worker=kept_worker())
+        net = wrap(how, model, group, handle)
         with balancer.window(routes):
             for m, ids in enumerate(routes):
                 with handle.micro_step(m, ids=ids):
-                    logits = model(input_ids=tokens_of(group.rank(), m), use_cache=False).logits
-                loss_of(logits).backward()
-        trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0]
+                    loss = loss_of(net(input_ids=tokens_of(group.rank(), m), use_cache=False).logits)
+                loss.backward()
+                losses.append(float(loss))
+        experts, grads = handle.expert_parameters, {}
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                grads[name] = handle.full(name, p.grad) if name in experts else adapter.whole(p.grad)
+        moved = (balancer.report.displaced, balancer.report.replicas)
         adapter.uninstall(model)
-    return trained
+    return losses, grads, moved

@@ -42,6 +42,8 @@ def faulty(config, ranks, show, places, fault):
             return
         if fault.kind == "kill" and ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "stand still" and ranks.rank == 1:
+            time.sleep(300)
         if fault.kind == "interrupt" and ranks.rank == 0:
             os.kill(fault.starter, signal.SIGINT)
             time.sleep(30)
@@ -96,6 +98,18 @@ def test_a_rank_killed_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits
     assert time.monotonic() - told[-1] < 30, "a death is noticed, not waited out"
     assert not left()
     assert_resumes_to(whole, tmp_path, pool)
+
+
+@pytest.mark.dist(2)
+def test_a_rank_that_stands_still_ends_the_run_in_one_line_that_names_it_and_the_stage(tmp_path, left):
+    config, fault = change(CONFIG, timeout_s=8.0), Fault("stand still", "update", os.getpid())
+    with pytest.raises(TransferError) as error:
+        launch(faulty, config, Places(out=tmp_path), fault, context=preloaded_context())
+    words = str(error.value)
+    assert words.startswith("rank 1 stood still for longer than the time-out; rank 0 waited in vain in ")
+    assert "; resume from the last checkpoint; the run was in stage update of step 1" in words
+    assert "\n" not in words
+    assert not left()
 
 
 @pytest.mark.dist(2)

@@ -57,6 +57,13 @@ def test_flat_and_shaped_arrays_and_tensors_decode():
         assert read(NATIVE, dump, model_of())[0].rows.tolist() == ROWS
 
 
+def test_rows_that_start_behind_the_last_token_are_refused():
+    figures = {"prompt_tokens": 4, "completion_tokens": 2, "routed_experts": PAYLOAD}
+    for start in (7, 900):
+        with pytest.raises(RoutesError, match=f"its rows start at token {start} of 6"):
+            read(NATIVE, {"routed_experts_start_len": start, "meta_info": figures}, model_of())
+
+
 @pytest.mark.parametrize("holder", ["record", "request", "meta_info"])
 def test_start_len_is_found_wherever_it_is_kept(holder):
     record = {"meta_info": {"routed_experts": PAYLOAD}, "request": {}}

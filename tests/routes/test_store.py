@@ -205,6 +205,26 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path, bit):
             assert f"sample {sum(edge <= at for edge in edges) - 1} " in str(caught.value), at
 
 
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        ([0, 1], r"sample 2: the end mark counts 3 samples"),
+        ([0, 1, 2, 3], r"sample 4: the end mark counts 3 samples"),
+        ([1, 0, 2], r"sample 0 .*: its header says sample 1.*records are mixed up"),
+        ([0, 2], r"sample 1 .*: its header says sample 2.*records are mixed up"),
+    ],
+    ids=["last lost", "one too many", "swapped", "one lost"],
+)
+def test_whole_samples_that_are_not_all_or_not_in_order_are_refused(tmp_path, kept, words):
+    samples = [make_sample(name, seed=seed) for seed, name in enumerate("abcd")]
+    path, longer = (write_store(tmp_path / f"{count}.eqr", samples[:count]) for count in (3, 4))
+    found, data = store.map_store(longer).found, longer.read_bytes()
+    head, end = data[: found[0].offset], path.read_bytes()[store.map_store(path).end :]
+    path.write_bytes(head + b"".join(data[found[at].offset : found[at].stop] for at in kept) + end)
+    with pytest.raises(RoutesError, match=words):
+        open_store(path)
+
+
 def test_a_damaged_payload_is_found_when_its_sample_is_first_read(tmp_path):
     path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b"), make_sample("c")])
     entry = open_store(path).samples._found[1]
@@ -233,12 +253,17 @@ def test_an_id_outside_the_model_is_refused_even_with_a_right_checksum(tmp_path)
 
 
 def test_recovery_drops_last_samples_whose_payload_never_reached_the_disk(tmp_path, caplog):
-    path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b", 30)])
-    entry = open_store(path).samples._found[1]
-    data = path.read_bytes()[: entry.stop]
-    path.write_bytes(data[: entry.start] + bytes(len(data) - entry.start))
+    path = write_store(tmp_path / "x.eqr", [make_sample("a"), make_sample("b", 30), make_sample("c", 9)])
+    data = bytearray(path.read_bytes())
+    lost = open_store(path).samples._found[1:]
+    for entry in lost:
+        data[entry.start : entry.stop] = bytes(entry.stop - entry.start)
+    path.write_bytes(data[: lost[-1].stop])
     assert [s.name for s in open_store(path, recover=True)] == ["a"]
     assert "recovered the 1 samples before it" in caplog.text
+    with StoreWriter(path, model=MODEL, recover=True) as writer:
+        writer.append(make_sample("d"))
+    assert [s.name for s in open_store(path, verify="all")] == ["a", "d"], "written where the lost ones were"
 
 
 def test_appending_continues_a_store(tmp_path):
@@ -344,6 +369,17 @@ def test_what_cannot_be_opened_is_said(tmp_path):
         StoreWriter(tmp_path / "x.eqr", model=MODEL, chunk_bytes=12)
     with pytest.raises(RoutesError, match="verify is 'some'"):
         open_store(write_store(tmp_path / "y.eqr", []), verify="some")
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_store_of_another_version_is_refused(tmp_path, version):
+    path = write_store(tmp_path / "x.eqr", [make_sample()])
+    data = bytearray(path.read_bytes())
+    magic, _, *rest = store.FILE_HEAD.unpack_from(data)
+    store.FILE_HEAD.pack_into(data, 0, magic, version, *rest)
+    path.write_bytes(data)
+    with pytest.raises(RoutesError, match=f"a native store of version {version}; this reader knows version 1"):
+        open_store(path)
 
 
 FORMAT = store.FORMATS[0]

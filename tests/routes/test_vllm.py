@@ -191,7 +191,7 @@ def test_spans_without_a_prompt_length_are_refused():
         (base64.b64encode(b"not numpy").decode(), "not a .npy file"),
         (base64_npy("|u1", (2, 3, 2), DATA_U8[:-1]), "11 bytes.*needs 12"),
         (base64_npy("|u1", (2, 3, 2), DATA_U8 + b"\0"), "13 bytes.*needs 12"),
-        (base64_npy("<f4", (2, 3, 2), b"\0" * 48), "float32"),
+        (base64_npy("<f4", (2, 3, 2), b"\0" * 48), "routed_experts has dtype float32; expert ids are integers"),
         (base64_npy("|O", (2, 3, 2), b"\0" * 12), "object"),
         (base64_npy("|u1", (12,), DATA_U8), "rows, layers, top-k"),
         (base64_npy("|u1", (-2, -3, 2), DATA_U8), "at least 0"),

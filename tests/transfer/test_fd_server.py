@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,9 +53,11 @@ def test_descriptors_come_in_order_whatever_their_number(server, count):
     clerk.join()
 
 
-def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(server):
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "stays away"])
+def test_a_process_that_takes_nothing_ends_the_hand_out_within_the_bound(server, comes):
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.connect(server.address)
+        if comes:
+            silent.connect(server.address)
         begin = time.monotonic()
         with pytest.raises(TransferError, match=r"fetched it within 0\.2 s each, not all did"):
             server.serve([file_with(b"")], times=1, timeout_s=0.2)
@@ -66,6 +69,17 @@ def test_a_process_that_ends_before_it_takes_anything_is_told(server):
         gone.connect(server.address)
     with pytest.raises(TransferError, match="not all did"):
         server.serve([file_with(b"")], times=1, timeout_s=5.0)
+
+
+def test_a_process_that_ends_before_it_has_mapped_what_it_took_is_told(server):
+    with ThreadPoolExecutor(1) as clerk:
+        served = clerk.submit(server.serve, [file_with(b"")], times=1, timeout_s=20)
+        with socket.socket(socket.AF_UNIX) as taker:
+            taker.connect(server.address)
+            _, descriptors, _, _ = socket.recv_fds(taker, 1, 1)
+            os.close(descriptors[0])
+        with pytest.raises(TransferError, match=r"not all did .*a rank ended before it received them"):
+            served.result(60)
 
 
 def test_nobody_at_the_counter_is_told_within_the_bound(server):

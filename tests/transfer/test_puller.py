@@ -93,6 +93,18 @@ def test_a_layer_is_closed_once_the_copy_from_its_homes_is_over(pulling):
     assert not schedule.holds(fill), "what was copied of a closed layer is forgotten"
 
 
+@pytest.mark.parametrize("call", ["pause", "close_layer"])
+def test_copies_that_the_device_has_yet_to_make_are_waited_for(pulling, call):
+    puller, path, schedule = pulling(is_open=True)
+    layer = schedule.filling.entry[1]
+    path.may_end.set()
+    puller.pause()
+    is_made = threading.Event()
+    puller._filled[0] = SimpleNamespace(is_reached=is_made.is_set)
+    stop = puller.pause if call == "pause" else lambda: puller.close_layer(layer)
+    assert returns_only_after(stop, is_made.set)
+
+
 def test_a_pull_that_a_pause_gives_up_is_not_held(pulling):
     puller, _, schedule = pulling(is_open=False)
     fill = schedule.filling

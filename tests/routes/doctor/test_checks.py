@@ -76,10 +76,25 @@ class TestLayers:
         assert diagnosis.fired == ("layer-map",)
         assert "'s2': 3 layers, unlike the first recording's axis" in diagnosis["layer-map"].first_place
 
-    def test_wrong_number_of_columns(self):
-        diagnosis = diagnose([replace(r, rows=r.rows[:, :, :3]) for r in good()], model=MODEL)
-        assert diagnosis.fired == ("top-k",)
-        assert "3 ids per route, top-4 model" in diagnosis["top-k"].first_place
+    def test_recordings_that_name_their_layers_otherwise(self):
+        recordings = good(layers="moe")
+        recordings[1] = replace(recordings[1], layer_numbers=(1, 2, 3))
+        diagnosis = diagnose(recordings, model=MODEL)
+        assert diagnosis.fired == ("layer-map",)
+        assert "'s1': 3 layers, unlike the first recording's axis" in diagnosis["layer-map"].first_place
+
+    @pytest.mark.parametrize("columns", [[0, 1, 2], [0, 1, 2, 3, 3]], ids=len)
+    def test_wrong_number_of_columns(self, columns):
+        diagnosis = diagnose([replace(r, rows=r.rows[:, :, columns]) for r in good()], model=MODEL)
+        assert "top-k" in diagnosis.fired
+        assert f"{len(columns)} ids per route, top-4 model" in diagnosis["top-k"].first_place
+
+    @pytest.mark.parametrize(("tokens", "check"), [(2, "equal-rows"), (3, "zero-layers")])
+    def test_two_rows_of_zeros_make_a_dead_layer_and_one_is_a_filler(self, tokens, check):
+        recordings = good(samples=1, tokens=tokens)
+        # One row alone is the last token's too, whose filler nobody reads.
+        recordings = [replace(recordings[0], num_tokens=None, tokens=None)]
+        assert fired(edit(recordings, 0, lambda rows: rows[:, 2].fill(0))) == (check,)
 
     def test_moe_layer_of_zeros_is_a_capture_that_was_not_merged(self):
         recordings = edit(good(), 2, lambda rows: rows[:, 2].fill(0))
@@ -138,6 +153,9 @@ class TestRowsWithoutRoutes:
             replace(whole, rows=whole.rows[40:], start=40),
         ]
         assert not fired(turns)
+        # A turn within an earlier one takes nothing away.
+        within = replace(turns[0], rows=turns[0].rows[:20], num_tokens=21, tokens=turns[0].tokens[:21])
+        assert not fired([turns[0], within, turns[1]])
         lost = [turns[0], replace(turns[1], rows=turns[1].rows[5:], start=45)]
         assert fired(lost) == ("missing-rows",)
 
@@ -200,9 +218,10 @@ class TestPadding:
             recordings[i] = replace(r, rows=rows)
         assert fired(recordings) == ("padding",)
 
-    def test_stray_ids_in_padding_are_out_of_range(self):
+    @pytest.mark.parametrize("value", [64, 900, -2])
+    def test_stray_ids_in_padding_are_out_of_range(self, value):
         ids_TK = (np.arange(28 * 4) % 64).reshape(28, 4)
-        ids_TK[3, 1] = 900
+        ids_TK[3, 1] = value
         diagnosis = diagnose(self.pad(good(), ids_TK), model=MODEL)
         assert diagnosis.fired == ("id-range",)
         assert diagnosis["id-range"].first_place == "sample 's0', padding row 3"

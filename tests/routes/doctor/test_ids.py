@@ -10,13 +10,14 @@ from tests.routes.doctor.recordings import MODEL, edit, fired, good
 
 
 class TestIds:
-    def test_duplicates(self):
+    @pytest.mark.parametrize("twice", [0, 3])
+    def test_duplicates(self, twice):
         def double(rows):
-            rows[8, 1] = [3, 5, 3, 7]
+            rows[8, 1] = [twice, 5, twice, 7]
 
         diagnosis = diagnose(edit(good(), 1, double), model=MODEL)
         assert diagnosis.fired == ("distinct-ids",)
-        assert diagnosis["distinct-ids"].first_place == "sample 's1', token 8, layer 1: [3, 5, 3, 7]"
+        assert diagnosis["distinct-ids"].first_place == f"sample 's1', token 8, layer 1: {[twice, 5, twice, 7]}"
 
     @pytest.mark.parametrize("value", [64, 127, 128, 30_000, -2, -300])
     def test_stray_id_is_out_of_range(self, value):
@@ -51,6 +52,16 @@ class TestIds:
         recordings = [replace(r, rows=r.rows % 256) for r in good(model)]
         recordings = [replace(r, rows=without_duplicates(r.rows, 256).astype(np.uint8)) for r in recordings]
         assert fired(recordings, model) == ("dtype-overflow",)
+
+    def test_a_dtype_that_just_holds_the_last_expert_is_good(self):
+        assert not fired(good(MODEL.replace(experts=256), dtype=np.uint8), MODEL.replace(experts=256))
+
+    def test_ids_above_a_byte_are_not_folded(self):
+        model = MODEL.replace(experts=300)
+        # 256 is the highest id that is used.
+        recordings = good(MODEL.replace(experts=257), samples=12, tokens=200)
+        assert max(int(r.rows.max()) for r in recordings) == 256
+        assert not fired(recordings, model)
 
     def test_ids_folded_into_a_byte_and_widened_again(self):
         model = MODEL.replace(experts=300, top_k=4)

@@ -21,22 +21,24 @@ class TestTurns:
         assert diagnosis.ok
         assert diagnosis["turns"].total == 1
 
-    def test_other_routes_where_turns_overlap(self):
+    @pytest.mark.parametrize("row", [0, 3, 9], ids=["first", "inside", "last"])
+    def test_other_routes_where_turns_overlap(self, row):
         def change(rows):
-            rows[3, 2] = [60, 61, 62, 63]
+            rows[row, 2] = [60, 61, 62, 63]
 
         diagnosis = diagnose(edit(self.split(overlap=10), 1, change), model=MODEL)
         assert diagnosis.fired == ("turns",)
-        assert diagnosis["turns"].first_place == "sample 's0': two turns give token 33 different routes"
+        assert diagnosis["turns"].first_place == f"sample 's0': two turns give token {30 + row} different routes"
 
-    def test_other_tokens_where_turns_overlap(self):
+    @pytest.mark.parametrize("token", [0, 12, 40], ids=["first", "inside", "last"])
+    def test_other_tokens_where_turns_overlap(self, token):
         turns = self.split()
         ids = turns[1].tokens.copy()
-        ids[12] += 1
+        ids[token] += 1
         turns[1] = replace(turns[1], tokens=ids)
         diagnosis = diagnose(turns, model=MODEL)
         assert diagnosis.fired == ("turns",)
-        assert diagnosis["turns"].first_place == "sample 's0': two turns disagree on the id of token 12"
+        assert diagnosis["turns"].first_place == f"sample 's0': two turns disagree on the id of token {token}"
 
     def test_a_turn_that_stands_apart_is_not_joined(self):
         early, late = self.split()
