@@ -21,7 +21,7 @@ from equipoise.planning.report import WindowReport
 from equipoise.transfer.node import ExpertWeights
 
 if TYPE_CHECKING:
-    from equipoise.adapters import megatron, transformers, transformers_sharded
+    from equipoise.adapters import megatron, torchtitan, transformers, transformers_sharded
 
 __all__ = [
     "Balancer",
@@ -38,11 +38,12 @@ __all__ = [
     "transformers",
     "transformers_sharded",
     "megatron",
+    "torchtitan",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Adapters import their framework, so each is imported only when it is asked for.
-    if name in ("transformers", "transformers_sharded", "megatron"):
+    if name in ("transformers", "transformers_sharded", "megatron", "torchtitan"):
         return import_module(f"equipoise.adapters.{name}")
     raise AttributeError(f"module 'equipoise.torch' has no attribute {name!r}")
