@@ -3,7 +3,6 @@
 import importlib
 import multiprocessing
 import os
-import sys
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +45,5 @@ def _call(group: object, name: str, *args: object) -> object:
 
 
 def _fork_newer(pipes: list[Connection], store: str) -> None:
-    sys.path.insert(0, str(NEWER))
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    _fork_ranks(pipes, store, LOADED)
+    _fork_ranks(pipes, store, LOADED, NEWER)

@@ -21,8 +21,12 @@ if _KERNELS not in sys.modules:
     sys.modules[_KERNELS] = ModuleType(_KERNELS)
     sys.modules[_KERNELS].__getattr__ = lambda name: object() if name.endswith("_kernel") else getattr(object, name)
 
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402  # after the stand-in
-from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
+import torchtitan.tools.utils  # noqa: E402  # after the stand-in
+
+torchtitan.tools.utils.device_type = "cpu"  # read by what is imported next
+
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as titan  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.models import deepseek_v3, qwen3  # noqa: E402
@@ -37,8 +41,7 @@ from torchtitan.models.common import (  # noqa: E402
 from torchtitan.models.deepseek_v3 import sharding as deepseek_sharding  # noqa: E402
 from torchtitan.models.qwen3 import sharding as qwen_sharding  # noqa: E402
 
-parallel_dims.device_type = "cpu"
-LAYERS, EXPERTS, TOP_K, VOCAB, HIDDEN, WIDTH, HEAD = 2, 8, 3, 64, 64, 32, 16
+LAYERS, EXPERTS, TOP_K, VOCAB, HIDDEN, WIDTH, HEAD = 2, 8, 2, 64, 64, 32, 16
 BACKEND = "partial_dtensor"
 """The others shard plain tensors, which FSDP2 of torch 2.13 refuses."""
 
@@ -62,12 +65,11 @@ def qwen(top_k):
         vocab_size=VOCAB,
         dim=HIDDEN,
         norm=qwen3._qwen3_norm(HIDDEN),
-        tok_embeddings=Embedding.Config(
-            num_embeddings=VOCAB, embedding_dim=HIDDEN, param_init=qwen3._EMBEDDING_INIT
-        ),
+        tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=HIDDEN, param_init=qwen3._EMBEDDING_INIT),
         lm_head=Linear.Config(in_features=HIDDEN, out_features=VOCAB, param_init=qwen3._LINEAR_INIT),
         layers=layers,
     )
+    use_plain_attention(config)
     qwen_sharding.set_qwen3_sharding_config(config, enable_sp=True, enable_ep=True)
     return config, qwen3.parallelize_qwen3
 
@@ -93,6 +95,7 @@ def deepseek(top_k):
         router_score_func="sigmoid",
         attn_backend="flex",
         moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
         rope=ComplexRoPE.Config(dim=HEAD, max_seq_len=64, theta=1e4),
     )
     config = deepseek_v3.DeepSeekV3Model.Config(
@@ -106,8 +109,15 @@ def deepseek(top_k):
         layers=layers,
         mtp_layers=[],
     )
+    use_plain_attention(config)
     deepseek_sharding.set_deepseek_v3_sharding_config(config, enable_sp=True, enable_ep=True)
     return config, deepseek_v3.parallelize_deepseekv3
+
+
+def use_plain_attention(config):
+    """Choose causal attention that needs no compiler."""
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
 
 
 def build(ep, *, family=qwen, top_k=TOP_K, dtype="bfloat16", checkpointed=False):
@@ -119,8 +129,6 @@ def build(ep, *, family=qwen, top_k=TOP_K, dtype="bfloat16", checkpointed=False)
     dims.build_mesh()
     titan.set_spmd_backend(BACKEND)
     config, parallelize = family(top_k)
-    for layer in config.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     with torch.device("meta"):
         model = config.build()
     model = parallelize(
@@ -132,14 +140,19 @@ def build(ep, *, family=qwen, top_k=TOP_K, dtype="bfloat16", checkpointed=False)
         ac_config=FullAC.Config() if checkpointed else None,
         dump_folder="",
     )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device="cpu")
+    known_to_gloo(model).to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()
+    return model
+
+
+def known_to_gloo(model):
+    """Let FSDP2 reduce by sums alone; torchtitan divides by nothing."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
