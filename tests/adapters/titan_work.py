@@ -52,6 +52,11 @@ def installer(ep, *, slots):
     return lambda model: adapter.install([model], cluster=cluster, options=options, worker=kept_worker())
 
 
+def named(path):
+    """The name of a tensor, whether its block is checkpointed or not."""
+    return path.replace("_checkpoint_wrapped_module.", "")
+
+
 def train(model, *, micro_steps, install=None):
     """Losses, gradients of the first step, weights after the last one, counts, and how much moved, of this rank."""
     shape = adapter.inspect(model).shape
@@ -73,14 +78,14 @@ def train(model, *, micro_steps, install=None):
         if handle is not None:
             report = handle.balancer.report
             moved = [moved[0] + report.displaced, moved[1] + report.replicas]
-        grads = grads or {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+        grads = grads or {named(name): p.grad.to_local().clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
     rows = None if handle is None else handle.counters.rows
     if handle is not None:
         adapter.uninstall(model)
-    weights = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    weights = {named(name): p.detach().to_local().clone() for name, p in model.named_parameters()}
+    buffers = {named(name): buffer.clone() for name, buffer in model.named_buffers()}
     return {"losses": losses, "grads": grads, "weights": weights, "buffers": buffers, "moved": moved, "rows": rows}
 
 
