@@ -5,6 +5,8 @@
     balancer = Balancer(cluster=cluster, model=adapter.inspect(model).shape, group=ep_group)
     handle = adapter.install(model, balancer)
 
+`equipoise.torch.torchtitan` is there too where torchtitan is installed, which no extra brings.
+
 `import equipoise` has the other half: routes, loads, plans, simulation and reports, without torch.
 """
 
@@ -21,7 +23,7 @@ from equipoise.planning.report import WindowReport
 from equipoise.transfer.node import ExpertWeights
 
 if TYPE_CHECKING:
-    from equipoise.adapters import megatron, torchtitan, transformers, transformers_sharded
+    from equipoise.adapters import megatron, transformers, transformers_sharded
 
 __all__ = [
     "Balancer",
@@ -38,7 +40,6 @@ __all__ = [
     "transformers",
     "transformers_sharded",
     "megatron",
-    "torchtitan",
 ]
 
 

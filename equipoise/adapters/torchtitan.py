@@ -329,7 +329,7 @@ def _kind_reasons(block: Any, path: str) -> Iterator[str]:
     for below, (kind, fix) in KINDS.items():
         part = attrgetter(f"moe{below}")(block)
         if type(part) is not kind:
-            yield f"`{path}.moe{below}` is a {type(part).__name__}, not a {kind.__name__}: {fix}"
+            yield f"`{path}.moe{below}` is a {type(part).__name__}, not torchtitan's {kind.__name__}: {fix}"
     if any(module._compiled_call_impl is not None for module in block.modules()):
         yield f"`{path}` is compiled; set compile.enable=False, or leave 'model' out of compile.components"
 

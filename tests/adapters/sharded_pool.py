@@ -19,6 +19,8 @@ LOADED = ("tests.adapters.sharded_work",)
 class NewerPool(Pool):
     """Four ranks whose world is the pool, as transformers' meshes expect."""
 
+    folder = NEWER
+
     def __init__(self) -> None:
         super().__init__(RANKS)
 

@@ -26,9 +26,8 @@ import torchtitan.tools.utils  # noqa: E402  # after the stand-in
 torchtitan.tools.utils.device_type = "cpu"  # read by what is imported next
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import ParallelDims, activation_checkpoint  # noqa: E402
 from torchtitan.distributed import utils as titan  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.models import deepseek_v3, qwen3  # noqa: E402
 from torchtitan.models.common import (  # noqa: E402
     ComplexRoPE,
@@ -120,8 +119,12 @@ def use_plain_attention(config):
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
 
 
-def build(ep, *, family=qwen, top_k=TOP_K, dtype="bfloat16", checkpointed=False):
-    """A model of four ranks with its meshes; the same on every call."""
+def build(ep, *, family=qwen, top_k=TOP_K, dtype="bfloat16", checkpoints=None):
+    """A model of four ranks, the same on every call.
+
+    Args:
+        checkpoints: torchtitan's name of a kind of activation checkpointing
+    """
     sizes = ParallelismConfig(
         data_parallel_shard_degree=dist.get_world_size(), expert_parallel_degree=ep, spmd_backend=BACKEND
     )
@@ -137,7 +140,7 @@ def build(ep, *, family=qwen, top_k=TOP_K, dtype="bfloat16", checkpointed=False)
         training=TrainingConfig(mixed_precision_param=dtype),
         parallelism=sizes,
         compile_config=CompileConfig(enable=False),
-        ac_config=FullAC.Config() if checkpointed else None,
+        ac_config=checkpoints and getattr(activation_checkpoint, checkpoints).Config(),
         dump_folder="",
     )
     known_to_gloo(model).to_empty(device="cpu")

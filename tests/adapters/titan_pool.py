@@ -5,12 +5,10 @@ from pathlib import Path
 
 from tests.megatron.pool import MegatronPool
 
-FOLDER = Path(__file__).parents[2] / "out" / f"torchtitan-{os.environ.get('TORCHTITAN', '0.3.0')}"
-"""Where `make test` puts it."""
-
 
 class TitanPool(MegatronPool):
     """Four ranks whose world is the pool, as torchtitan's meshes expect."""
 
     loaded = ("tests.adapters.titan_work",)
-    folder = FOLDER
+    folder = Path(__file__).parents[2] / "out" / f"torchtitan-{os.environ.get('TORCHTITAN', '0.3.0')}"
+    """Where `make test` puts it."""

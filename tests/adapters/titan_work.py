@@ -11,32 +11,18 @@ import torch
 import torch.distributed as dist
 import torchtitan
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torchtitan.models import gpt_oss, qwen3
 from torchtitan.models.common import Decoder, token_dispatcher
 
 from equipoise import Cluster
 from equipoise.adapters import torchtitan as adapter
-from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
-from equipoise.planning.worker import PlanWorker
 from tests.adapters import titan_model
-from tests.adapters.titan_model import EXPERTS, VOCAB, build, known_to_gloo, precise_experts, replayed
+from tests.adapters.titan_model import VOCAB, build, known_to_gloo, precise_experts, replayed
+from tests.adapters.windowed import kept_worker, made_routes, objects, refusal
 
-STEPS, SAMPLES, TOKENS = 3, 2, 12
-
-
-@functools.cache
-def kept_worker():
-    """One planning process for all tests of this rank; it ends with the rank."""
-    return PlanWorker()
-
-
-def made_routes(shape, *, step, micro_steps):
-    """[micro-step] ids [L, T, K] of this rank, most of them of the first experts."""
-    make = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    size = (micro_steps, shape.layers, SAMPLES * TOKENS, EXPERTS)
-    return (torch.rand(size, generator=make) - torch.linspace(0.0, 2.0, EXPERTS)).topk(shape.top_k, dim=-1).indices
+STEPS, SAMPLES, TOKENS = 2, 2, 12
 
 
 def loss_of(model, *, step, micro_step=0):
@@ -57,14 +43,14 @@ def named(path):
     return path.replace("_checkpoint_wrapped_module.", "")
 
 
-def train(model, *, micro_steps, install=None):
+def train(model, *, micro_steps, install=None, steps=STEPS):
     """Losses, gradients of the first step, weights after the last one, counts, and how much moved, of this rank."""
     shape = adapter.inspect(model).shape
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     handle = install(model) if install else None
     losses, grads, moved = [], {}, [0, 0]
-    for step in range(STEPS):
-        routes = made_routes(shape, step=step, micro_steps=micro_steps)
+    for step in range(steps):
+        routes = made_routes(shape, step=step, micro_steps=micro_steps, tokens=SAMPLES * TOKENS)
         with contextlib.nullcontext() if handle is None else handle.window(list(routes)):
             for m in range(micro_steps):
                 with replayed(model, routes[m]) if handle is None else handle.micro_step(m, ids=routes[m]):
@@ -89,35 +75,15 @@ def train(model, *, micro_steps, install=None):
     return {"losses": losses, "grads": grads, "weights": weights, "buffers": buffers, "moved": moved, "rows": rows}
 
 
-def parity(group, family, ep, micro_steps, top_k):
+def parity(group, family, ep, micro_steps, top_k, checkpoints):
     """The unmodified model, placement alone, replicas with activation checkpointing, and experts in float32."""
     make = functools.partial(build, ep, family=getattr(titan_model, family), top_k=top_k)
     legs = {"plain": train(make(), micro_steps=micro_steps)}
     legs["placed"] = train(make(), micro_steps=micro_steps, install=installer(ep, slots=0))
-    legs["replicated"] = train(make(checkpointed=True), micro_steps=micro_steps, install=installer(ep, slots=1))
+    legs["replicated"] = train(make(checkpoints=checkpoints), micro_steps=micro_steps, install=installer(ep, slots=1))
     with precise_experts():
-        legs["exact"] = train(make(dtype="float32"), micro_steps=micro_steps)
+        legs["exact"] = train(make(dtype="float32"), micro_steps=micro_steps, steps=1)
     return legs
-
-
-def objects(model):
-    """What install may change and uninstall must restore, by identity."""
-    found = {}
-    for path, module in model.named_modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"):
-            # Bound methods are made anew at every look: those of one object are equal.
-            found[path, kind] = list(getattr(module, kind).values())
-        found[path, "attributes"] = {name: id(value) for name, value in vars(module).items()}
-        found[path, "parameters"] = [id(parameter) for parameter in module._parameters.values()]
-    return found
-
-
-def refusal(work):
-    try:
-        work()
-    except AdapterError as error:
-        return str(error)
-    return "accepted"
 
 
 def life(group):
@@ -132,7 +98,7 @@ def life(group):
     handle = installer(4, slots=1)(model)
     losses.append(loss())
     refused = [refusal(lambda: installer(4, slots=1)(model))]
-    routes = list(made_routes(handle.found.shape, step=0, micro_steps=1))
+    routes = list(made_routes(handle.found.shape, step=0, micro_steps=1, tokens=SAMPLES * TOKENS))
     with handle.routers.record() as recorded:
         losses.append(loss())
     # A pass without backward leaves no gradients.
@@ -209,6 +175,12 @@ def refused(group):
     ):
         with changed(mesh, "_mesh_dim_names", called):
             words[name] = asked()
+    for divisor in (4.0, 1.0):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(divisor)
+        if divisor != 1.0:
+            words["divided"] = asked()
     words["cluster"] = refusal(lambda: installer(2, slots=1)(model))
     words["pipeline"] = refusal(lambda: adapter.inspect([model, model]))
     return words, objects(model) == kept
