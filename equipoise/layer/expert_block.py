@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
+from equipoise.core.errors import TopologyError
 from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.ops import fused_for
@@ -116,6 +117,12 @@ class BlockOptions:
     first: Literal["joined", "apart"] = "joined"
     """How gate and up are computed: by one product, or `apart` by two, whose input gradients are rounded before they
     are added, as where a framework keeps their weights in two tensors. Only for `swiglu`."""
+
+    def __post_init__(self) -> None:
+        if self.first == "apart" and self.activation != "swiglu":
+            raise TopologyError(
+                f"first='apart' halves gate_up, which activation={self.activation!r} interleaves; use first='joined'"
+            )
 
 
 def expert_block(

@@ -9,6 +9,7 @@ from tests.megatron.pool import MegatronPool
 class TitanPool(MegatronPool):
     """Four ranks whose world is the pool, as torchtitan's meshes expect."""
 
-    loaded = ("tests.adapters.titan_work",)
+    # First what a CPU needs to import torchtitan at all.
+    loaded = ("tests.adapters.titan_model", "tests.adapters.titan_work")
     folder = Path(__file__).parents[2] / "out" / f"torchtitan-{os.environ.get('TORCHTITAN', '0.3.0')}"
     """Where `make test` puts it."""
