@@ -346,6 +346,8 @@ def _sharding_reasons(block: Any, path: str) -> Iterator[str]:
     forward = getattr(vars(experts).get("forward"), "__qualname__", "none of its own")
     if not forward.startswith("Module.parallelize."):
         yield f"the forward of `{path}.routed_experts.inner_experts` is {forward}, not torchtitan's; remove patches"
+    if len({weight.requires_grad for weight in experts.parameters()}) > 1:
+        yield f"`{path}.routed_experts.inner_experts` trains some of its weights alone; freeze all of them or none"
     gate = getattr(router.gate.weight, "device_mesh", None)
     if gate is None or gate.mesh_dim_names != ("fsdp",):
         names = None if gate is None else gate.mesh_dim_names

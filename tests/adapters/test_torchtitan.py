@@ -88,6 +88,7 @@ def test_what_cannot_be_balanced_is_refused_by_name_on_every_rank_and_nothing_ch
             ("round robin", "turn it off"),
             ("compiled", "`layers.1` is compiled; set compile.enable=False"),
             ("version", "torchtitan 0.4.0 is not 0.3; use 0.3.0"),
+            ("half frozen", "`layers.0.moe.routed_experts.inner_experts` trains some of its weights alone"),
             ("patched", "rank 1: the forward of `layers.0.moe.routed_experts.inner_experts` is "),
             ("float32", "computes outside bf16; use training.mixed_precision_param='bfloat16'"),
             ("sharded otherwise", "is not sharded over efsdp and ep by FSDP2"),

@@ -64,6 +64,9 @@ def train(model, *, micro_steps, install=None, steps=STEPS):
         if handle is not None:
             report = handle.balancer.report
             moved = [moved[0] + report.displaced, moved[1] + report.replicas]
+        for wanted in model.parameters():
+            got = wanted.grad
+            assert (got.placements, got.device_mesh, got.shape) == (wanted.placements, wanted.device_mesh, wanted.shape)
         grads = grads or {named(name): p.grad.to_local().clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
@@ -161,6 +164,9 @@ def refused(group):
         words["round robin"] = asked()
     with changed(block, "_compiled_call_impl", block.forward):
         words["compiled"] = asked()
+    experts.w2_EDF.requires_grad_(False)
+    words["half frozen"] = asked()
+    experts.w2_EDF.requires_grad_(True)
     with changed(torchtitan, "__version__", "0.4.0"):
         words["version"] = asked()
     forward = experts.forward
