@@ -59,6 +59,11 @@ class LayerHooks:
         ids_TK = self.current.choose(self.index, own_TK)
         return None if ids_TK is own_TK else ids_TK
 
+    def count_use(self, ids_TK: Tensor) -> None:
+        """Before the experts: count the ids that reached them."""
+        if self.current is not None and self.index is not None:
+            self.current.use(self.index, ids_TK)
+
     def _visit(self) -> Visit:
         if self.current is None or self.current.micro_step is None or self.index is None:
             raise AdapterError(

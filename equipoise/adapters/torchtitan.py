@@ -118,8 +118,7 @@ class TitanMoE(LayerHooks, CopiedMoE):
 
     def dispatch(self, x_TD: Tensor, gates_TK: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Any:
         """Send tokens to the ranks that compute them; the experts and `combine` get what was sent."""
-        if self.current is not None:
-            self.current.use(self.index, ids_TK)
+        self.count_use(ids_TK)
         if self.balanced is None:
             return self._dispatcher.dispatch(x_TD, gates_TK, ids_TK, counts_E)
         sent = self.balanced.send(x_TD, ids_TK, gates_TK, self._visit(), home=self._take_home())

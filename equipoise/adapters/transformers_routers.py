@@ -38,8 +38,7 @@ class RouterHooks(LayerHooks):
 
     def use(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
         """Before the experts: count the ids that reached them."""
-        if self.current is not None and self.index is not None:
-            self.current.use(self.index, args[1])
+        self.count_use(args[1])
 
     def compute(self, hidden_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """In place of the experts' own function: apply the balanced experts."""
