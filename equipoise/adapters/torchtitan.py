@@ -270,7 +270,8 @@ def uninstall(model_parts: nn.Module | Sequence[nn.Module]) -> None:
 def inspect(model_parts: nn.Module | Sequence[nn.Module]) -> FoundTitan:
     """Find the MoE layers of a parallelized model, and say what is unsupported."""
     model: Any = _only(model_parts)
-    blocks = {f"layers.{number}": block for number, block in getattr(model, "layers", nn.ModuleDict()).items()}
+    layers = getattr(model, "layers", None)
+    blocks = {f"layers.{n}": block for n, block in layers.items()} if isinstance(layers, nn.ModuleDict) else {}
     paths = tuple(path for path, block in blocks.items() if getattr(block, "moe_enabled", False))
     if not paths:
         raise AdapterError(f"no block of this {type(model).__name__} has experts; balance a torchtitan MoE decoder")

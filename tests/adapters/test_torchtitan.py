@@ -95,6 +95,7 @@ def test_what_cannot_be_balanced_is_refused_by_name_on_every_rank_and_nothing_ch
             ("tensor parallel", "is sharded over ('fsdp', 'tp'), not over fsdp alone"),
             ("divided", "FSDP2 divides gradients by 4; torchtitan's own parallelize functions make that 1"),
             ("cluster", "an EP group of 2 ranks, the model's has 4"),
+            ("no experts", "no block of this Linear has experts"),
             ("pipeline", "2 model parts were given; a pipeline is not supported"),
         ):
             assert said in words[name], name

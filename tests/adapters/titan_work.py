@@ -188,6 +188,7 @@ def refused(group):
         if divisor != 1.0:
             words["divided"] = asked()
     words["cluster"] = refusal(lambda: installer(2, slots=1)(model))
+    words["no experts"] = refusal(lambda: adapter.inspect(nn.Linear(1, 1)))
     words["pipeline"] = refusal(lambda: adapter.inspect([model, model]))
     return words, objects(model) == kept
 
