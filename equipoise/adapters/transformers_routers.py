@@ -38,7 +38,9 @@ class RouterHooks(LayerHooks):
 
     def use(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
         """Before the experts: count the ids that reached them."""
-        self.count_use(args[1])
+        # Outside forward passes a sharded model calls its experts without arguments.
+        if self.current is not None:
+            self.count_use(args[1])
 
     def compute(self, hidden_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """In place of the experts' own function: apply the balanced experts."""
