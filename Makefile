@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 # Newest that is tested; tests of transformers' own expert parallelism run it beside the installed version, which is older.
 TRANSFORMERS := 5.22.2
+# Beside it lies what its models import, no more.
+TORCHTITAN := 0.3.0
 
 # Tests start hundreds of processes; each would compile the package's sources anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(KERNELS)
 	$(PYTHON) -m equipoise.demo out/demo.html
 
-test: $(STAMP) out/transformers-$(TRANSFORMERS)
+test: $(STAMP) out/transformers-$(TRANSFORMERS) out/torchtitan-$(TORCHTITAN)
 	$(MAKE) --jobs 2 $(KERNELS) lint types contracts
 	$(PYTHON) -m pytest --minimum-tests -n 3 --dist loadgroup --no-loadscope-reorder
 
@@ -51,6 +53,10 @@ transformers-versions: $(KERNELS) out/transformers-5.20.2 out/transformers-5.21.
 
 out/transformers-%: | $(STAMP)
 	$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $@ transformers==$* accelerate==1.15.0
+
+out/torchtitan-%: | $(STAMP)
+	$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $@ torchtitan==$* spmd_types==0.2.3 tyro==1.0.16 \
+		docstring_parser==0.18.0
 
 # One constraints file holds the tested versions; an edit of it or of pyproject.toml installs anew. Compiling all that is
 # installed takes longer than compiling what is imported, which the first import does.

@@ -5,6 +5,8 @@
     balancer = Balancer(cluster=cluster, model=adapter.inspect(model).shape, group=ep_group)
     handle = adapter.install(model, balancer)
 
+`equipoise.torch.torchtitan` is there too where torchtitan is installed, which no extra brings.
+
 `import equipoise` has the other half: routes, loads, plans, simulation and reports, without torch.
 """
 
@@ -43,6 +45,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Adapters import their framework, so each is imported only when it is asked for.
-    if name in ("transformers", "transformers_sharded", "megatron"):
+    if name in ("transformers", "transformers_sharded", "megatron", "torchtitan"):
         return import_module(f"equipoise.adapters.{name}")
     raise AttributeError(f"module 'equipoise.torch' has no attribute {name!r}")

@@ -8,6 +8,8 @@
     megatron.py      Megatron-Core: install, windows around its schedules, uninstall
         megatron_model.py         inspect: what is there and what is refused
         slime.py                  hooks for slime and miles, which train with it
+    torchtitan.py    torchtitan: inspect, install, windows, uninstall
+    hooks.py         hooks that carry a forward pass to its layers; windows over working copies of sharded experts
     wrappers.py      DDP and FSDP2 around a model: what they must leave alone, what they average
 
 An adapter imports the one framework it is named after, and never another adapter; hooks of a trainer import the adapter

@@ -21,7 +21,7 @@ Private names, read in transformers 5.20 to 5.22 and torch 2.13: `EpDispatchExpe
 sets an experts module's forward; `_mesh_manager`; `FSDPState`, which owns FSDP2's hooks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -34,26 +34,24 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from equipoise.adapters import transformers_model
+from equipoise.adapters.hooks import CopiedMoE, CopyHandle
 from equipoise.adapters.protocol import (
     MicroBatch,
     Recorded,
     ReplayCounters,
-    RouteIds,
-    Windowed,
     check_group,
     free_tokens,
     routes_from,
     schedule_from,
 )
 from equipoise.adapters.transformers_model import FAMILIES, Family, Found, adapted_paths, check_router
-from equipoise.adapters.transformers_routers import LayerHooks, Routers
+from equipoise.adapters.transformers_routers import RouterHooks, Routers
 from equipoise.adapters.wrappers import ADAPTED, has_adapters
 from equipoise.balancer import Balancer
-from equipoise.core import Cluster, Stage
+from equipoise.core import Cluster
 from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
 from equipoise.layer.experts import BalancedExperts, LayerOptions
-from equipoise.planning.rows import FreeTokens, WindowRoutes
 from equipoise.planning.worker import PlanWorker
 from equipoise.transfer.node import ExpertWeights
 from equipoise.transfer.waits import all_or_none, gather_objects
@@ -75,14 +73,12 @@ FIRST = (5, 20)
 """First minor version whose `from_pretrained` accepts an EP size of its own; 5.19 asks for ep_size=tp_size."""
 STYLE = "ep_dispatch_experts"
 """Name of the style in a model's `ep_plan` that sends tokens to the ranks of their experts."""
-KEPT = "_equipoise_sharded"
-"""Attribute of an installed model that holds its handle."""
 
 
-class _ShardedExperts:
+class _ShardedExperts(CopiedMoE):
     """One experts module with its sharded parameters, and the balanced experts that compute in windows."""
 
-    def __init__(self, module: Any, family: Family, hooks: LayerHooks, *, index: int, options: LayerOptions) -> None:
+    def __init__(self, module: Any, family: Family, hooks: RouterHooks, *, index: int, options: LayerOptions) -> None:
         """
         Args:
             hooks: of the decoder layer
@@ -94,14 +90,15 @@ class _ShardedExperts:
         first = module._parameters[family.tensors[0]]
         with self._unsharded() as tensors:
             home = ExpertWeights(*(self._exchanged(tensor).clone() for tensor in tensors))
-        self.balanced = BalancedExperts(home, layer=index, group=first.device_mesh["ep"].get_group(), options=options)
+        self.copy = BalancedExperts(home, layer=index, group=first.device_mesh["ep"].get_group(), options=options)
 
     def put(self) -> None:
         """Take the place of the module's forward."""
         self._module.forward = self._compute
 
-    def check(self, there: nn.Module, path: str) -> None:
+    def check(self, model: nn.Module, path: str) -> None:
         """Raise if something else than this would compute at the experts' place in the model."""
+        there = model.get_submodule(path)
         if has_adapters(there):
             raise AdapterError(f"`{path}` {ADAPTED}")
         if there is not self._module or vars(there).get("forward") != self._compute:
@@ -116,14 +113,14 @@ class _ShardedExperts:
         """Copy this rank's experts, as they are now, to the working copy. Every rank must call this."""
         trains = [self._module._parameters[name].requires_grad for name in self._family.tensors]
         with self._unsharded() as tensors:
-            for working, tensor, is_trained in zip(self.balanced.home.tensors(), tensors, trains, strict=True):
+            for working, tensor, is_trained in zip(self.copy.home.tensors(), tensors, trains, strict=True):
                 working.copy_(self._exchanged(tensor))
                 working.grad = None
                 working.requires_grad_(is_trained)
 
     def begin(self) -> None:
         """Compute with balanced experts from now on."""
-        self._hooks.balanced = self.balanced
+        self._hooks.balanced = self.copy
         # FSDP2 would gather parameters that no one computes with.
         for hooks in (self._module._forward_pre_hooks, self._module._forward_hooks):
             self._resting.append((hooks, dict(hooks)))
@@ -146,7 +143,7 @@ class _ShardedExperts:
         parameters' `grad`, as after any backward: this is one, of a sum whose gradients are the given ones.
         """
         self.leave()
-        gradients = [working.grad for working in self.balanced.home.tensors()]
+        gradients = [working.grad for working in self.copy.home.tensors()]
         if all(gradient is None for gradient in gradients):
             return  # a pass without backward, or frozen experts
         self._module.forward = lambda: sum(
@@ -156,7 +153,7 @@ class _ShardedExperts:
         )
         self._module().backward()
         self.put()
-        for working in self.balanced.home.tensors():
+        for working in self.copy.home.tensors():
             working.grad = None
 
     @contextmanager
@@ -182,98 +179,24 @@ class _ShardedExperts:
         return self._hooks.compute(hidden_TD, ids_TK, gates_TK)
 
 
-class ShardedHandle(Windowed):
+class ShardedHandle(CopyHandle):
     """A sharded model whose experts are balanced in windows, seen from one rank."""
+
+    KEPT = "_equipoise_sharded"
 
     def __init__(self, model: nn.Module, found: Found, *, cluster: Cluster, options: BalancerOptions) -> None:
         """Made by `install`."""
-        self.model, self.found = model, found
-        self.routers = Routers(model, found=found)
-        family = FAMILIES[found.family]
+        self.found, family = found, FAMILIES[found.family]
+        routers = Routers(model, found=found)
         layer_options = LayerOptions(activation=family.activation, products=_products(model))
-        self._experts = [
-            _ShardedExperts(model.get_submodule(one.experts_path), family, hooks, index=at, options=layer_options)
-            for at, (one, hooks) in enumerate(zip(found.layers, self.routers.layers, strict=True))
-        ]
-        self.balancer = Balancer(cluster=cluster, model=found.shape, group=ep_group(model), options=options)
-        self._is_failed = False
-
-    def put(self, worker: PlanWorker | None) -> None:
-        """Attach the balancer, then change the model, which cannot fail."""
-        pairs = zip(self.found.layers, self._experts, strict=True)
-        self.balancer.attach({one.experts_path: experts.balanced for one, experts in pairs}, worker=worker)
-        for experts in self._experts:
-            experts.put()
-        setattr(self.model, KEPT, self)
-
-    @property
-    def counters(self) -> ReplayCounters:
-        """Router calls and replayed rows so far."""
-        return self.routers.counters
-
-    @property
-    def extra_bytes(self) -> Mapping[str, int]:
-        """Bytes of this rank beyond what transformers holds, by what they are for."""
-        copies = sum(tensor.nbytes for experts in self._experts for tensor in experts.balanced.home.tensors())
-        moving = {"balancer": self.balancer.extra_bytes, "rows in place of all-to-all": self.balancer.row_bytes}
-        return {"working copy of the weights": copies, **moving}
-
-    def micro_step(self, micro_step: int, *, ids: RouteIds | None = None, record: bool = False) -> Any:
-        """Wrap the forward pass of one micro-step in a `with` block; backward may run later, also checkpointed.
-
-        Args:
-            micro_step: its number in the window
-            ids: what this rank's tokens replay, see `RouteIds`; None: the model routes itself
-            record: give a `Recorded`, which then holds the ids that were used
-        """
-        return self.routers.forward_pass(micro_step, ids=ids, record=record)
-
-    def submit(self, routes: WindowRoutes, *, stage: Stage = "update", free: FreeTokens | None = None) -> None:
-        """Plan the next window in the background. Every rank must call this.
-
-        Args:
-            routes: routes[m] are the ids [L, T, K] that this rank replays in micro-step m; -1 where unknown
-            free: as `Balancer.submit` takes it
-        """
-        self.balancer.submit(routes, stage=stage, free=free)
-
-    def begin(self) -> None:
-        """Begin the window that was submitted first. Every rank must call this."""
-        if self._is_failed:
-            raise AdapterError("a window was left with an error; uninstall, load a checkpoint and install again")
-        if self.balancer.is_open:
-            raise AdapterError("a window is open; end it before the next begins")
-        for one, experts in zip(self.found.layers, self._experts, strict=True):
-            experts.check(self.model.get_submodule(one.experts_path), one.experts_path)
-        for experts in self._experts:
-            experts.fill()
-        # A working copy need not return: the sharded parameters stay at their owners.
-        self.balancer.begin(with_weights=False)
-        for experts in self._experts:
-            experts.begin()
-
-    def end(self) -> None:
-        """End the window: gradients go to their owners and into `grad` of the sharded parameters."""
-        self.balancer.end()
-        for experts in self._experts:
-            experts.end()
-
-    def abort(self, reason: str) -> None:
-        """Give up the open window, on all ranks of the node: uninstall, load a checkpoint and install again."""
-        self._is_failed = True
-        for experts in self._experts:
-            experts.leave()
-        self.balancer.abort(reason)
-
-    def uninstall(self) -> None:
-        """Restore the model and free what was added. Every rank must call this, with no window open."""
-        if self.balancer.is_open and not self._is_failed:
-            raise AdapterError("cannot uninstall: a window of the balancer is open; end it first")
-        self.routers.unwrap()
-        for experts in self._experts:
-            experts.restore()
-        delattr(self.model, KEPT)
-        self.balancer.close()
+        layers = {
+            one.experts_path: _ShardedExperts(
+                model.get_submodule(one.experts_path), family, hooks, index=at, options=layer_options
+            )
+            for at, (one, hooks) in enumerate(zip(found.layers, routers.layers, strict=True))
+        }
+        balancer = Balancer(cluster=cluster, model=found.shape, group=ep_group(model), options=options)
+        super().__init__(model, layers, routers=routers, balancer=balancer)
 
 
 def install(
@@ -299,9 +222,9 @@ def install(
 
 def uninstall(model: nn.Module) -> None:
     """Restore the model exactly. Every rank must call this."""
-    if KEPT not in vars(model):
+    if ShardedHandle.KEPT not in vars(model):
         raise AdapterError(f"this {type(model).__name__} has no balanced experts; install them first")
-    getattr(model, KEPT).uninstall()
+    getattr(model, ShardedHandle.KEPT).uninstall()
 
 
 def inspect(model: nn.Module) -> Found:
@@ -329,7 +252,7 @@ def _products(model: Any) -> Any:
 
 def _checked(model: nn.Module, cluster: Cluster) -> Found:
     """Refuse what cannot be balanced, before anything changes."""
-    if KEPT in vars(model):
+    if ShardedHandle.KEPT in vars(model):
         raise AdapterError(f"this {type(model).__name__} has balanced experts already; uninstall them first")
     found = inspect(model)
     if found.unsupported:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
+from equipoise.core.errors import TopologyError
 from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Groups
 from equipoise.layer.ops import fused_for
@@ -128,6 +129,15 @@ class BlockOptions:
     activation: Activation = "swiglu"
     products: Products = "grouped"
     """`loop` is the reference: one product per slot, any dtype."""
+    first: Literal["joined", "apart"] = "joined"
+    """How gate and up are computed: by one product, or `apart` by two, whose input gradients are rounded before they
+    are added, as where a framework keeps their weights in two tensors. Only for `swiglu`."""
+
+    def __post_init__(self) -> None:
+        if self.first == "apart" and self.activation != "swiglu":
+            raise TopologyError(
+                f"first='apart' halves gate_up, which activation={self.activation!r} interleaves; use first='joined'"
+            )
 
 
 def expert_block(
@@ -250,7 +260,7 @@ def apply_experts(
 
     Returns: the output [N, D], and the activation's input [N, 2F], which backward needs
     """
-    pre_NF = _product(rows_ND, weights.gate_up_SFD.transpose(1, 2), end_S, options)
+    pre_NF = _first_product(rows_ND, weights.gate_up_SFD, end_S, options)
     if weights.gate_up_bias_SF is not None:
         pre_NF = _add_bias(pre_NF, weights.gate_up_bias_SF, end_S)
     act_NF = activate(pre_NF, options.activation)
@@ -268,7 +278,7 @@ def _apply_backward(
     """Return the gradients of rows and gates and, where experts train, of weights."""
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
     grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
-    grads = _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N
+    grads = _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N
     if not has_training:
         return grads, None
     return grads, _weight_gradients(_Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
@@ -289,7 +299,7 @@ def _backward_joined(
         returned = _weight_gradients(_Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
         ctx.transfers.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
         own = _weight_gradients(_Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
-    return _product(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N, own
+    return _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N, own
 
 
 class _Sums(NamedTuple):
@@ -309,6 +319,22 @@ def _weight_gradients(sums: _Sums, part: _Part, options: BlockOptions) -> Expert
         None if weights.gate_up_bias_SF is None else _sum_groups(sums.grad_pre_NF, end_S, options),
         None if weights.down_bias_SD is None else _sum_groups(sums.grad_ND, end_S, options),
     )
+
+
+def _first_product(rows_ND: Tensor, gate_up_SFD: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[N, 2F] what the activation gets."""
+    parts = (gate_up_SFD,) if options.first == "joined" else gate_up_SFD.chunk(2, dim=1)
+    products = [_product(rows_ND, part_SFD.transpose(1, 2), end_S, options) for part_SFD in parts]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def _first_backward(grad_pre_NF: Tensor, gate_up_SFD: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:
+    """[N, D] the gradient of its rows."""
+    if options.first == "joined":
+        return _product(grad_pre_NF, gate_up_SFD, end_S, options)
+    halves = zip(grad_pre_NF.chunk(2, dim=1), gate_up_SFD.chunk(2, dim=1), strict=True)
+    gate_ND, up_ND = (_product(grad_NF.contiguous(), part_SFD, end_S, options) for grad_NF, part_SFD in halves)
+    return gate_ND + up_ND
 
 
 def _product(rows_NX: Tensor, weights_SXY: Tensor, end_S: Tensor, options: BlockOptions) -> Tensor:

@@ -141,9 +141,10 @@ class LayerOptions(BlockOptions):
 
     combine_order: CombineOrder = "top_k"
     """`top_k`: transformers and this package; `expert`: Megatron."""
-    gates: Literal["combine", "activation"] = "combine"
+    gates: Literal["combine", "activation", "caller"] = "combine"
     """Where gates multiply: an expert's output, as it is combined; or, between its two products, the activation, as in
-    Megatron. The combine is then a plain sum."""
+    Megatron, and the combine is a plain sum. `caller`: so it is, and whoever calls the stages multiplies outputs by the
+    gates that came with their rows, before `receive`."""
     has_gaps: bool = False
     """Whether an id of -1 beside others means that a token has fewer than K experts; else it is refused."""
     is_deterministic: bool = False

@@ -3,7 +3,6 @@
 import importlib
 import multiprocessing
 import os
-import sys
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +18,8 @@ LOADED = ("tests.adapters.sharded_work",)
 
 class NewerPool(Pool):
     """Four ranks whose world is the pool, as transformers' meshes expect."""
+
+    folder = NEWER
 
     def __init__(self) -> None:
         super().__init__(RANKS)
@@ -46,6 +47,5 @@ def _call(group: object, name: str, *args: object) -> object:
 
 
 def _fork_newer(pipes: list[Connection], store: str) -> None:
-    sys.path.insert(0, str(NEWER))
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    _fork_ranks(pipes, store, LOADED)
+    _fork_ranks(pipes, store, LOADED, NEWER)

@@ -14,19 +14,12 @@ from transformers.utils import logging
 from equipoise import Cluster
 from equipoise.adapters import transformers_sharded as adapter
 from equipoise.adapters.transformers_routers import wrap_routers
-from equipoise.core.errors import AdapterError
 from equipoise.core.options import BalancerOptions
-from equipoise.planning.worker import PlanWorker
-from tests.adapters.tiny import EXPERTS, VOCAB, build
+from tests.adapters.tiny import VOCAB, build
+from tests.adapters.windowed import kept_worker, made_routes, objects, refusal
 
 RANKS, STEPS, SAMPLES, TOKENS = 4, 3, 2, 12
 logging.disable_progress_bar()
-
-
-@functools.cache
-def kept_worker():
-    """One planning process for all tests of this rank; it ends with the rank."""
-    return PlanWorker()
 
 
 @contextlib.contextmanager
@@ -52,13 +45,6 @@ def load(folder, ep, dtype=torch.float32, **sizes):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config, **implementations)
 
 
-def made_routes(shape, *, step, micro_steps):
-    """[micro-step] ids [L, T, K] of this rank, most of them of the first experts."""
-    make = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    size = (micro_steps, shape.layers, SAMPLES * TOKENS, EXPERTS)
-    return (torch.rand(size, generator=make) - torch.linspace(0.0, 2.0, EXPERTS)).topk(shape.top_k, dim=-1).indices
-
-
 def loss_of(model, *, step, micro_step=0):
     make = torch.Generator().manual_seed(1000 * step + 10 * micro_step + dist.get_rank())
     tokens = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=make)
@@ -74,7 +60,7 @@ def train(model, *, micro_steps, install=None):
     routers = wrap_routers(model) if handle is None else handle.routers
     losses, grads, moved = [], {}, [0, 0]
     for step in range(STEPS):
-        routes = made_routes(shape, step=step, micro_steps=micro_steps)
+        routes = made_routes(shape, step=step, micro_steps=micro_steps, tokens=SAMPLES * TOKENS)
         with contextlib.nullcontext() if handle is None else handle.window(list(routes)):
             for m in range(micro_steps):
                 with routers.forward_pass(m, ids=routes[m]):
@@ -159,21 +145,21 @@ def life(group, folder):
     handle = installer(4, slots=1)(model)
     with torch.no_grad():
         outside = loss_of(model, step=0).item()
-    refused = [_refusal(lambda: installer(4, slots=1)(model)), _refusal(lambda: handle.micro_step(0).__enter__())]
+    refused = [refusal(lambda: installer(4, slots=1)(model)), refusal(lambda: handle.micro_step(0).__enter__())]
     handle.routers._current = None
     experts = adapted(model)
-    refused.append(_refusal(handle.begin))
+    refused.append(refusal(handle.begin))
     model.model.layers[0].mlp.experts = experts
-    routes = list(made_routes(handle.found.shape, step=0, micro_steps=1))
+    routes = list(made_routes(handle.found.shape, step=0, micro_steps=1, tokens=SAMPLES * TOKENS))
     extra = handle.extra_bytes
     try:
         with handle.window(routes):
             raise ValueError("an error of the loss")
     except ValueError as error:
         refused.append(str(error))
-    refused.append(_refusal(handle.begin))
+    refused.append(refusal(handle.begin))
     adapter.uninstall(model)
-    refused.append(_refusal(lambda: adapter.uninstall(model)))
+    refused.append(refusal(lambda: adapter.uninstall(model)))
     with torch.no_grad():
         after = loss_of(model, step=0).item()
     return {
@@ -185,14 +171,6 @@ def life(group, folder):
     }
 
 
-def _refusal(work):
-    try:
-        work()
-    except AdapterError as error:
-        return str(error)
-    return "accepted"
-
-
 def refused(group, folder):
     """The words of every refusal, by what was asked for; nothing has changed after each."""
     save(group, folder, "qwen3_moe")
@@ -201,19 +179,19 @@ def refused(group, folder):
     sizes = model.config.distributed_config
     for name, value in (("tp_size", 2), ("pp_size", 2), ("fsdp_mixed_precision", True), ("fsdp_cpu_offload", True)):
         model.config.distributed_config = SimpleNamespace(**{**vars(sizes), name: value})
-        words[name] = _refusal(lambda: installer(4, slots=1)(model))
+        words[name] = refusal(lambda: installer(4, slots=1)(model))
     model.config.distributed_config = None
-    words["whole"] = _refusal(lambda: installer(4, slots=1)(model))
+    words["whole"] = refusal(lambda: installer(4, slots=1)(model))
     model.config.distributed_config = sizes
-    words["cluster"] = _refusal(lambda: installer(2, slots=1)(model))
+    words["cluster"] = refusal(lambda: installer(2, slots=1)(model))
     experts = model.model.layers[0].mlp.experts
     forward = experts.forward
     if group.rank() == 1:
         # One rank's patch is refused by all.
         experts.forward = lambda *args: forward(*args)
-    words["patched"] = _refusal(lambda: installer(4, slots=1)(model))
+    words["patched"] = refusal(lambda: installer(4, slots=1)(model))
     experts.forward = forward
     adapted(model)
-    words["lora"] = _refusal(lambda: installer(4, slots=1)(model))
+    words["lora"] = refusal(lambda: installer(4, slots=1)(model))
     model.model.layers[0].mlp.experts = experts
     return words, objects(model) == kept

@@ -15,14 +15,8 @@ from tests.adapters.tiny import build
 
 
 @pytest.fixture(scope="module")
-def newer_pool(request):
-    """Four ranks with the newer transformers."""
-    if not NEWER.is_dir():
-        needed = f"{NEWER.name} is not there: make out/{NEWER.name}"
-        pytest.fail(needed) if request.config.getoption("--minimum-tests") else pytest.skip(needed)
-    workers = NewerPool()
-    yield workers
-    workers.close()
+def newer_pool(beside):
+    return beside(NewerPool)
 
 
 ROOT = Path(__file__).parents[2]

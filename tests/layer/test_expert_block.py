@@ -83,7 +83,7 @@ LENGTHS = {
 }
 
 
-def run_block(lengths, *, products, activation, has_bias=True, dtype=torch.float32, held=None):
+def run_block(lengths, *, products, activation, has_bias=True, dtype=torch.float32, held=None, first="joined"):
     """Output and every gradient of a block with random rows."""
     groups = groups_of(*lengths)
     held = len(lengths[1]) if held is None else held
@@ -93,7 +93,7 @@ def run_block(lengths, *, products, activation, has_bias=True, dtype=torch.float
     )
     rows_ND = torch.randn((groups.num_rows, HIDDEN), generator=torch.Generator().manual_seed(3), dtype=dtype)
     rows_ND.requires_grad_()
-    options = BlockOptions(activation=activation, products=products)
+    options = BlockOptions(activation=activation, products=products, first=first)
     out_ND = expert_block(rows_ND, home, groups=groups, transfers=bank, visit=VISIT, options=options)
     (out_ND * torch.arange(1.0, HIDDEN + 1, dtype=dtype)).sum().backward()
     grads = [rows_ND.grad, *(t.grad for t in home.tensors()), *bank.returned.tensors()]
@@ -113,9 +113,10 @@ def test_grouped_products_equal_the_loop_forward_and_every_gradient(lengths, act
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("activation", ["swiglu", "gpt_oss"])
-def test_backward_equals_autograd_through_the_dense_reference(lengths, activation):
-    rows_ND, home, bank, got = run_block(lengths, products="loop", activation=activation, dtype=torch.float64)
+@pytest.mark.parametrize(("activation", "first"), [("swiglu", "joined"), ("gpt_oss", "joined"), ("swiglu", "apart")])
+def test_backward_equals_autograd_through_the_dense_reference(lengths, activation, first):
+    given = {"activation": activation, "first": first}
+    rows_ND, home, bank, got = run_block(lengths, products="loop", dtype=torch.float64, **given)
     leaves = [rows_ND, *home.tensors(), *bank.replicas.tensors()]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     parts = []
@@ -128,6 +129,33 @@ def test_backward_equals_autograd_through_the_dense_reference(lengths, activatio
     (out_ND * torch.arange(1.0, HIDDEN + 1, dtype=torch.float64)).sum().backward()
     for a, b in zip(got, [out_ND, *(leaf.grad for leaf in leaves)], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_gate_and_up_apart_have_the_bits_of_autograd_through_two_products():
+    make, ends_S = torch.Generator().manual_seed(0), torch.tensor([5, 5, 24], dtype=torch.int32)
+    sizes = ((24, 64), (3, 32, 64), (3, 32, 64), (3, 64, 32), (24, 64))
+    rows_ND, gate, up, down, grad_ND = (torch.randn(size, generator=make).bfloat16() for size in sizes)
+    leaves = [t.clone().requires_grad_() for t in (rows_ND, gate, up, down)]
+    pre, high = (torch.nn.functional.grouped_mm(leaves[0], t.transpose(1, 2), offs=ends_S) for t in leaves[1:3])
+    act_NF = torch.nn.functional.silu(pre) * high
+    wanted_ND = torch.nn.functional.grouped_mm(act_NF, leaves[3].transpose(1, 2), offs=ends_S)
+    wanted_ND.backward(grad_ND)
+    home = ExpertWeights(torch.cat([gate, up], dim=1).requires_grad_(), down.clone().requires_grad_())
+    bank = OneBank(home.map(lambda tensor: tensor.detach()[:1]))
+    rows_ND.requires_grad_()
+    options = BlockOptions(first="apart")
+    got_ND = expert_block(
+        rows_ND, home, groups=groups_of([5, 0, 19], [0]), transfers=bank, visit=VISIT, options=options
+    )
+    got_ND.backward(grad_ND)
+    assert torch.equal(got_ND, wanted_ND) and torch.equal(rows_ND.grad, leaves[0].grad)
+    assert torch.equal(home.gate_up_SFD.grad, torch.cat([leaves[1].grad, leaves[2].grad], dim=1))
+    assert torch.equal(home.down_SDF.grad, leaves[3].grad)
+
+
+def test_gate_and_up_that_alternate_are_not_halved():
+    with pytest.raises(TopologyError, match="first='apart' halves gate_up, which activation='gpt_oss' interleaves"):
+        BlockOptions(activation="gpt_oss", first="apart")
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -22,33 +23,40 @@ LOADED = tuple(f"tests.megatron.{name}" for name in ("work", "life", "hooks", "t
 class MegatronPool(Pool):
     """Four ranks whose world is the pool, as Megatron-Core expects."""
 
+    loaded: tuple[str, ...] = LOADED
+    folder: Path | None = None
+    """Where packages lie that are not installed."""
+
     def __init__(self) -> None:
         super().__init__(RANKS)
 
     def call(self, name: str, *args: Any) -> list:
         """Call a function of these modules on every rank by its name: this process imports no Megatron-Core."""
-        return self.run(_call, RANKS, name, *args)
+        return self.run(_call, RANKS, self.loaded, name, *args)
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-")
         context = preloaded_context()
         pipes = [context.Pipe() for _ in range(RANKS)]
         store = str(Path(self._folder.name) / "store")
-        parent = context.Process(target=_fork_ranks, args=([theirs for _, theirs in pipes], store, LOADED))
+        theirs = [pipe for _, pipe in pipes]
+        parent = context.Process(target=_fork_ranks, args=(theirs, store, self.loaded, self.folder))
         parent.start()
-        for _, theirs in pipes:
-            theirs.close()
+        for pipe in theirs:
+            pipe.close()
         self._workers = [(parent, ours) for ours, _ in pipes]
         self._answers(RANKS, timeout_s=START_S)
 
 
-def _call(group: Any, name: str, *args: Any) -> Any:
-    (task,) = {getattr(module, name) for module in map(importlib.import_module, LOADED) if hasattr(module, name)}
+def _call(group: Any, loaded: Sequence[str], name: str, *args: Any) -> Any:
+    (task,) = {getattr(module, name) for module in map(importlib.import_module, loaded) if hasattr(module, name)}
     return task(group, *args)
 
 
-def _fork_ranks(pipes: list[Connection], store: str, loaded: Sequence[str]) -> None:
+def _fork_ranks(pipes: list[Connection], store: str, loaded: Sequence[str], folder: Path | None = None) -> None:
     """Import once, fork the ranks, wait for them. They end with this process, and it ends with the tests."""
+    if folder is not None:
+        sys.path.insert(0, str(folder))
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Apex and Transformer Engine are not here, torch renames collectives, and every rank would say so many times.
     for category in (UserWarning, FutureWarning):
