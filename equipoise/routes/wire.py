@@ -253,7 +253,7 @@ class LeftOut:
 
     def add(self, place: str, answer: Any) -> None:
         """Leave out one answer of an engine, or raise if it is none: a damaged record must not go unnoticed."""
-        if not isinstance(answer, Mapping) or not {"id", "index", "finish_reason"} & set(answer):
+        if all(field(answer, name) is None for name in ("id", "index", "finish_reason", "error", "request")):
             raise RoutesError(f"{place} has no routed_experts, and is no answer of an engine; is the file damaged?")
         self.first = self.first or place
         self.count += 1
