@@ -165,15 +165,16 @@ def plan(
 
     figures = build_document(made, explanation, out=out, pairs=planning.pairs)
     console = screen(as_json=as_json)
+    wide = console.width >= 80  # a narrower terminal would break lines inside words
     if model is None:
-        console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=True)
+        console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=wide)
     if explanation is None:
         show_plan(made, figures, console, source=loads.name)
     else:
-        console.print(str(explanation), soft_wrap=True)
-    console.print(CROSSING[planning.sends], soft_wrap=True)
+        console.print(explanation.to_text(width=console.width), soft_wrap=wide)
+    console.print(CROSSING[planning.sends], soft_wrap=wide)
     if figures["assumed"]:
-        console.print(figures["assumed"], soft_wrap=True)
+        console.print(figures["assumed"], soft_wrap=wide)
     for path in (out, target):
         if path is not None:
             console.print(f"Written: {path}", soft_wrap=True)

@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 import struct
+import sys
 import tokenize
 import zipfile
 import zlib
@@ -292,13 +293,10 @@ def _open_text(path: Path) -> Any:
     return opened
 
 
-def _unpacking_errors(path: Path) -> tuple[type[Exception], ...]:
-    """Return what says that packed bytes are damaged."""
-    if path.suffix.lower() != ".zst":
-        return EOFError, gzip.BadGzipFile, zlib.error
-    import zstandard
-
-    return (zstandard.ZstdError,)
+def _unpacking_errors() -> tuple[type[Exception], ...]:
+    """Return what says that packed bytes are damaged; zstandard is imported by who opens such a file, if at all."""
+    zstandard: Any = sys.modules.get("zstandard")
+    return EOFError, gzip.BadGzipFile, zlib.error, *((zstandard.ZstdError,) if zstandard else ())
 
 
 def _lines(path: Path, *, parse: bool) -> Iterator[tuple[str, Any]]:
@@ -307,7 +305,7 @@ def _lines(path: Path, *, parse: bool) -> Iterator[tuple[str, Any]]:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
                     yield _line(path, f"line {number}", raw, parse=parse)
-    except _unpacking_errors(path) as error:
+    except _unpacking_errors() as error:
         raise RoutesError(f"{path} cannot be unpacked: {error}") from error
 
 
@@ -378,7 +376,7 @@ def _load_json(path: Path) -> Any:
     try:
         with _open_text(path) as file:
             return json.loads(file.read())
-    except _unpacking_errors(path) as error:
+    except _unpacking_errors() as error:
         raise RoutesError(f"it cannot be unpacked: {error}") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":

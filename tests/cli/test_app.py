@@ -139,6 +139,9 @@ def test_options_of_one_name_have_one_default_in_every_verb():
             if option.name in ("ep", "sends", "schedule", "slots", "ranks_per_node", "cluster"):
                 defaults.setdefault(option.name, {})[verb] = option.default
     assert defaults["sends"] == dict.fromkeys(("analyze", "plan", "simulate"), "tokens")
+    for function in (imbalance_metrics, analyze_loads):
+        assert inspect.signature(function).parameters["sends"].default == "tokens", "and in Python"
+    assert PlanOptions().sends == StepSetting().sends == "tokens"
     assert set(defaults["ep"].values()) == {8}
     assert all(len(set(by_verb.values()) - {None}) == 1 for name, by_verb in defaults.items() if name != "cluster")
 
