@@ -173,7 +173,11 @@ def exchanges_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Three ways of the same rows in a level layer: sorted and counted in the layer, prepared, and mapped."""
     uniform = case.uniform()
     level = eq.plan(
-        case.loads(uniform), cluster=cluster, model=case.model, slots=0, options=PlanOptions(max_displaced=0, sends="rows")
+        case.loads(uniform),
+        cluster=cluster,
+        model=case.model,
+        slots=0,
+        options=PlanOptions(max_displaced=0, sends="rows"),
     )
     mapped = Policy(name="mapped", plan=level, routes_MLRTK=uniform)
     return [

@@ -33,7 +33,7 @@ class PlanOptions:
     """Take replicas from any node where that pays: needs a host store that holds every expert."""
     sends: Sends = "tokens"
     """What the trainer's dispatcher sends to other nodes: a token once per node (DeepEP, HybridEP), or every row
-    (Megatron's alltoall). The default of every verb and function; a balancer plans for rows, as its own layers send them."""
+    (Megatron's alltoall). Every verb and function has this default; a balancer plans for rows, as its layers send."""
     transport: Transport = "auto"
     """What moves experts between nodes, for their price where a profile has none; a balancer plans with its own."""
     memory_bytes: int | None = None

@@ -91,9 +91,7 @@ def _is_wire_object(value: Any) -> bool:
 def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, Response]:
     """Return the rows of a wire object, and `response` with its start."""
     if not _is_wire_object(value):
-        raise RoutesError(
-            f"{place} has no routed_experts with data, shape and dtype; drop the record or record again"
-        )
+        raise RoutesError(f"{place} has no routed_experts with data, shape and dtype; drop the record or record again")
     dtype, data = find_dtype(field(value, "dtype"), DTYPES, place=place), field(value, "data")
     raw = data if isinstance(data, bytes) else decode_base64(data, place=place)
     rows = shape_bytes(raw, dtype=dtype, shape=field(value, "shape"), place=place)

@@ -100,7 +100,9 @@ class Source:
             pattern = str(path.relative_to(path.anchor))
             files = tuple(sorted(file for file in Path(path.anchor or ".").glob(pattern) if file.is_file()))
             if not files:
-                raise RoutesError(f"no dump at {path}; give a file, a folder, or a quoted pattern such as 'out/*.jsonl'")
+                raise RoutesError(
+                    f"no dump at {path}; give a file, a folder, or a quoted pattern such as 'out/*.jsonl'"
+                )
             return cls(name=str(path), files=_alike(files, where=str(path)))
         if not os.access(path, os.R_OK):
             raise RoutesError(f"{path} may not be read; check its permissions")
@@ -319,7 +321,7 @@ def _line(path: Path, place: str, raw: bytes, *, parse: bool) -> tuple[str, Any]
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a parquet or arrow file as dicts; arrow has a stream form, which datasets write, and a file form."""
+    """Yield the rows of a table as dicts; arrow has a stream form, which `datasets` writes, and a file form."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -512,6 +514,10 @@ class _UnreadStub:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
+
+    def __call__(self, *_: Any, **__: Any) -> "_UnreadStub":
+        """Give itself for what a call would give."""
+        return self
 
     def __setstate__(self, state: Any) -> None:
         pass

@@ -14,8 +14,8 @@ Format `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated 
     object          an array, a list of arrays, or `RequestOutput`s (objects or dicts): `request_id`,
                     `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`;
                     or its outputs alone, whose `token_ids` lack the prompt's and are not used
-    own records     dicts with `routed_experts` as an array or as nested lists, in `.jsonl` or a table; `id`, and tokens as
-                    `prompt_token_ids` and `token_ids`, or whole as `tokens` or `input_ids`
+    own records     dicts with `routed_experts` as an array or as nested lists, in `.jsonl` or a table; `id`, and tokens
+                    as `prompt_token_ids` and `token_ids`, or whole as `tokens` or `input_ids`
 
 Format `vllm-http`: JSON responses of chat, completions and `/generate`, one per line, as a list, or one object.
     id, request_id                      name of the sample; turns of one sample share it

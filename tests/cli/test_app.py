@@ -14,7 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from equipoise.cli.app import RENAMED, VERBS, SectionedCommand, build_app, flatten
+from equipoise.imbalance import imbalance_metrics
 from equipoise.loads.forecast import forecast_memory
+from equipoise.planner import PlanOptions
 from equipoise.sim import StepSetting, analyze_loads
 
 READING = {"--model", "--format", "--last-row", "--allow-short"}

@@ -243,7 +243,7 @@ def test_a_folder_of_folders_is_read_and_equal_file_names_stay_apart(tmp_path, r
     (tmp_path / "config.json").write_text("{}")
     for dump in (tmp_path, tmp_path / "step_*" / "rollouts.jsonl"):
         found = read_routes(dump, model=model_of())
-        assert len(found) == 2 * len(rows) and found[0].name == "step_1/rollouts.jsonl line 1"
+        assert len(found) == 2 * len(rows) and next(iter(found)).name == "step_1/rollouts.jsonl line 1"
 
 
 def test_of_a_folder_the_suffix_with_most_bytes_is_read(shard, caplog):
@@ -303,7 +303,7 @@ def test_a_damaged_table_is_named(tmp_path, name):
 
 def test_an_unknown_file_says_what_its_first_record_is(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b", "score": 1}])
-    with pytest.raises(RoutesError, match="first record is an object with the fields prompt, answer, score. Were rout"):
+    with pytest.raises(RoutesError, match=r"first record is an object with the fields prompt, answer, score\. Were r"):
         names(path)
     with pytest.raises(RoutesError, match="holds no record; give a file with one"):
         names(write_lines(tmp_path / "b.jsonl", []))
