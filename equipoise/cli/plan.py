@@ -27,6 +27,7 @@ from equipoise.cli.options import (
     SendsOption,
     check_slots,
     find_model,
+    npz_kind,
     refuse_existing,
 )
 from equipoise.cli.output import print_json, screen, show_plan
@@ -188,7 +189,13 @@ def _find_window(loads: Path) -> Path:
     if len(windows) > 1:
         names = ", ".join(path.name for path in windows)
         raise LoadsError(f"{loads} does not exist, and several windows were written beside it; give one of {names}")
-    return windows[0] if windows else loads
+    found = windows[0] if windows else loads
+    if found.is_file() and (npz_kind(found) in ("counts", "plan") or found.suffix != ".npz"):
+        raise LoadsError(
+            f"{found} holds no loads; make them first: equipoise convert {found} --model MODEL --to loads --ep 8 "
+            "--schedule tokens:16384 -o loads.npz"
+        )
+    return found
 
 
 def _parse_placement(text: str | None) -> tuple[str, Path | None]:

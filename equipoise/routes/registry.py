@@ -60,6 +60,11 @@ def detect(dump: Any) -> Format:
         raise RoutesError(
             f"{source.name} holds no record; give a file with one, a folder of such files, or a quoted pattern"
         )
+    if all(isinstance(record, Mapping) and {"choices", "meta_info"} & set(record) for _, record in looked):
+        raise RoutesError(
+            f"{source.name} holds responses of an engine without routed_experts. Record again: start vLLM or SGLang with "
+            "--enable-return-routed-experts, and send SGLang return_routed_experts in each request (docs/recording.md)"
+        )
     raise RoutesError(
         f"{source.name} has no known format: its first record is {_described(looked[0][1])}. Were routes recorded "
         "(docs/recording.md)? If you know the format, name it with --format (format=):\n"

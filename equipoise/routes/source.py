@@ -98,12 +98,12 @@ class Source:
             ) from error
         if not exists:
             pattern = str(path.relative_to(path.anchor))
-            files = tuple(sorted(file for file in Path(path.anchor or ".").glob(pattern) if file.is_file()))
-            if not files:
+            found = tuple(sorted(file for file in Path(path.anchor or ".").glob(pattern) if file.is_file()))
+            if not found:
                 raise RoutesError(
                     f"no dump at {path}; give a file, a folder, or a quoted pattern such as 'out/*.jsonl'"
                 )
-            return cls(name=str(path), files=_alike(files, where=str(path)))
+            return cls(name=str(path), files=_alike(found, where=str(path)))
         if not os.access(path, os.R_OK):
             raise RoutesError(f"{path} may not be read; check its permissions")
         files: tuple[Path, ...] = ()

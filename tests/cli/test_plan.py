@@ -262,6 +262,9 @@ def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_f
     assert taken.read_text() == "precious"
     outcome = equipoise("plan", taken, *ARGUMENTS)
     assert (outcome.code, "equipoise-loads-1 file (.npz): it is another kind" in outcome.err) == (2, True)
+    (tmp_path / "rollouts.jsonl").write_text("{}\n")
+    outcome = equipoise("plan", tmp_path / "rollouts.jsonl", *ARGUMENTS)
+    assert outcome.code == 2 and "holds no loads; make them first: equipoise convert" in outcome.err
 
 
 def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
