@@ -84,7 +84,8 @@ def _conditions(document: Document) -> Iterator[str]:
     yield f"Expert compute: {profile['device']}, {profile['kind']}. {links}"
     if document.get("sends") is not None:
         yield f"All-to-all, assumed: {_SENT[document['sends']]}."
-    yield "Seconds are those of expert layers alone: no attention, no optimizer, no rollout. Recompute: the log-prob pass."
+    left_out = "no attention, no optimizer, no rollout"
+    yield f"Seconds are those of expert layers alone: {left_out}. Recompute is the log-prob pass."
     # Why more can be recovered than is lost, where that is so.
     whole = document["seconds"]
     if document["plan"] is not None and whole["saved"]["share"] > whole["lost"]["share"]:

@@ -62,8 +62,9 @@ def detect(dump: Any) -> Format:
         )
     if all(isinstance(record, Mapping) and {"choices", "meta_info"} & set(record) for _, record in looked):
         raise RoutesError(
-            f"{source.name} holds responses of an engine without routed_experts. Record again: start vLLM or SGLang with "
-            "--enable-return-routed-experts, and send SGLang return_routed_experts in each request (docs/recording.md)"
+            f"{source.name} holds responses of an engine without routed_experts. Record again: start vLLM or SGLang "
+            "with --enable-return-routed-experts, and send SGLang return_routed_experts in each request "
+            "(docs/recording.md)"
         )
     raise RoutesError(
         f"{source.name} has no known format: its first record is {_described(looked[0][1])}. Were routes recorded "

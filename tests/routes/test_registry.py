@@ -93,9 +93,7 @@ def test_streamed_and_read_are_the_same(tmp_path, form, suffix):
     assert sum(len(r.rows) for r in recordings) == sum(s.num_rows for s in read_routes(path, model=MODEL))
 
 
-@pytest.mark.parametrize(
-    "dump", [{"a": 1}, [1, 2], ["text"], 3, None, object(), np.zeros(3), {"routed_experts": 1}]
-)
+@pytest.mark.parametrize("dump", [{"a": 1}, [1, 2], ["text"], 3, None, object(), np.zeros(3), {"routed_experts": 1}])
 def test_an_unknown_object_lists_all_forms(dump):
     with pytest.raises(RoutesError, match="has no known format") as caught:
         detect(dump)
