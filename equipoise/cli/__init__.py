@@ -15,8 +15,8 @@
 
 Exit codes: 0 good, 1 findings, 2 bad input, 130 interrupted. With `--json` the last line of standard output is one JSON
 document, and tables are left out. A file that exists is replaced only with `--force`; a training run replaces the run
-in its folder. `-` instead of a dump reads JSON from standard input, packed or not. A module imports what is heavy inside the
-function that needs it, so that `--help` is quick.
+in its folder. `-` instead of a dump reads JSON from standard input, packed or not. A module imports what is heavy
+inside the function that needs it, so that `--help` is quick.
 """
 
 import shutil

@@ -68,6 +68,7 @@ def read(source: Source, model: ModelShape) -> Iterator[Recording]:
                 response = http_response(record, choice, position=position, place=place)
                 yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
         elif _is_wire_object(record):
+            left_out.read += 1
             yield from recordings(*_decode(record, Response(name=place), place=place))
         else:
             if field(record, "routed_experts") is None and field(record, "token_ids") is not None:

@@ -271,8 +271,8 @@ def _alike(files: tuple[Path, ...], *, where: str) -> tuple[Path, ...]:
     for file in read:
         sizes[_suffix(file)] += file.stat().st_size
     alike = tuple(file for file in read if _suffix(file) == max(sizes, key=lambda suffix: sizes[suffix]))
-    parents = {parent for file in alike for parent in file.parents}
-    strays = [file.name for file in files if file not in alike and file not in parents]
+    known = {*alike, *(parent for file in alike for parent in file.parents)}
+    strays = [file.name for file in files if file not in known]
     if alike and strays:
         named = ", ".join(strays[:5]) + (", ..." if len(strays) > 5 else "")
         _log.warning("%s: %d of %d entries are not read: %s", where, len(strays), len(files), named)
