@@ -88,7 +88,7 @@ def forecast(config: TrainConfig) -> Forecast:
     from equipoise.core.options import balance_bytes, row_page_bytes
     from equipoise.loads import count_loads, generate_counts, rank_loads, schedule_samples, skew_ML
     from equipoise.loads.forecast import row_bytes
-    from equipoise.planner import plan
+    from equipoise.planner import PlanOptions, plan
 
     shape = shape_of(config)
     cluster = build_cluster(config, shape)
@@ -98,7 +98,9 @@ def forecast(config: TrainConfig) -> Forecast:
         counts.tokens_B, ranks=cluster.ep, samples_per_micro_step=config.update.micro_batch, stage="update"
     )
     loads = count_loads(counts, window)
-    planned = plan(loads, cluster=cluster, model=shape, slots=config.balance.slots, objective=config.balance.objective)
+    given = {"slots": config.balance.slots, "objective": config.balance.objective}
+    # Our own layers send rows, as a balancer plans.
+    planned = plan(loads, cluster=cluster, model=shape, options=PlanOptions(sends="rows"), **given)
     width, experts = _BYTES[config.model.dtype], shape.experts * shape.layers * shape.expert_params
     dense = dense_parameters(config, shape)
     return Forecast(
