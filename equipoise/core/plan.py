@@ -25,7 +25,7 @@ from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.model import ModelShape
 from equipoise.core.split import BLIND, shares, split_rows
-from equipoise.core.value import Value, frozen_array, int64_array, require_int
+from equipoise.core.value import Value, frozen_array, int64_array, plural, require_int
 from equipoise.core.window import LoadMatrix
 
 Phase = Literal["forward", "backward"]
@@ -602,7 +602,7 @@ def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
     return Explanation(
         title=(
             f"Micro-step {micro_step}, layer index {layer} (layer {number}) of {plan.model.name}, {plan.loads.stage}: "
-            f"{ranks} ranks on {plan.cluster.num_ep_nodes} nodes, replica slots per rank: {plan.slots}"
+            f"{plural(ranks, 'rank')} on {plural(plan.cluster.num_ep_nodes, 'node')}, replica slots per rank: {plan.slots}"
         ),
         static_R=_by_rank(load_E, plan.owner_E, ranks),
         home_R=home_R,
