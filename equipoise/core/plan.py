@@ -602,7 +602,7 @@ def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
     return Explanation(
         title=(
             f"Micro-step {micro_step}, layer index {layer} (layer {number}) of {plan.model.name}, {plan.loads.stage}: "
-            f"{plural(ranks, 'rank')} on {plural(plan.cluster.num_ep_nodes, 'node')}, replica slots per rank: {plan.slots}"
+            f"{ranks} ranks on {plural(plan.cluster.num_ep_nodes, 'node')}, replica slots per rank: {plan.slots}"
         ),
         static_R=_by_rank(load_E, plan.owner_E, ranks),
         home_R=home_R,

@@ -480,20 +480,12 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what takes the place of a name; a class without a stub becomes one that only holds its name."""
-        if (module, name) == ("verl.protocol", "DataProto"):
-            return _DataProtoStub
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == ("_codecs", "encode"):
-            return _encode
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _load_storage
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             _require_torch()
             from torch._utils import _rebuild_tensor_v2
 
             return _rebuild_tensor_v2
-        return _NUMPY_STUBS.get((module, name)) or type("_Unread", (_UnreadStub,), {"name": f"{module}.{name}"})
+        return _PICKLE_STUBS.get((module, name)) or type("_Unread", (_UnreadStub,), {"name": f"{module}.{name}"})
 
 
 def _load_storage(raw: bytes) -> Any:
@@ -622,13 +614,6 @@ def _make_consolidated(metadata: Any, storage: Any) -> Any:
     return {key: part for key, part in parts.items() if not key.startswith("<NJT")}
 
 
-class _NameStub:
-    """Replaces a class whose name alone is asked for."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
 # numpy 2 moved `core` to `_core`; a file may have been written with either.
 _NUMPY_STUBS: dict[tuple[str, str], Any] = {
     **{
@@ -640,12 +625,16 @@ _NUMPY_STUBS: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _DtypeStub,
     **{("numpy.dtypes", type(np.dtype(code)).__name__): _DtypeStub for code in "?bBhHiIlLqQefd"},
 }
+_PICKLE_STUBS: dict[tuple[str, str], Any] = _NUMPY_STUBS | {
+    ("verl.protocol", "DataProto"): _DataProtoStub,
+    ("collections", "OrderedDict"): dict,
+    ("_codecs", "encode"): _encode,
+    ("torch.storage", "_load_from_bytes"): _load_storage,
+}
 _TENSORDICT_STUBS: dict[str, Any] = {
     "_reductions._make_td": _make_tensordict,
     "_reductions._rebuild_tensordict_files_consolidated": _make_consolidated,
-    "_td.TensorDict": _NameStub,
-    "tensorclass.NonTensorData": _NameStub,
-    "tensorclass.NonTensorStack": _NameStub,
+    **dict.fromkeys(("_td.TensorDict", "tensorclass.NonTensorData", "tensorclass.NonTensorStack"), _UnreadStub),
 }
 
 
