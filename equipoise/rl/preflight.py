@@ -98,9 +98,8 @@ def forecast(config: TrainConfig) -> Forecast:
         counts.tokens_B, ranks=cluster.ep, samples_per_micro_step=config.update.micro_batch, stage="update"
     )
     loads = count_loads(counts, window)
-    given = {"slots": config.balance.slots, "objective": config.balance.objective}
-    # Our own layers send rows, as a balancer plans.
-    planned = plan(loads, cluster=cluster, model=shape, options=PlanOptions(sends="rows"), **given)
+    balance, rows = config.balance, PlanOptions(sends="rows")  # as a balancer plans
+    planned = plan(loads, cluster=cluster, model=shape, slots=balance.slots, objective=balance.objective, options=rows)
     width, experts = _BYTES[config.model.dtype], shape.experts * shape.layers * shape.expert_params
     dense = dense_parameters(config, shape)
     return Forecast(
