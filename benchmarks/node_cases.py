@@ -151,7 +151,7 @@ def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Every policy of a case, planned with the cluster's profile."""
     loads, uniform, forced = case.loads(case.routes_MLRTK), case.uniform(), case.forced()
     given: dict[str, Any] = {"cluster": cluster, "model": case.model}
-    owners = PlanOptions(max_displaced=0)
+    owners = PlanOptions(max_displaced=0, sends="rows")
 
     def ours(slots: int, objective: Any) -> Plan:
         return eq.plan(loads, slots=slots, objective=objective, **given)
@@ -180,7 +180,11 @@ def exchanges_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Three ways of the same rows in a level layer: sorted and counted in the layer, prepared, and mapped."""
     uniform = case.uniform()
     level = eq.plan(
-        case.loads(uniform), cluster=cluster, model=case.model, slots=0, options=PlanOptions(max_displaced=0)
+        case.loads(uniform),
+        cluster=cluster,
+        model=case.model,
+        slots=0,
+        options=PlanOptions(max_displaced=0, sends="rows"),
     )
     mapped = Policy(name="mapped", plan=level, routes_MLRTK=uniform)
     return [
@@ -194,9 +198,9 @@ def crossings_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Policies of a group that is declared as several nodes: rows by collectives, and mapped inside nodes."""
     given: dict[str, Any] = {"cluster": cluster, "model": case.model}
     loads = case.loads(case.routes_MLRTK)
-    static = eq.plan(loads, slots=0, options=PlanOptions(max_displaced=0), **given)
+    static = eq.plan(loads, slots=0, options=PlanOptions(max_displaced=0, sends="rows"), **given)
     # Levels rows whatever it costs: the sizes are too small to pay, and what is shown is that nothing changes.
-    ours = eq.plan(loads, slots=1, objective="skew", **given)
+    ours = eq.plan(loads, slots=1, objective="skew", options=PlanOptions(sends="rows"), **given)
     made = [
         Policy(name=name, plan=plan, routes_MLRTK=case.routes_MLRTK, rows="collective")
         for name, plan in (("static", None), ("static, prepared", static), ("equipoise, 1 slot, skew", ours))
@@ -278,7 +282,7 @@ def executed(made: Plan, home_LE: np.ndarray, expert_MLRS: np.ndarray, rows_MLRS
         model=made.model,
         slots=expert_MLRS.shape[3],
         objective=made.objective,
-        options=PlanOptions(),
+        options=PlanOptions(sends="rows"),
         policy=made.policy,
     )
     draft = Draft(

@@ -70,7 +70,7 @@ class LivePlanner:
         """
         self._plan, self._group = plan, group
         given = {"cluster": plan.cluster, "model": plan.model, "slots": 1, "objective": plan.objective}
-        task = WindowTask(loads=plan.loads, options=PlanOptions(), policy="reactive", **given)
+        task = WindowTask(loads=plan.loads, options=PlanOptions(sends="rows"), policy="reactive", **given)
         problem = layer_problem(task, budget=0)
         self._problem = problem._replace(domain_DR=problem.domain_DR[:1], trades_across=0, gated=0)
         self._tables = task.cost.tables(plan.home_slots + task.slots)

@@ -176,7 +176,7 @@ def _wide_rows(
 ) -> Iterator[Row]:
     model = ModelShape.preset("qwen3-30b-a3b", layers=2, experts=experts)
     cluster = Cluster.preset("h200", ranks_per_node=per_node, ep=ranks)
-    options = PlanOptions(cross_node=cross_node)
+    options = PlanOptions(cross_node=cross_node, sends="rows")
     for seed in WIDE_SEEDS:
         sizes = {"micro_steps": micro_steps, "ranks": ranks, "mean_tokens": 256, "domains": domains, "seed": seed}
         loads = generated_loads(model, **sizes)

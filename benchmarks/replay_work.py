@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_rows import cluster_of
+from benchmarks.planner_rows import ROWS, cluster_of
 from benchmarks.traces import Trace, joined, read_traces, scaled, stacked
 from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
@@ -134,7 +134,9 @@ def build_case(case: Case) -> CaseWork:
     loads, model = loads_of(case)
     cluster = cluster_of(case.ranks)
     cost = CostModel.of(cluster, model)
-    plans = {name: plan(loads, cluster=cluster, model=model, slots=SLOTS, policy=name) for name in POLICIES}
+    plans = {
+        name: plan(loads, cluster=cluster, model=model, slots=SLOTS, policy=name, options=ROWS) for name in POLICIES
+    }
     policies = {name: policy_work(made, cost) for name, made in plans.items() if name != "balanced"}
     policies["balanced"] = resting_work(plans["balanced"], cost, cut_rows_MLRS(plans["balanced"]))
     policies[EVEN] = resting_work(plans["balanced"], cost, even_rows_MLRS(plans["balanced"]))

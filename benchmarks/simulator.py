@@ -31,7 +31,7 @@ from equipoise.sim.replay import plan_work
 from tests.cost.events import play
 
 RANKS, MICRO_STEPS, GROUP_MICRO_STEPS = 64, 64, 16
-OPTIONS, SETTING = PlanOptions(workers=2), StepSetting(timeline_layers=0)
+OPTIONS, SETTING = PlanOptions(workers=2, sends="rows"), StepSetting(sends="rows", timeline_layers=0)
 
 
 class DealtGroups(Sequence[LoadMatrix]):
@@ -111,7 +111,7 @@ def difference(model: ModelShape) -> float:
     small = model.replace(layers=4)
     counts = generate_counts(small, samples=32, mean_tokens=2048).count_BLE
     loads = LoadMatrix(counts.reshape(4, 8, 4, -1).transpose(0, 2, 1, 3))
-    work = plan_work(plan(loads, cluster=cluster_of(8), model=small))
+    work = plan_work(plan(loads, cluster=cluster_of(8), model=small, options=OPTIONS))
     return abs(replay([work]).total / play([work]).total - 1)
 
 

@@ -101,8 +101,8 @@ class Balancer(AbstractContextManager["Balancer"]):
                 self._planner = BackgroundPlanner(
                     cluster=self.cluster,
                     model=self.model,
-                    # Experts are priced as they travel.
-                    options=replace(self.options, transport=engine.transport),
+                    # Experts and rows are priced as they travel: of a two-level dispatch's exchanges, most go by row.
+                    options=replace(self.options, transport=engine.transport, sends="rows"),
                     group=self.group,
                     layers=list(found.values()),
                     worker=worker,

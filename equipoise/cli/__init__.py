@@ -15,8 +15,8 @@
 
 Exit codes: 0 good, 1 findings, 2 bad input, 130 interrupted. With `--json` the last line of standard output is one JSON
 document, and tables are left out. A file that exists is replaced only with `--force`; a training run replaces the run
-in its folder. `-` instead of a dump reads lines of JSON from standard input. A module imports what is heavy inside the
-function that needs it, so that `--help` is quick.
+in its folder. `-` instead of a dump reads JSON from standard input, packed or not. A module imports what is heavy
+inside the function that needs it, so that `--help` is quick.
 """
 
 import shutil
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _with_standard_input(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Put a file with the lines of standard input in place of an argument `-`: a dump is read more than once."""
+    """Put a file with standard input in place of an argument `-`: a dump is read more than once."""
     if "-" not in arguments:
         yield list(arguments)
         return
@@ -66,7 +66,18 @@ def _with_standard_input(arguments: Sequence[str]) -> Iterator[list[str]]:
         path = folder / "stdin.jsonl"
         with path.open("wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
+        path = path.rename(path.with_suffix(_suffix_of(path)))
         yield [*arguments[:at], str(path), *arguments[at + 1 :]]
+
+
+def _suffix_of(path: Path) -> str:
+    """Return what standard input holds, by its first bytes: lines of JSON, packed or not, or one JSON document."""
+    with path.open("rb") as file:
+        line = file.readline()
+    if packed := {b"\x1f\x8b": ".jsonl.gz", b"(\xb5": ".jsonl.zst"}.get(line[:2]):
+        return packed
+    # The first line of a document over several lines opens a bracket or more.
+    return ".json" if line.strip().endswith((b"[", b"{", b",")) else ".jsonl"
 
 
 def _exit(message: str, code: int) -> NoReturn:

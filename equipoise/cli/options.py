@@ -74,8 +74,8 @@ SendsOption = Annotated[
         help="What crosses nodes: a token once per node (DeepEP, HybridEP), or every row (Megatron's alltoall).",
     ),
 ]
-DEFAULT_SENDS: Sends = "tokens"
-"""Of every verb: large runs across nodes use DeepEP or HybridEP."""
+DEFAULT_SENDS: Sends = PlanOptions.sends
+"""Of every verb, as of every function: large runs across nodes use DeepEP or HybridEP."""
 HistoryOption = Annotated[
     Path | None, typer.Option("--history", help="Loads of an earlier step (.npz), for the policy eplb-history.")
 ]

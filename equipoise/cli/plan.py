@@ -30,6 +30,7 @@ from equipoise.cli.options import (
     SendsOption,
     check_slots,
     find_model,
+    npz_kind,
     refuse_existing,
 )
 from equipoise.cli.output import print_json, screen, show_plan
@@ -179,15 +180,16 @@ def plan(
 
     figures = build_document(made, explanation, out=out, planning=planning)
     console = screen(as_json=as_json)
+    wide = console.width >= 80  # a narrower terminal would break lines inside words
     if model is None:
-        console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=True)
+        console.print(f"No --model was given: seconds are those of experts of {STAND_IN}'s size.", soft_wrap=wide)
     if explanation is None:
         show_plan(made, figures, console, source=loads.name)
     else:
-        console.print(str(explanation), soft_wrap=True)
-    console.print(CROSSING[planning.sends], soft_wrap=True)
+        console.print(explanation.to_text(width=console.width), soft_wrap=wide)
+    console.print(CROSSING[planning.sends], soft_wrap=wide)
     if figures["assumed"]:
-        console.print(figures["assumed"], soft_wrap=True)
+        console.print(figures["assumed"], soft_wrap=wide)
     for path in (out, target):
         if path is not None:
             console.print(f"Written: {path}", soft_wrap=True)
@@ -201,7 +203,13 @@ def _find_window(loads: Path) -> Path:
     if len(windows) > 1:
         names = ", ".join(path.name for path in windows)
         raise LoadsError(f"{loads} does not exist, and several windows were written beside it; give one of {names}")
-    return windows[0] if windows else loads
+    found = windows[0] if windows else loads
+    if found.is_file() and (npz_kind(found) in ("counts", "plan") or found.suffix != ".npz"):
+        raise LoadsError(
+            f"{found} holds no loads; make them first: equipoise convert {found} --model MODEL --to loads --ep 8 "
+            "--schedule tokens:16384 -o loads.npz"
+        )
+    return found
 
 
 def _parse_placement(text: str | None) -> tuple[str, Path | None]:

@@ -251,7 +251,11 @@ class RunView:
 
     def _table(self) -> Table:
         rows = [_cells(values) for values in self._steps[-ROWS:]]
-        return build_table(COLUMNS, rows, num_text=0, has_rule=False)
+        if self.width >= 80:
+            return build_table(COLUMNS, rows, num_text=0, has_rule=False)
+        # In a narrow terminal each metric is a row, and each step a column, as many of the last as fit.
+        step, *others = zip(COLUMNS, *rows[-max(1, (self.width - 8) // 8) :], strict=True)
+        return build_table(step, others, has_rule=False)
 
 
 @contextmanager

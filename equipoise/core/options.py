@@ -33,8 +33,9 @@ class PlanOptions:
     """Most experts per layer whose home may leave the owner; 0 keeps homes at owners, None sets no limit."""
     cross_node: bool = False
     """Take replicas from any node where that pays: needs a host store that holds every expert."""
-    sends: Sends = "rows"
-    """What crosses nodes in an all-to-all: every row, or a token once per node."""
+    sends: Sends = "tokens"
+    """What the trainer's dispatcher sends to other nodes: a token once per node (DeepEP, HybridEP), or every row
+    (Megatron's alltoall). Every verb and function has this default; a balancer plans for rows, as its layers send."""
     transport: Transport = "auto"
     """What moves experts between nodes, for their price where a profile has none; a balancer plans with its own."""
     memory_bytes: int | None = None

@@ -25,7 +25,7 @@ from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.model import ModelShape
 from equipoise.core.split import BLIND, shares, split_rows
-from equipoise.core.value import Value, frozen_array, int64_array, require_int
+from equipoise.core.value import Value, frozen_array, int64_array, plural, require_int
 from equipoise.core.window import LoadMatrix
 
 Phase = Literal["forward", "backward"]
@@ -548,6 +548,10 @@ class Explanation(Value):
     estimated_share: float
 
     def __str__(self) -> str:
+        return self.to_text(width=100)
+
+    def to_text(self, *, width: int) -> str:
+        """Return the table for a terminal of so many columns; in a narrow one replicas have lines of their own."""
         lines = [self.title, "", f"{'':<24}{'busiest':>9}{'mean':>9}{'skew':>8}"]
         mean = float(self.plan_R.mean())
         for label, busiest in (
@@ -563,12 +567,17 @@ class Explanation(Value):
         lines += [f"What binds: {self.binds} ({_BINDS_TEXT[self.binds]})."]
         if self.estimated_share > 0:
             lines += [f"{self.estimated_share:.1%} of the window's rows are estimated: their routes are unknown."]
-        lines += ["", f"{'rank':>4}{'node':>6}{'at owners':>11}{'at homes':>10}{'planned':>9}  replicas"]
+        is_narrow = width < 80
+        names = f"{'rank':>4}{'node':>6}{'at owners':>11}{'at homes':>10}{'planned':>9}"
+        lines += ["", names if is_narrow else f"{names}  replicas"]
         for rank, node in enumerate(self.node_R):
             own = (replica for replica in self.replicas if replica.rank == rank)
-            held = "; ".join(f"expert {r.expert} of rank {r.home}: {r.rows} rows" for r in own)
-            figures = f"{self.static_R[rank]:>11}{self.home_R[rank]:>10}{self.plan_R[rank]:>9}"
-            lines.append(f"{rank:>4}{node:>6}{figures}  {held}".rstrip())
+            held = [f"expert {r.expert} of rank {r.home}: {r.rows} rows" for r in own]
+            figures = f"{rank:>4}{node:>6}{self.static_R[rank]:>11}{self.home_R[rank]:>10}{self.plan_R[rank]:>9}"
+            if is_narrow:
+                lines += [figures, *(f"{'':>10}{one}" for one in held)]
+            else:
+                lines.append(f"{figures}  {'; '.join(held)}".rstrip())
         return "\n".join(lines)
 
 
@@ -593,7 +602,7 @@ def explain(plan: Plan, micro_step: int, layer: int) -> Explanation:
     return Explanation(
         title=(
             f"Micro-step {micro_step}, layer index {layer} (layer {number}) of {plan.model.name}, {plan.loads.stage}: "
-            f"{ranks} ranks on {plan.cluster.num_ep_nodes} nodes, replica slots per rank: {plan.slots}"
+            f"{ranks} ranks on {plural(plan.cluster.num_ep_nodes, 'node')}, replica slots per rank: {plan.slots}"
         ),
         static_R=_by_rank(load_E, plan.owner_E, ranks),
         home_R=home_R,

@@ -67,6 +67,12 @@ def _answer(document: Document) -> str:
     return f"{text}." if plan["worth_it"] else f"{text}, which is not worth it here."
 
 
+_SENT = {
+    "tokens": "a token is sent once to each node, as in DeepEP; Megatron's alltoall sends every row (--sends rows)",
+    "rows": "every row is sent on its own, as in Megatron's alltoall; DeepEP sends a token once (--sends tokens)",
+}
+
+
 def _conditions(document: Document) -> Iterator[str]:
     profile, steps = document["profile"], plural(document["micro_steps"], "micro-step")
     yield (
@@ -76,7 +82,10 @@ def _conditions(document: Document) -> Iterator[str]:
     )
     links = "Links: published rates and an assumed share of them."
     yield f"Expert compute: {profile['device']}, {profile['kind']}. {links}"
-    yield "Seconds are those of expert layers alone: no attention, no optimizer, no rollout."
+    if document.get("sends") is not None:
+        yield f"All-to-all, assumed: {_SENT[document['sends']]}."
+    left_out = "no attention, no optimizer, no rollout"
+    yield f"Seconds are those of expert layers alone: {left_out}. Recompute is the log-prob pass."
     # Why more can be recovered than is lost, where that is so.
     whole = document["seconds"]
     if document["plan"] is not None and whole["saved"]["share"] > whole["lost"]["share"]:

@@ -143,7 +143,7 @@ def _conditions(document: Document, compared: ComparedPolicies) -> Iterator[str]
     )
     yield (
         f"Expert compute: {profile['device']}, {profile['kind']}. Shares are of the time in expert layers: compute, "
-        "all-to-all, and what moving experts and planning cost."
+        "all-to-all, and what moving experts and planning cost. Recompute is the log-prob pass."
     )
     # Why more can be recovered than is lost, where that is so.
     after, balanced = compared.after, compared.balanced

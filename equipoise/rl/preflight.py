@@ -88,7 +88,7 @@ def forecast(config: TrainConfig) -> Forecast:
     """Describe a run from its settings; plans one generated update window."""
     from equipoise.loads import count_loads, generate_counts, rank_loads, schedule_samples, skew_ML
     from equipoise.loads.memory import plan_memory
-    from equipoise.planner import plan
+    from equipoise.planner import PlanOptions, plan
 
     shape = shape_of(config)
     cluster = build_cluster(config, shape)
@@ -98,7 +98,8 @@ def forecast(config: TrainConfig) -> Forecast:
         counts.tokens_B, ranks=cluster.ep, samples_per_micro_step=config.update.micro_batch, stage="update"
     )
     loads = count_loads(counts, window)
-    planned = plan(loads, cluster=cluster, model=shape, slots=config.balance.slots, objective=config.balance.objective)
+    balance, rows = config.balance, PlanOptions(sends="rows")  # as a balancer plans
+    planned = plan(loads, cluster=cluster, model=shape, slots=balance.slots, objective=balance.objective, options=rows)
     kept: Activations = "kept" if config.update.activation_checkpointing == "none" else "recomputed"
     memory = plan_memory(planned, activations=kept)
     width, experts = _BYTES[config.model.dtype], shape.experts * shape.layers * shape.expert_params

@@ -119,7 +119,7 @@ def map_layers(num_wire_layers: int, model: ModelShape) -> LayerMap:
         return map_named_layers(range(num_wire_layers), model)
     if num_wire_layers == model.layers:
         return map_named_layers(model.layer_numbers, model)
-    hint = "a capture of some layers only, such as one pipeline stage's, must name them"
+    hint = "is it another model's recording? A capture of some layers, such as one pipeline stage's, must name them"
     if model.mtp_layers and num_wire_layers - model.mtp_layers in (model.hidden_layers, model.layers):
         hint = f"are the {model.mtp_layers} MTP layers in it? They are never part of recorded routes: cut them off"
     raise RoutesError(

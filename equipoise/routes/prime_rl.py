@@ -26,6 +26,7 @@ from equipoise.routes.interpret import Format, Recording
 from equipoise.routes.source import Source
 from equipoise.routes.vllm import http_response
 from equipoise.routes.wire import (
+    LeftOut,
     Response,
     choice_name,
     decode_base64,
@@ -42,28 +43,42 @@ DTYPES = ("uint8", "uint16", "int16", "int32")
 
 
 def matches(source: Source) -> bool:
-    """Whether the first record is or carries a wire object."""
-    record = source.first()
+    """Whether a record is or carries a wire object; those of aborted requests may come before."""
+    return any(_carries_wire_object(record) for record in source.firsts())
+
+
+def _carries_wire_object(record: Any) -> bool:
     choices = field(record, "choices")
     carrier = choices[0] if isinstance(choices, list | tuple) and choices else record
     return _is_wire_object(record) or _is_wire_object(field(carrier, "routed_experts"))
 
 
 def read(source: Source, model: ModelShape) -> Iterator[Recording]:
-    """Decode every wire object."""
+    """Decode every wire object; answers without one are left out where most have one."""
+    left_out = LeftOut()
     for place, record in source.nonempty_records():
         if field(record, "choices") is not None:
             choices = items(record, "choices", place=place)
             for position, choice in enumerate(choices):
+                if field(choice, "routed_experts") is None:
+                    left_out.add(choice_name(place, choice, position=position, count=len(choices)), choice)
+                    continue
+                left_out.read += 1
                 where = choice_name(place, choice, position=position, count=len(choices))
                 response = http_response(record, choice, position=position, place=place)
                 yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
         elif _is_wire_object(record):
+            left_out.read += 1
             yield from recordings(*_decode(record, Response(name=place), place=place))
         else:
+            if field(record, "routed_experts") is None and field(record, "token_ids") is not None:
+                left_out.add(place, {"id": place})
+                continue
+            left_out.read += 1
             tokens = token_array(field(record, "token_ids"), "token_ids", place=place)
             response = Response(name=place, num_tokens=None if tokens is None else len(tokens), tokens=tokens)
             yield from recordings(*_decode(field(record, "routed_experts"), response, place=place))
+    left_out.finish(source.name, why="were requests aborted, or is enable_return_routed_experts off? Record again")
 
 
 def _is_wire_object(value: Any) -> bool:
@@ -77,10 +92,7 @@ def _is_wire_object(value: Any) -> bool:
 def _decode(value: Any, response: Response, *, place: str) -> tuple[np.ndarray, Response]:
     """Return the rows of a wire object, and `response` with its start."""
     if not _is_wire_object(value):
-        raise RoutesError(
-            f"{place} has no routed_experts with data, shape and dtype; was the request aborted, or "
-            "enable_return_routed_experts off? Drop the record or record again"
-        )
+        raise RoutesError(f"{place} has no routed_experts with data, shape and dtype; drop the record or record again")
     dtype, data = find_dtype(field(value, "dtype"), DTYPES, place=place), field(value, "data")
     raw = data if isinstance(data, bytes) else decode_base64(data, place=place)
     rows = shape_bytes(raw, dtype=dtype, shape=field(value, "shape"), place=place)

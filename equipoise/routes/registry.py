@@ -7,7 +7,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,32 @@ def detect(dump: Any) -> Format:
             f"{source.name} can have several formats; choose one with --format (format=):\n{_listed(found)}"
         )
     # A broken container raises here and says what is wrong with it.
-    why = "" if source.peek() else ": it holds no record"
+    looked = source.peek()
+    if not looked:
+        raise RoutesError(
+            f"{source.name} holds no record; give a file with one, a folder of such files, or a quoted pattern"
+        )
+    if all(isinstance(record, Mapping) and {"choices", "meta_info"} & set(record) for _, record in looked):
+        raise RoutesError(
+            f"{source.name} holds responses of an engine without routed_experts. Record again: start vLLM or SGLang "
+            "with --enable-return-routed-experts, and send SGLang return_routed_experts in each request "
+            "(docs/recording.md)"
+        )
     raise RoutesError(
-        f"{source.name} has no known format{why}. If you know its format, name it with --format (format=):\n"
+        f"{source.name} has no known format: its first record is {_described(looked[0][1])}. Were routes recorded "
+        "(docs/recording.md)? If you know the format, name it with --format (format=):\n"
         f"{_listed(FORMATS)}"
     )
+
+
+def _described(record: Any) -> str:
+    """Say what a record is, in a few words: its fields, or its shape."""
+    if isinstance(record, Mapping):
+        names = [str(name)[:40] for name in record]
+        return f"an object with the fields {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    if hasattr(record, "shape"):
+        return f"an array of {record.dtype} of shape {list(record.shape)}"
+    return f"a {type(record).__name__} {str(record)[:40]!r}"
 
 
 def _listed(forms: Sequence[Format]) -> str:

@@ -58,6 +58,10 @@ from equipoise.routes.wire import (
 )
 
 WIRE_DTYPE = np.dtype("<i4")
+_WITHOUT_ROUTES = (
+    "was the request sent with return_routed_experts to a server with --enable-return-routed-experts? Drop the record "
+    "or record again"
+)
 
 
 def matches_native(source: Source) -> bool:
@@ -74,7 +78,7 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
         if field(meta, "routed_experts") is None:
-            left_out.add(place, meta)
+            left_out.add(place, record if meta is None else meta)
             continue
         left_out.read += 1
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
@@ -82,26 +86,27 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
         name = given_name(field(meta, "id"), place=place)
         response = _response(record, meta, name=name, counts=meta, prompt=prompt, generated=generated, place=place)
         yield from recordings(rows, response)
-    left_out.finish(
-        source.name,
-        why="was the request sent with return_routed_experts to a server with --enable-return-routed-experts? Drop "
-        "the record or record again",
-    )
+    left_out.finish(source.name, why=_WITHOUT_ROUTES)
 
 
 def matches_openai(source: Source) -> bool:
-    """Whether the first record has choices and a payload in `sglext` or in the first choice's `meta_info`."""
-    record = source.first()
-    choices = field(record, "choices")
-    if not isinstance(choices, list | tuple) or not choices:
-        return False
-    holders = (field(record, "sglext"), field(choices[0], "meta_info"))
-    return any(_is_payload(field(holder, "routed_experts")) for holder in holders)
+    """Whether a record has choices and a payload in `sglext` or in its first choice's `meta_info`."""
+    for record in source.firsts():
+        choices = field(record, "choices")
+        if isinstance(choices, list | tuple) and choices:
+            holders = (field(record, "sglext"), field(choices[0], "meta_info"))
+            if any(_is_payload(field(holder, "routed_experts")) for holder in holders):
+                return True
+    return False
 
 
 def read_openai(source: Source, model: ModelShape) -> Iterator[Recording]:
     """Decode OpenAI responses: every choice with its own `meta_info`, else the first one by `sglext`."""
+    left_out = LeftOut()
     for place, record in source.nonempty_records():
+        if field(record, "choices") is None:
+            left_out.add(place, record)
+            continue
         choices = items(record, "choices", place=place)
         has_own = any(field(field(c, "meta_info"), "routed_experts") is not None for c in choices)
         shared = field(record, "sglext")
@@ -109,8 +114,13 @@ def read_openai(source: Source, model: ModelShape) -> Iterator[Recording]:
             where = choice_name(place, choice, position=position, count=len(choices))
             meta = field(choice, "meta_info")
             payload = field(meta if has_own else shared, "routed_experts")
+            if payload is None:
+                left_out.add(where, choice)
+                continue
+            left_out.read += 1
             rows = _decode_payload(payload, model, place=where)
             yield from recordings(rows, _openai_response(record, choice, position=position, place=place))
+    left_out.finish(source.name, why=_WITHOUT_ROUTES)
 
 
 def _is_payload(value: Any) -> bool:
@@ -118,11 +128,6 @@ def _is_payload(value: Any) -> bool:
 
 
 def _decode_payload(payload: Any, model: ModelShape, *, place: str) -> np.ndarray:
-    if payload is None:
-        raise RoutesError(
-            f"{place} has no routed_experts: was the request sent with return_routed_experts to a server with "
-            "--enable-return-routed-experts? Drop the record or record again"
-        )
     if is_int_array(payload, ndim=3):
         return integer_array(f"{place}: routed_experts", payload, ndim=3)
     row = (model.hidden_layers, model.top_k)

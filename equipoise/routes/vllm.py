@@ -14,6 +14,8 @@ Format `vllm`: `CompletionOutput.routed_experts`, an array `[prompt + generated 
     object          an array, a list of arrays, or `RequestOutput`s (objects or dicts): `request_id`,
                     `prompt_token_ids`, `outputs[i].index`, `.token_ids`, `.routed_experts`, `.weight_versions`;
                     or its outputs alone, whose `token_ids` lack the prompt's and are not used
+    own records     dicts with `routed_experts` as an array or as nested lists, in `.jsonl` or a table; `id`, and tokens
+                    as `prompt_token_ids` and `token_ids`, or whole as `tokens` or `input_ids`
 
 Format `vllm-http`: JSON responses of chat, completions and `/generate`, one per line, as a list, or one object.
     id, request_id                      name of the sample; turns of one sample share it
@@ -41,7 +43,7 @@ import numpy as np
 
 from equipoise.core import ModelShape, Routes, RoutesError, SampleRoutes, Segment
 from equipoise.routes.interpret import Format, Recording
-from equipoise.routes.source import Source, integer_array
+from equipoise.routes.source import Source, integer_array, plain_array
 from equipoise.routes.wire import (
     NPY_MAGIC_BASE64,
     LeftOut,
@@ -61,6 +63,7 @@ from equipoise.routes.wire import (
 )
 
 TOKENS_SUFFIX = "_tokens"
+_WITHOUT_ROUTES = "requests were aborted, or the server runs without --enable-return-routed-experts"
 
 
 def matches_offline(source: Source) -> bool:
@@ -68,29 +71,55 @@ def matches_offline(source: Source) -> bool:
     record = source.first()
     if is_int_array(record, ndim=3) or is_int_array(field(record, "routed_experts"), ndim=3):
         return True
-    outputs = field(record, "outputs")
-    if isinstance(outputs, list | tuple) and outputs:
-        return is_int_array(field(outputs[0], "routed_experts"), ndim=3)
+    if isinstance(record, Mapping) and isinstance(rows := record.get("routed_experts"), list):
+        array = plain_array(rows)
+        return array is not None and array.dtype.kind in "iu" and array.ndim == 3
+    for other in source.firsts():
+        outputs = field(other, "outputs")
+        if isinstance(outputs, list | tuple) and outputs and is_int_array(field(outputs[0], "routed_experts"), ndim=3):
+            return True
     return isinstance(record, Mapping) and _is_archive(record)
 
 
 def read_offline(source: Source, model: ModelShape) -> Iterator[Recording]:
     """Decode arrays, archives and `RequestOutput`s."""
+    left_out = LeftOut()
     for place, record in source.nonempty_records():
         if isinstance(field(record, "outputs"), list | tuple):
-            yield from _read_request_output(record, place=place)
+            yield from _read_request_output(record, place=place, left_out=left_out)
         elif isinstance(record, Mapping) and _is_archive(record):
             yield from _read_archive(record, place=place)
         elif field(record, "routed_experts") is not None:
             rows = integer_array(f"{place}: routed_experts", field(record, "routed_experts"), ndim=3)
             parts = _parts(record, len(rows), place=place)
             if parts is None:
-                yield from recordings(rows, Response(name=place, versions=field(record, "weight_versions")))
+                yield from recordings(rows, _own_response(record, len(rows), place=place))
             for at, part in enumerate(parts or ()):
                 yield from recordings(rows[part], Response(name=f"sample {at} of {place}"))
         else:
             name = place.removesuffix(" record 0").removesuffix(".npy")
             yield from recordings(integer_array(place, record, ndim=3), Response(name=name))
+    left_out.finish(source.name, why=f"{_WITHOUT_ROUTES}; generate again")
+
+
+def _own_response(record: Any, num_rows: int, *, place: str) -> Response:
+    """Return what a record of one's own says besides its rows; of a `CompletionOutput`, tokens lack the prompt's."""
+    versions = field(record, "weight_versions")
+    if not isinstance(record, Mapping):
+        return Response(name=place, versions=versions)
+    prompt = token_array(record.get("prompt_token_ids"), "prompt_token_ids", place=place)
+    tokens = join_ids(prompt, token_array(record.get("token_ids"), "token_ids", place=place))
+    for name in ("tokens", "input_ids", "token_ids"):
+        if tokens is None and name in record:
+            found = token_array(record[name], name, place=place)
+            tokens = found if found is not None and len(found) in (num_rows, num_rows + 1) else None
+    return Response(
+        name=given_name(record.get("id"), record.get("request_id"), place=place),
+        num_prompt=None if prompt is None else len(prompt),
+        num_tokens=None if tokens is None else len(tokens),
+        tokens=tokens,
+        versions=versions,
+    )
 
 
 def _parts(record: Any, num_rows: int, *, place: str) -> list[slice] | None:
@@ -136,11 +165,15 @@ def _read_archive(record: Mapping[Any, Any], *, place: str) -> Iterator[Recordin
         yield from recordings(rows, Response(name=owner, num_tokens=num_tokens, tokens=tokens))
 
 
-def _read_request_output(record: Any, *, place: str) -> Iterator[Recording]:
+def _read_request_output(record: Any, *, place: str, left_out: LeftOut) -> Iterator[Recording]:
     outputs = items(record, "outputs", place=place)
     owner = given_name(field(record, "request_id"), place=place)
     prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
     for position, output in enumerate(outputs):
+        if field(output, "routed_experts") is None:
+            left_out.add(choice_name(place, output, position=position, count=len(outputs)), output)
+            continue
+        left_out.read += 1
         generated = token_array(field(output, "token_ids"), "token_ids", place=place)
         tokens = join_ids(prompt, generated)
         response = Response(
@@ -166,6 +199,9 @@ def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
     """Decode every choice of every response; those without routes are left out where most have some."""
     left_out = LeftOut()
     for place, record in source.nonempty_records():
+        if field(record, "choices") is None:  # an error, or the log of a request without a response
+            left_out.add(place, record)
+            continue
         choices = items(record, "choices", place=place)
         for position, choice in enumerate(choices):
             where = choice_name(place, choice, position=position, count=len(choices))
@@ -176,10 +212,7 @@ def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
             left_out.read += 1
             rows = decode_npy(decode_base64(payload, place=where), place=where)
             yield from recordings(rows, http_response(record, choice, position=position, place=place))
-    left_out.finish(
-        source.name,
-        why="requests were aborted, or the server runs without --enable-return-routed-experts; record again",
-    )
+    left_out.finish(source.name, why=f"{_WITHOUT_ROUTES}; record again")
 
 
 def http_response(record: Any, choice: Any, *, position: int, place: str) -> Response:

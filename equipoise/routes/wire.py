@@ -253,7 +253,9 @@ class LeftOut:
 
     def add(self, place: str, answer: Any) -> None:
         """Leave out one answer of an engine, or raise if it is none: a damaged record must not go unnoticed."""
-        if not isinstance(answer, Mapping) or not {"id", "index", "finish_reason"} & set(answer):
+        known = ("id", "index", "finish_reason", "error", "request")
+        # A list has a method called index.
+        if isinstance(answer, str | list | tuple) or all(field(answer, name) is None for name in known):
             raise RoutesError(f"{place} has no routed_experts, and is no answer of an engine; is the file damaged?")
         self.first = self.first or place
         self.count += 1

@@ -132,7 +132,7 @@ def slowest_group(plans: Sequence[Plan]) -> Seconds:
     return max((replay([plan_work(p)]) for p in plans), key=lambda done: done.total).seconds
 
 
-def predict(groups: Groups, *, cluster: Cluster, model: ModelShape, sends: Sends = "rows") -> Prediction:
+def predict(groups: Groups, *, cluster: Cluster, model: ModelShape, sends: Sends = "tokens") -> Prediction:
     """Predict one window as it is, and with every rank level.
 
     Args:
@@ -232,7 +232,7 @@ def try_plans(
     cluster: Cluster,
     model: ModelShape,
     slots: int,
-    sends: Sends = "rows",
+    sends: Sends = "tokens",
     progress: Progress | None = None,
 ) -> Trial:
     """Plan every window of a step.
@@ -367,7 +367,7 @@ def analyze_loads(
     slots: int | None = 1,
     memory_gib: float | None = None,
     activations: Activations = "kept",
-    sends: Sends = "rows",
+    sends: Sends = "tokens",
     progress: Progress | None = None,
 ) -> Analysis:
     """Analyse the windows of one step.

@@ -71,7 +71,7 @@ def plan_work(
     *,
     options: PlanOptions | None = None,
     activations: Activations = "kept",
-    sends: Sends = "rows",
+    sends: Sends = "tokens",
     pair_LEE: np.ndarray | None = None,
     live: LoadMatrix | None = None,
 ) -> Work:
@@ -239,7 +239,7 @@ def balance_of(rank_load_MLR: np.ndarray) -> Balance:
 
 
 def bytes_between(
-    plans: Sequence[Plan], micro_step: int, *, sends: Sends = "rows", activations: Activations = "kept"
+    plans: Sequence[Plan], micro_step: int, *, sends: Sends = "tokens", activations: Activations = "kept"
 ) -> np.ndarray:
     """Return [R, R] bytes of all-to-all from rank to rank in one micro-step: all layers and exchanges.
 

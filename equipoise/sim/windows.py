@@ -36,7 +36,8 @@ class StepSetting:
     planning: Planning = "hidden"
     planning_s: float = 0.0
     """Seconds that planning one window takes."""
-    sends: Sends = "rows"
+    sends: Sends = "tokens"
+    """What crosses nodes; plans are made for it, whatever `PlanOptions.sends` says."""
     shown: Shown = field(default_factory=Shown)
     """Whose arrays and timeline the result holds."""
     timeline_layers: int = 4

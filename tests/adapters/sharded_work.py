@@ -122,19 +122,6 @@ def adapted(model):
     return experts
 
 
-def objects(model):
-    """What install may change and uninstall must restore, by identity."""
-    found = {}
-    for path, module in model.named_modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"):
-            # Bound methods are made anew at every look: those of one object are equal.
-            found[path, kind] = list(getattr(module, kind).values())
-        found[path, "forward"] = [vars(module).get("forward")]
-        found[path, "parameters"] = [id(parameter) for parameter in module._parameters.values()]
-        found[path, "attributes"] = sorted(vars(module))
-    return found
-
-
 def life(group, folder):
     """What stays as it was: objects, the model outside windows, and after a window that was left with an error."""
     save(group, folder, "qwen3_moe")

@@ -14,7 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from equipoise.cli.app import RENAMED, VERBS, SectionedCommand, build_app, flatten
+from equipoise.imbalance import imbalance_metrics
 from equipoise.loads.forecast import forecast_memory
+from equipoise.planner import PlanOptions
 from equipoise.sim import StepSetting, analyze_loads
 
 READING = {"--model", "--format", "--last-row", "--allow-short"}
@@ -142,6 +144,9 @@ def test_options_of_one_name_have_one_default_in_every_verb():
             if option.name in ("ep", "sends", "schedule", "slots", "ranks_per_node", "cluster"):
                 defaults.setdefault(option.name, {})[verb] = option.default
     assert defaults["sends"] == dict.fromkeys(("analyze", "plan", "simulate"), "tokens")
+    for function in (imbalance_metrics, analyze_loads):
+        assert inspect.signature(function).parameters["sends"].default == "tokens", "and in Python"
+    assert PlanOptions().sends == StepSetting().sends == "tokens"
     assert set(defaults["ep"].values()) == {8}
     assert all(len(set(by_verb.values()) - {None}) == 1 for name, by_verb in defaults.items() if name != "cluster")
 
@@ -203,7 +208,8 @@ def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(equipoise, tmp_
     outcome = equipoise("convert", tmp_path / "absent.jsonl", "--model", "olmoe", "-o", tmp_path / "x.eqr")
     assert outcome.code == 2
     assert outcome.out == ""
-    assert outcome.err == f"equipoise: no dump at {tmp_path / 'absent.jsonl'}\n"
+    assert outcome.err.startswith(f"equipoise: no dump at {tmp_path / 'absent.jsonl'}; give a file, a folder")
+    assert outcome.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["juggle"], ["analyze", "--no-such-flag"], ["generate"]], ids=" ".join)

@@ -1,5 +1,7 @@
 """`equipoise doctor`: table, exit codes and JSON."""
 
+import gzip
+import io
 import json
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -153,9 +155,13 @@ def test_what_would_have_no_effect_is_refused(equipoise, arguments, words):
     assert (outcome.code, words in outcome.err) == (2, True)
 
 
-def test_a_dump_may_come_from_standard_input(run, samples, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["lines", "gzip", "one document"])
+def test_a_dump_may_come_from_standard_input(run, samples, tmp_path, monkeypatch, how):
     write_dump(Routes.of(samples, model=MODEL), tmp_path / "dump.jsonl", format="vllm-http")
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=(tmp_path / "dump.jsonl").open("rb")))
+    raw = (tmp_path / "dump.jsonl").read_bytes()
+    if how == "one document":
+        raw = json.dumps([json.loads(line) for line in raw.splitlines()], indent=1).encode()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(gzip.compress(raw) if how == "gzip" else raw)))
     piped, read = run("--json", "-", "--model", "olmoe"), run("--json", tmp_path / "dump.jsonl", "--model", "olmoe")
     assert piped.exit_code == read.exit_code == 0
     assert piped.stdout == read.stdout

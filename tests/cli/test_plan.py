@@ -129,7 +129,7 @@ def test_a_plan_that_saves_nothing_says_so_and_is_no_failure(equipoise, tmp_path
     assert "0 of 1,024 experts displaced" in outcome.out
 
 
-def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file):
+def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file, monkeypatch):
     outcome = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15")
     cluster = eq.Cluster.preset("h200", nodes=2, ranks_per_node=4)
     model = eq.ModelShape.preset("olmoe")
@@ -139,6 +139,9 @@ def test_explain_shows_one_decision_and_what_binds(equipoise, loads_file):
     assumed = Profile.read("h200").say_assumed(2)
     assert outcome.out.rstrip("\n") == f"{explain(wanted, 1, 15)}\n{CROSSING['tokens']}\n{assumed}"
     assert f"What binds: {wanted.explain(1, 15).binds}" in outcome.out
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15").out
+    assert max(map(len, narrow.splitlines())) <= 50 and narrow.split() == outcome.out.replace("  replicas", "").split()
     listed = equipoise("plan", loads_file, *ARGUMENTS, "--objective", "skew", "--explain", "1,15", "--json").document
     assert listed["explanation"]["binds"] == wanted.explain(1, 15).binds
     assert listed["explanation"]["rows_planned"] == wanted.rank_load_MLR[1, 15].tolist()
@@ -277,6 +280,9 @@ def test_nothing_is_overwritten_and_foreign_files_are_refused(equipoise, loads_f
     assert taken.read_text() == "precious"
     outcome = equipoise("plan", taken, *ARGUMENTS)
     assert (outcome.code, "equipoise-loads-1 file (.npz): it is another kind" in outcome.err) == (2, True)
+    (tmp_path / "rollouts.jsonl").write_text("{}\n")
+    outcome = equipoise("plan", tmp_path / "rollouts.jsonl", *ARGUMENTS)
+    assert outcome.code == 2 and "holds no loads; make them first: equipoise convert" in outcome.err
 
 
 def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):

@@ -199,6 +199,17 @@ def test_the_live_table_is_whole_in_a_narrow_terminal():
     assert " ".join(row.split()) == "9999 0.500 100.0% -0.1234 12.345 0.0100 1.500 1.000 123456 1234 1234"
 
 
+def test_in_a_terminal_of_50_columns_metrics_are_rows_and_nothing_folds():
+    console = Console(width=50, file=io.StringIO(), force_terminal=False)
+    view = RunView(console, as_json=False, live=None)
+    for step in range(9):
+        view.show(RunEvent("metrics", METRICS | {"step": 1000 + step, "tokens_per_s": 123456.0}))
+    console.print(view._table())
+    lines = console.file.getvalue().splitlines()[-len(COLUMNS) :]
+    assert [line.split()[0] for line in lines] == [name.split()[0] for name in COLUMNS]
+    assert lines[0].split()[1:] == ["1004", "1005", "1006", "1007", "1008"] and max(map(len, lines)) <= 50
+
+
 def test_the_summary_of_a_run_without_expert_parallelism_says_so():
     summary = json.loads(
         '{"reward_first_quarter": 0.1, "reward_last_quarter": 0.2, "right_first_quarter": 0.1, '

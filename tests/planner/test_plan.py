@@ -217,7 +217,7 @@ def test_cross_node_replicas_lift_the_node_bound_in_both_stages():
     load = window(13, stage="recompute").load_MLRE.copy()
     load[..., :16] *= 3
     owners = {"objective": "skew", "slots": 2}
-    stay, cross = eq.PlanOptions(max_displaced=0), eq.PlanOptions(max_displaced=0, cross_node=True)
+    stay, cross = (eq.PlanOptions(max_displaced=0, cross_node=cross, sends="rows") for cross in (False, True))
     for stage in ("recompute", "update"):
         loads = eq.LoadMatrix(load, stage=stage)
         inside, across = planned(loads, options=stay, **owners), planned(loads, options=cross, **owners)
@@ -243,7 +243,8 @@ def hot_window(rows=20_000):
 
 def test_crossing_is_charged_for_what_it_brings_and_beats_copies_that_stay():
     loads, nodes = hot_window(), {"node_R": (0, 0, 1, 1, 2, 2, 3, 3)}
-    inside, across = (planned(loads, options=eq.PlanOptions(cross_node=cross), **nodes) for cross in (False, True))
+    options = (eq.PlanOptions(cross_node=cross, sends="rows") for cross in (False, True))
+    inside, across = (planned(loads, options=one, **nodes) for one in options)
     check_promises(across)
     assert across.cross_node and not inside.cross_node
     assert across.seconds.total < 0.7 * inside.seconds.total
@@ -279,7 +280,8 @@ def test_a_store_takes_an_expert_once_and_the_ranks_of_its_node_take_turns():
 def test_crossing_is_left_where_bringing_experts_costs_more_than_it_saves():
     # Few rows, so that a level layer saves microseconds, and the same hot expert.
     loads, nodes = hot_window(rows=64), {"node_R": (0, 0, 1, 1, 2, 2, 3, 3)}
-    inside, across = (planned(loads, options=eq.PlanOptions(cross_node=cross), **nodes) for cross in (False, True))
+    options = (eq.PlanOptions(cross_node=cross, sends="rows") for cross in (False, True))
+    inside, across = (planned(loads, options=one, **nodes) for one in options)
     assert not across.cross_node
     assert across.seconds == inside.seconds
 
@@ -315,7 +317,8 @@ def test_pair_counts_lower_the_price_of_crossing_nodes():
     loads = window(15)
     pair_LEE = np.ones((2, 32, 32), dtype=np.int64)
     pair_LEE[:, np.arange(32), np.arange(32)] = 40
-    blind, seeing = planned(loads), planned(loads, pair_LEE=pair_LEE)
+    rows = eq.PlanOptions(sends="rows")
+    blind, seeing = planned(loads, options=rows), planned(loads, options=rows, pair_LEE=pair_LEE)
     check_promises(seeing)
     assert seeing.static_seconds <= blind.static_seconds
     assert seeing.bytes.all_to_all_across < blind.bytes.all_to_all_across
@@ -394,7 +397,8 @@ def test_the_most_rows_that_are_planned_are_levelled_as_a_few_are(objective):
 @pytest.mark.parametrize("rows", [20, 20_000])
 def test_an_update_window_crosses_nodes_where_that_pays_and_is_never_slower_for_it(rows):
     loads, nodes = eq.LoadMatrix(hot_window(rows).load_MLRE), {"node_R": (0, 0, 1, 1, 2, 2, 3, 3)}
-    inside, across = (planned(loads, options=eq.PlanOptions(cross_node=cross), **nodes) for cross in (False, True))
+    options = (eq.PlanOptions(cross_node=cross, sends="rows") for cross in (False, True))
+    inside, across = (planned(loads, options=one, **nodes) for one in options)
     check_promises(across)
     assert across.seconds.total <= inside.seconds.total
     assert across.cross_node == (rows == 20_000), "a few rows do not pay for gradients that return across nodes"

@@ -121,7 +121,9 @@ def test_reactive_keeps_homes_at_owners_and_replicas_inside_nodes():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_baseline_changes_where_our_replicas_may_cross_nodes(policy):
     loads = replace(skewed_loads(5, ranks=16, rows=HEAVY), stage="recompute")
-    inside, across = (made_by(policy, loads, options=PlanOptions(cross_node=cross)) for cross in (False, True))
+    inside, across = (
+        made_by(policy, loads, options=PlanOptions(cross_node=cross, sends="rows")) for cross in (False, True)
+    )
     assert across == inside
 
 

@@ -18,7 +18,7 @@ def task_of(loads, *, per_node=4):
         model=model_of(loads),
         slots=1,
         objective="seconds",
-        options=PlanOptions(),
+        options=PlanOptions(sends="rows"),
         policy="eplb-oracle",
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.traces import joined, read_traces, scaled, stacked
-from equipoise.planner import plan
+from equipoise.planner import PlanOptions, plan
 from equipoise.planner.bounds import node_bound_ML, node_bound_rows_ML
 from tests.planner.cases import cluster_of
 
@@ -131,7 +131,7 @@ def test_no_policy_is_faster_in_predicted_seconds(traces, ranks, factor):
     for trace, loads in windows(traces[:4], ranks, None):
         some = scaled(type(loads)(loads.load_MLRE[:, ::6]), factor)
         model = type(trace.model).preset(trace.model.name, layers=some.num_layers)
-        given_to = {"cluster": cluster_of(ranks), "model": model, "slots": 1}
+        given_to = {"cluster": cluster_of(ranks), "model": model, "slots": 1, "options": PlanOptions(sends="rows")}
         ours = plan(some, **given_to).seconds.total
         rivals = {
             p: plan(some, policy=p, **given_to).seconds.total for p in ("static", "eplb-oracle", "lplb", "reactive")

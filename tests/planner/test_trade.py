@@ -223,5 +223,5 @@ def planned_across(load_MLRE):
         cluster=eq.Cluster.preset("h200", nodes=4, ranks_per_node=2),
         model=eq.ModelShape.preset("qwen3-30b-a3b", experts=32, layers=2, top_k=2),
         slots=2,
-        options=eq.PlanOptions(cross_node=True),
+        options=eq.PlanOptions(cross_node=True, sends="rows"),
     )

@@ -14,7 +14,7 @@ import torch
 
 from equipoise.core import RoutesError
 from equipoise.routes import vllm
-from equipoise.routes.registry import read_routes
+from equipoise.routes.registry import find_format, read_routes
 from equipoise.routes.source import Source
 from tests.routes.wire_cases import model_of, routes_of
 from tests.routes.writers import write_form
@@ -147,3 +147,163 @@ def test_a_record_that_is_no_answer_is_not_taken_for_an_aborted_request(tmp_path
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     with pytest.raises(RoutesError):
         names(tmp_path / "some.jsonl")
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def records_of(shard):
+    return [json.loads(line) for line in shard.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda made: {"request": {"model": "m"}, "response": made}, id="request and response"),
+        pytest.param(lambda made: {"custom_id": "1", "id": "b", "response": {"body": made}}, id="a batch file's body"),
+        pytest.param(lambda made: {"response": json.dumps(made)}, id="the response as text"),
+        pytest.param(lambda made: {"request": {}, "response": [made]}, id="a list of responses"),
+    ],
+)
+def test_the_record_of_a_log_is_read_as_its_response(tmp_path, shard, wrap):
+    path = write_lines(tmp_path / "log.jsonl", map(wrap, records_of(shard)))
+    assert names(path) == names(shard)
+
+
+def test_a_logged_request_says_where_rows_start(tmp_path, shard):
+    made = records_of(shard)[0]
+    made.pop("routed_experts_prompt_start", None)
+    log = [{"request": {"body": {"routed_experts_prompt_start": 2}}, "response": {"choices": made["choices"]}}]
+    (sample,) = read_routes(write_lines(tmp_path / "log.jsonl", log), model=model_of(), allow_short=True)
+    assert not sample.known_TL[:2].any() and sample.known_TL[2:].any()
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [{"error": {"message": "aborted", "code": 499}}, {"request": {"model": "m"}, "response": None}],
+    ids=["an error", "no response"],
+)
+def test_a_request_that_failed_is_left_out_as_an_aborted_one(tmp_path, shard, caplog, failed):
+    with caplog.at_level(logging.WARNING):
+        path = write_lines(tmp_path / "log.jsonl", [failed, *records_of(shard)])
+        assert names(path) == names(shard)
+    assert "have no routes and are left out, first line 1" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["sglang-openai", "prime-rl"])
+def test_aborted_requests_of_other_engines_are_left_out(tmp_path, routes, caplog, form):
+    path = tmp_path / "a.jsonl"
+    write_form(find_format(form), routes, path)
+    aborted = {"choices": [{"index": 0, "finish_reason": "abort"}]}
+    with caplog.at_level(logging.WARNING):
+        found = names(write_lines(tmp_path / "b.jsonl", [aborted, *records_of(path)]))
+    assert len(found) == len(routes) and "1 of" in caplog.text
+
+
+def test_an_aborted_output_of_an_offline_engine_is_left_out(caplog):
+    model = model_of()
+    rows = np.zeros((3, model.hidden_layers, model.top_k), dtype=np.uint8)
+    rows[:, list(model.layer_numbers)] = np.arange(model.top_k)
+    made = [
+        {"request_id": str(at), "outputs": [{"index": 0, "routed_experts": given}]}
+        for at, given in enumerate((None, rows, rows))
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert names(made) == ["1", "2"]
+    assert "1 of 3 have no routes" in caplog.text
+
+
+def own_records(routes):
+    """Rows as nested lists beside their tokens, as `.tolist()` and tables give them."""
+    model = routes.model
+    for sample in routes:
+        rows = vllm.engine_rows(sample, routes, form="vllm", dtype=np.dtype(np.int32))
+        tokens = list(range(sample.num_tokens))
+        given = {"prompt_token_ids": tokens[:2], "token_ids": tokens[2:]}
+        assert rows.shape[1] == model.hidden_layers
+        yield {"id": sample.name, **given, "routed_experts": rows.tolist()}
+
+
+def test_rows_may_be_nested_lists_with_their_tokens(tmp_path, routes):
+    path = write_lines(tmp_path / "own.jsonl", own_records(routes))
+    found = read_routes(path, model=model_of())
+    assert [sample.name for sample in found] == [sample.name for sample in routes]
+    assert [len(sample.tokens_T) for sample in found] == [sample.num_tokens for sample in routes]
+    assert all(np.array_equal(x.ids_TLK, y.ids_TLK) for x, y in zip(found, routes, strict=True))
+
+
+def test_a_folder_of_folders_is_read_and_equal_file_names_stay_apart(tmp_path, routes):
+    rows = [sample.ids_TLK for sample in routes]
+    for step in ("step_1", "step_2"):
+        (tmp_path / step).mkdir()
+        own = [{"routed_experts": record["routed_experts"]} for record in own_records(routes)]
+        write_lines(tmp_path / step / "rollouts.jsonl", own)
+    (tmp_path / "config.json").write_text("{}")
+    for dump in (tmp_path, tmp_path / "step_*" / "rollouts.jsonl"):
+        found = read_routes(dump, model=model_of())
+        assert len(found) == 2 * len(rows) and next(iter(found)).name == "step_1/rollouts.jsonl line 1"
+
+
+def test_of_a_folder_the_suffix_with_most_bytes_is_read(shard, caplog):
+    for number in range(3):
+        shard.with_name(f"meta_{number}.json").write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        assert len(names(shard.parent)) == len(names(shard))
+    assert "3 of 4 entries are not read: meta_0.json" in caplog.text
+
+
+def test_zstandard_of_several_frames_is_read_and_damage_is_named(shard):
+    zstandard = pytest.importorskip("zstandard")
+    lines = shard.read_bytes().splitlines(keepends=True)
+    packed = shard.with_name("b.jsonl.zst")
+    packed.write_bytes(b"".join(map(zstandard.compress, lines)))
+    assert names(packed) == names(shard)
+    packed.write_bytes(b"not packed")
+    with pytest.raises(RoutesError, match=r"b\.jsonl\.zst cannot be unpacked"):
+        names(packed)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow", "a.feather", "saved"])
+@pytest.mark.parametrize("is_own", [False, True], ids=["responses", "nested lists"])
+def test_tables_are_read_row_by_row(tmp_path, shard, routes, name, is_own):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.feather
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    records = list(own_records(routes)) if is_own else records_of(shard)
+    table, path = pyarrow.Table.from_pylist(records), tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif name == "a.feather":
+        pyarrow.feather.write_feather(table, path)
+    else:
+        # What `datasets` writes with save_to_disk: shards in the stream form, beside two JSON files.
+        if name == "saved":
+            path.mkdir()
+            for companion in ("dataset_info.json", "state.json"):
+                (path / companion).write_text("{}")
+        target = path / "data-00000-of-00001.arrow" if name == "saved" else path
+        new = pyarrow.ipc.new_file if name == "file.arrow" else pyarrow.ipc.new_stream
+        with new(target, table.schema) as writer:
+            writer.write_table(table)
+    assert names(path) == [sample.name for sample in routes]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather"])
+def test_a_damaged_table_is_named(tmp_path, name):
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(b"PAR1 or ARROW1, but nothing else")
+    with pytest.raises(RoutesError, match=f"{name} cannot be read as"):
+        names(tmp_path / name)
+
+
+def test_an_unknown_file_says_what_its_first_record_is(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b", "score": 1}])
+    with pytest.raises(RoutesError, match=r"first record is an object with the fields prompt, answer, score\. Were r"):
+        names(path)
+    with pytest.raises(RoutesError, match="holds no record; give a file with one"):
+        names(write_lines(tmp_path / "b.jsonl", []))

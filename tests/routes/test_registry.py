@@ -93,13 +93,19 @@ def test_streamed_and_read_are_the_same(tmp_path, form, suffix):
     assert sum(len(r.rows) for r in recordings) == sum(s.num_rows for s in read_routes(path, model=MODEL))
 
 
-@pytest.mark.parametrize(
-    "dump", [{"a": 1}, [], [1, 2], ["text"], 3, None, object(), np.zeros(3), {"routed_experts": 1}]
-)
+@pytest.mark.parametrize("dump", [{"a": 1}, [1, 2], ["text"], 3, None, object(), np.zeros(3), {"routed_experts": 1}])
 def test_an_unknown_object_lists_all_forms(dump):
     with pytest.raises(RoutesError, match="has no known format") as caught:
         detect(dump)
     assert all(name in str(caught.value) for name in format_names())
+
+
+@pytest.mark.parametrize(
+    "answer", [{"choices": [{"index": 0}]}, {"meta_info": {"id": "a"}, "output_ids": [1]}], ids=["vllm", "sglang"]
+)
+def test_responses_without_routes_name_the_switch(answer):
+    with pytest.raises(RoutesError, match=r"without routed_experts\. Record again: .* --enable-return-routed-experts"):
+        detect([answer, answer])
 
 
 def test_an_unknown_file_lists_all_forms_and_a_broken_one_says_why(tmp_path):
@@ -266,7 +272,7 @@ def test_an_empty_object_holds_no_record(dump):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json"])
 def test_an_empty_file_holds_no_record(tmp_path, name):
     (tmp_path / name).write_text("[]" if name == "a.json" else "\n")
-    with pytest.raises(RoutesError, match=rf"{name} has no known format: it holds no record"):
+    with pytest.raises(RoutesError, match=rf"{name} holds no record; give a file with one"):
         read_routes(tmp_path / name, model=MODEL)
 
 

@@ -55,11 +55,11 @@ def test_an_error_of_the_caller_is_not_blamed_on_the_line(tmp_path):
 
 def test_a_folder_gives_its_files_in_order_of_name(tmp_path):
     (tmp_path / "b.json").write_text("[1, 2]")
-    (tmp_path / "a.jsonl").write_text("0\n")
+    (tmp_path / "a.json").write_text("0\n")
     (tmp_path / "notes.md").write_text("not a dump")
     assert [record for _, record in Source.of(tmp_path).records()] == [0, 1, 2]
     assert [place for place, _ in Source.of(tmp_path).records()] == [
-        "a.jsonl line 1",
+        "a.json record 0",
         "b.json record 0",
         "b.json record 1",
     ]
