@@ -207,6 +207,16 @@ def shifting_table() -> str:
     return _table(["expert time", *(f"EP{ranks}, {crossing} cross nodes" for ranks, crossing in kinds)], lines)
 
 
+def memory_table() -> str:
+    """Predicted and measured peaks of one rank's layers, in MiB."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in _read("memory_h200")["rows"]:
+        cell = f"{row['predicted_MiB']:,.0f} / {row['measured_MiB']:,.0f} ({row['off_pct']:+.1f} %)"
+        found.setdefault((row["model"], row["case"]), {})[row["pass"]] = cell
+    header = ["layers of", "loads", *next(iter(found.values()))]
+    return _table(header, [[*key, *cells.values()] for key, cells in found.items()])
+
+
 def limits_table() -> str:
     """Every limit that a report misses, or how many there are if none is."""
     limits = [(limit, name) for name in JUDGED for limit in _read(name)["limits"]]
@@ -278,6 +288,7 @@ def transfer_table() -> str:
 JUDGED = (
     "node_h200",
     "node_small_h200",
+    "memory_h200",
     "planner_cpu",
     "rank_replay_h200",
     "validation_h200",
@@ -302,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packing": packing_table,
     "coverage": coverage_table,
     "stale": stale_table,
+    "memory": memory_table,
     "transfer": transfer_table,
     "misses": limits_table,
 }
