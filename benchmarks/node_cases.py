@@ -151,23 +151,24 @@ def policies_of(case: NodeCase, cluster: Cluster) -> list[Policy]:
     """Every policy of a case, planned with the cluster's profile."""
     loads, uniform, forced = case.loads(case.routes_MLRTK), case.uniform(), case.forced()
     given: dict[str, Any] = {"cluster": cluster, "model": case.model}
-    owners = PlanOptions(max_displaced=0, sends="rows")
+    rows = PlanOptions(sends="rows")
+    owners = replace(rows, max_displaced=0)
 
     def ours(slots: int, objective: Any) -> Plan:
-        return eq.plan(loads, slots=slots, objective=objective, **given)
+        return eq.plan(loads, slots=slots, objective=objective, options=rows, **given)
 
     made = {
         "static": None,
         "static, prepared": eq.plan(loads, slots=0, options=owners, **given),
-        "eplb-oracle": executable(eq.plan(loads, slots=1, policy="eplb-oracle", **given)),
-        "lplb": executable(eq.plan(loads, slots=1, policy="lplb", **given)),
+        "eplb-oracle": executable(eq.plan(loads, slots=1, policy="eplb-oracle", options=rows, **given)),
+        "lplb": executable(eq.plan(loads, slots=1, policy="lplb", options=rows, **given)),
         "equipoise, 0 slots": ours(0, "seconds"),
         "equipoise, 1 slot": ours(1, "seconds"),
         "equipoise, 2 slots": ours(2, "seconds"),
         "equipoise, 1 slot, skew": ours(1, "skew"),
     }
     level, drawn = (eq.plan(case.loads(ids), slots=0, options=owners, **given) for ids in (uniform, forced))
-    live = in_the_open(eq.plan(loads, slots=1, policy="reactive", **given))
+    live = in_the_open(eq.plan(loads, slots=1, policy="reactive", options=rows, **given))
     policies = [Policy(name=name, plan=plan, routes_MLRTK=case.routes_MLRTK) for name, plan in made.items()]
     policies.append(Policy(name="reactive", plan=live, routes_MLRTK=case.routes_MLRTK, is_live=True))
     policies.append(Policy(name="uniform", plan=None, routes_MLRTK=uniform))

@@ -323,7 +323,7 @@ def wait_until_prepared(balancer: Balancer, micro_step: int, layer: int) -> None
     planner = balancer._planner
     if planner is None:
         return
-    planned, dispatches = planner._windows[-1]
+    planned, dispatches, _ = planner._windows[-1]
     end = time.monotonic() + SETTLE_S
     while planned.result(SETTLE_S).dispatches is not None and time.monotonic() < end:
         if dispatches.is_made(micro_step, layer):

@@ -89,6 +89,10 @@ class PlanServer:
         self._before = made
         return made
 
+    def forget(self) -> None:
+        """Plan the next window as if it were the first."""
+        self._before = None
+
     def _on(self, way: Way) -> BalancerOptions:
         """The options of a way: homes alone have no replica slots, and `off` moves no home."""
         if way == "full":

@@ -278,7 +278,7 @@ class StartedPlanner:
         Plans start from the homes of the one before. A run resumed from a checkpoint has none, so that one which does
         not stop there must forget its own: both then make the same plans, and so the same bits.
         """
-        self.worker.call("open", *self._task)
+        self.worker.call("forget")
 
     def close(self) -> None:
         """End the process, unless it was given."""

@@ -24,7 +24,8 @@ def window(seed=0):
 
 
 def made(policy="lpt", slots=0, seed=0):
-    return eq.plan(window(seed), cluster=CLUSTER, model=MODEL, slots=slots, policy=policy)
+    rows = eq.PlanOptions(sends="rows")
+    return eq.plan(window(seed), cluster=CLUSTER, model=MODEL, slots=slots, policy=policy, options=rows)
 
 
 def holders(plan, layer):

@@ -30,7 +30,8 @@ def test_an_analysis_and_its_document_make_the_same_page(analysis, document):
 def test_the_answer_has_the_documents_shares(document):
     page, whole = build_page(document, title="x"), document["seconds"]
     assert page.answer.startswith(f"{percent(whole['lost']['share'])} of the time in expert layers is lost")
-    assert percent(whole["saved"]["share"] - whole["lost"]["share"]) in page.answer
+    # A token that crosses once per node leaves little traffic to save beyond what is lost.
+    assert f"would recover {percent(whole['saved']['share'])}" in page.answer
     assert "1 replica slot" in page.answer
     skew = document["plan"]["skew"]["update"]
     value = {f.label: f.value for f in page.figures}["Mean skew"]

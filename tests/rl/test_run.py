@@ -180,6 +180,6 @@ def test_packed_training_has_the_losses_and_gradients_of_the_same_samples(pool):
             assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-6), name
         assert (after["reward"], after["replayed_rows"]) == (before["reward"], before["replayed_rows"])
         assert after["checked_windows"] == before["checked_windows"] > 0
-    # Samples really moved: rows per rank, and with them skew, are others.
-    assert any(a["skew_before"] != b["skew_before"] for a, b in zip(packed, given, strict=True))
+    # Samples really moved: what each rank sends, and with it the price of a window, is another.
+    assert any(a["static_s"] != b["static_s"] for a, b in zip(packed, given, strict=True))
     assert all(work.same_weights(weights, other) for _, other in others)
