@@ -48,7 +48,7 @@ def ns(seconds: Seconds | Parts) -> tuple[int, ...]:
 
 
 def simulated(loads: LoadMatrix, how: str | Plan, **given) -> tuple[int, ...]:
-    (result,) = simulate(loads, how, setting=StepSetting(sends=given.pop("sends", "rows")), **given).policies
+    (result,) = simulate(loads, how, setting=StepSetting(sends=given.pop("sends", "tokens")), **given).policies
     return ns(result.seconds)
 
 

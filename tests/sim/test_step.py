@@ -51,9 +51,11 @@ def test_pairs_make_the_exchange_cheaper_just_as_the_planner_has_it(loads):
     pair_LEE = np.full((MODEL.layers, MODEL.experts, MODEL.experts), 50)
     pair_LEE[:, np.arange(MODEL.experts), np.arange(MODEL.experts)] = 1000
     given = {"cluster": cluster_of(), "model": MODEL}
-    made = plan(loads, slots=1, pair_LEE=pair_LEE, **given)
+    made = plan(loads, slots=1, pair_LEE=pair_LEE, options=PlanOptions(sends="rows"), **given)
+    setting = StepSetting(sends="rows")
     with_pairs, without = (
-        simulate(loads, made, pair_LEE=pairs, **given).policies[0].seconds for pairs in (pair_LEE, None)
+        simulate(loads, made, pair_LEE=pairs, setting=setting, **given).policies[0].seconds
+        for pairs in (pair_LEE, None)
     )
     assert with_pairs.all_to_all_inside + with_pairs.all_to_all_across == pytest.approx(made.seconds.all_to_all)
     assert with_pairs.all_to_all_across < without.all_to_all_across
@@ -246,12 +248,14 @@ def test_plans_and_pairs_are_cut_alike_into_pipeline_stages(layers, stages):
 
 
 def test_bytes_between_ranks_are_those_of_the_plan(loads):
-    made = plan(loads, cluster=cluster_of(), model=MODEL, slots=1)
-    one = simulate(loads.micro_steps(0, 1), "static", cluster=cluster_of(), model=MODEL).policies[0].windows[0]
-    static = plan(loads.micro_steps(0, 1), cluster=cluster_of(), model=MODEL, policy="static")
+    given, rows = {"cluster": cluster_of(), "model": MODEL}, PlanOptions(sends="rows")
+    made = plan(loads, slots=1, options=rows, **given)
+    setting = StepSetting(sends="rows")
+    one = simulate(loads.micro_steps(0, 1), "static", setting=setting, **given).policies[0].windows[0]
+    static = plan(loads.micro_steps(0, 1), policy="static", options=rows, **given)
     assert one.byte_RR.sum() == static.bytes.all_to_all_inside + static.bytes.all_to_all_across
     assert not one.byte_RR.diagonal().any()
-    found = simulate(loads, made, cluster=cluster_of(), model=MODEL, setting=StepSetting(shown=Shown(micro_step=2)))
+    found = simulate(loads, made, setting=StepSetting(sends="rows", shown=Shown(micro_step=2)), **given)
     split = sum(made.split_RER(2, layer).sum(axis=1) for layer in range(MODEL.layers))
     both = (split + split.T) * 2 * MODEL.row_bytes
     np.fill_diagonal(both, 0)

@@ -43,7 +43,7 @@ def test_every_combination_is_a_point_in_order():
     seen = []
     points = sweep_points(
         windows_at,
-        StepCase(cluster=cluster_of(), model=MODEL),
+        StepCase(cluster=cluster_of(), model=MODEL, setting=StepSetting(sends="rows")),
         axes={"ep": (4, 8), "slots": (0, 1), "micro": (1, 2), "tokens": (500,)},
         progress=lambda done, total: seen.append((done, total)),
     )
