@@ -75,7 +75,7 @@ def plan(
     completed, estimated = complete(loads, forecast=forecast)
     check_rows(completed)
     if options.limit_bytes is not None:
-        given = {"history": history, "forecast": forecast, "pair_LEE": pair_LEE, "warm": warm}
+        given: dict[str, Any] = {"history": history, "forecast": forecast, "pair_LEE": pair_LEE, "warm": warm}
         given |= {"planner": planner, "policy": policy}
         slots = options.slots_within(model, slots, stage=loads.stage)
         return _plan_within(loads, options, cluster=cluster, model=model, slots=slots, objective=objective, given=given)
