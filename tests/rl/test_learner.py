@@ -105,7 +105,7 @@ def started(worker):
     return StartedPlanner(config, shape_of(config), worker=worker)
 
 
-def test_waiting_for_the_kernels_is_shown_and_forgetting_opens_a_new_plan_server(monkeypatch):
+def test_waiting_for_the_kernels_is_shown_and_forgetting_keeps_the_plan_servers_options(monkeypatch):
     monkeypatch.setattr(train, "_PATIENCE_S", 0.01)
     worker, told = SlowWorker(), []
 
@@ -118,7 +118,7 @@ def test_waiting_for_the_kernels_is_shown_and_forgetting_opens_a_new_plan_server
     assert told[0] == "compiling planner kernels, once per machine"
     assert worker.calls == ["open", "share", "whole", "whole"]
     planner.forget()
-    assert worker.calls[-1] == "open"
+    assert worker.calls[-1] == "forget", "a server opened anew would have the loop's options, not the balancer's"
     planner.close()
 
 
