@@ -238,6 +238,16 @@ def packing_table() -> str:
     return _table(header, [[*case, *(cells[name] for name in plans)] for case, cells in found.items()])
 
 
+def bound_table() -> str:
+    """Percent of rows that cross nodes in small batches: by chance, packed, and the least possible."""
+    lines = []
+    for row in _read("packing_bound")["rows"]:
+        crossing = [f"{row[key]:.1f}" for key in ("by_chance", "packed", "optimum")]
+        gained = f"{row['gained']:.0f} ({row['gained_least']:.0f} to {row['gained_most']:.0f})"
+        lines.append([row["trace"], *crossing, gained])
+    return _table(["trace", "by chance", "packed", "least possible", "of the way, % (worst to best draw)"], lines)
+
+
 def coverage_table() -> str:
     """Percent of the gain over static that is left, by what is missing and how it is estimated; a column per case."""
     rows = [row for row in _read("coverage_simulated")["rows"] if row["estimate"] != "stale"]
@@ -311,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paper": paper_table,
     "shifting": shifting_table,
     "packing": packing_table,
+    "packing bound": bound_table,
     "coverage": coverage_table,
     "stale": stale_table,
     "memory": memory_table,
