@@ -250,7 +250,7 @@ def bound_table() -> str:
 
 def coverage_table() -> str:
     """Percent of the gain over static that is left, by what is missing and how it is estimated; a column per case."""
-    rows = [row for row in _read("coverage_simulated")["rows"] if row["estimate"] != "stale"]
+    rows = [row for row in _read("coverage_simulated")["rows"] if not row["missing"].endswith("updates")]
     found = {_missing(row): dict[str, str]() for row in rows}
     for row in rows:
         found[_missing(row)][f"{row['trace']}, EP{row['EP']}"] = f"{row['kept']:.0f}"
@@ -266,15 +266,18 @@ def _missing(row: dict[str, Any]) -> tuple[str, str, str]:
 
 def stale_table() -> str:
     """Choices that differ after some updates, and percent of the gain left: least to most over seeds and widths."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in _read("coverage_simulated")["rows"]:
-        if row["estimate"] == "stale":
-            found.setdefault(row["missing"], []).append(row)
+        if row["missing"].endswith("updates"):
+            found.setdefault(row["missing"], {}).setdefault(row["estimate"], []).append(row)
     lines = []
-    for updates, rows in found.items():
-        differing, kept = _range(100 * row["choices"] for row in rows), _range((row["kept"] for row in rows), digits=0)
-        lines.append([updates, differing, kept, _range(row["over_static"] for row in rows)])
-    return _table(["routes are old by", "choices that differ, %", "gain left, %", "over static"], lines)
+    for updates, by_estimate in found.items():
+        old, reacted = by_estimate["stale"], by_estimate["reactive"]
+        kept, left = (_range((row["kept"] for row in rows), digits=0) for rows in (old, reacted))
+        over = _range(row["over_static"] for row in old)
+        lines.append([updates, _range(100 * row["choices"] for row in old), kept, over, left])
+    header = ["routes are old by", "choices that differ, %", "gain left, %", "over static", "gain of reactive, %"]
+    return _table(header, lines)
 
 
 def transfer_table() -> str:
