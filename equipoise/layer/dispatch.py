@@ -6,7 +6,8 @@
 3. Each rank learns how many rows every source has for each of its slots: `exchange_counts`, or the plan's own split.
 4. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
    inside a slot sources ascend, and each source's rows keep their token order.
-Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
+A plan may cut the slots of every rank into waves, whose rows travel one after another (`waves`): rows are then ordered by
+wave first. Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
 a whole window, in the background. With `with_relay` tokens are sent in two levels (`relay`); where ranks map each
 other's memory, tables of `mapped` say where rows are read.
 
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from equipoise.core.errors import InfeasiblePlanError, RoutesError, TransferError
 from equipoise.core.options import DISPATCH_BYTES
-from equipoise.core.plan import Plan
+from equipoise.core.plan import Plan, wave_cuts
 from equipoise.layer.mapped import FarRows, MappedTables, make_tables
 from equipoise.layer.ops import all_to_all
 from equipoise.layer.relay import NodeRanks, Relay, Swap, make_relay
@@ -168,6 +169,48 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit, *, has_gaps: bool = False) 
     return slot_N.view(ids_TK.shape)
 
 
+class WaveCuts(NamedTuple):
+    """Where the waves of one (micro-step, layer) begin, as one rank sees it."""
+
+    begin_RW: Tensor
+    """[R, waves + 1] first local slot of each wave on each rank, and one past the last slot."""
+    own_W: list[int]
+    """This rank's row of it, on the host."""
+
+    @classmethod
+    def of(cls, plan: Plan, micro_step: int, layer: int, *, rank: int, device: str = "cpu") -> "WaveCuts":
+        """Read one entry of a plan."""
+        begin_RW = wave_cuts(plan, micro_step, layer)
+        return cls(torch.from_numpy(begin_RW).to(device), begin_RW[rank].tolist())
+
+    @classmethod
+    def whole(cls, num_ranks: int, width: int, *, device: torch.device) -> "WaveCuts":
+        """One wave of all slots."""
+        return cls(torch.tensor([0, width], device=device).expand(num_ranks, 2), [0, width])
+
+    def position_S(self, width: int) -> Tensor:
+        """[R * width] place of each physical slot in sending order: by wave, then rank, then slot."""
+        slot_S = torch.arange(width, device=self.begin_RW.device).expand(len(self.begin_RW), -1).contiguous()
+        wave_S = torch.searchsorted(self.begin_RW[:, 1:-1].contiguous(), slot_S, right=True).reshape(-1)
+        order_S = torch.argsort(wave_S, stable=True)
+        position_S = torch.empty_like(order_S)
+        position_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+        return position_S
+
+
+class Wave(NamedTuple):
+    """Slots of this rank whose rows travel together, and compute while those of the next wave travel."""
+
+    slots: slice
+    """Local slots, home slots first."""
+    rows: slice
+    """Their rows in the slot-major buffer."""
+    send_R: list[int]
+    """Rows sent to the slots of this wave on each rank."""
+    receive_R: list[int]
+    """Rows received from each rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSide:
     """What a source knows alone: the order of its rows and how many go to each slot."""
@@ -220,6 +263,9 @@ class Dispatch:
     """The two levels in which tokens are sent; None: rows are sent directly."""
     mapped: MappedTables | None = None
     """Where rows are read from, if the ranks of a node map each other's memory; None: all rows are sent."""
+    waves: tuple[Wave, ...] = ()
+    """In which rows travel, at least two; empty: all at once. With waves, `place_N` and `source_P` hold the tables of one
+    wave behind those of the other, each counted from the wave's first place and its first received row."""
     ids_TK: Tensor | None = None
     """[T, K] the ids it was made for, where it was made ahead of the layer."""
 
@@ -234,7 +280,7 @@ class Dispatch:
 
     def is_same(self, other: "Dispatch") -> bool:
         """Whether all rows go to the same places; waits for the device."""
-        if (self.send_R, self.receive_R) != (other.send_R, other.receive_R):
+        if (self.send_R, self.receive_R, self.waves) != (other.send_R, other.receive_R, other.waves):
             return False
         if not torch.equal(self.index_TK, other.index_TK) or not torch.equal(self.place_N, other.place_N):
             return False
@@ -289,22 +335,27 @@ def _map_tables(tables: Any, change: Callable[[Tensor], Any]) -> Any:
     return tables
 
 
-def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int) -> SendSide:
-    """Order this source's rows by physical slot.
+def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int, cuts: WaveCuts | None = None) -> SendSide:
+    """Order this source's rows by physical slot, or by wave and then slot.
 
     Args:
         slots_TK: [T, K] physical slots, -1 where there is no row
         width: slots of one rank
+        cuts: where waves begin; None: all rows travel at once
     """
     # What is no row is sorted behind all slots, and counted nowhere.
     slots_N = torch.where(slots_TK < 0, num_ranks * width, slots_TK).reshape(-1)
+    position_S = None if cuts is None else cuts.position_S(width)
+    if position_S is not None:
+        slots_N = torch.cat([position_S, position_S.new_full((1,), len(position_S))])[slots_N]
     order_N = stable_order(slots_N, below=num_ranks * width + 1)
     sorted_N = slots_N[order_N]
     index_N = torch.empty_like(order_N)
     index_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     # Unlike bincount, which looks for the largest value, this does not wait for a device.
     bound_S = torch.arange(num_ranks * width + 1, device=slots_N.device)
-    count_RS = torch.searchsorted(sorted_N, bound_S).diff().view(num_ranks, width)
+    count_S = torch.searchsorted(sorted_N, bound_S).diff()
+    count_RS = (count_S if position_S is None else count_S[position_S]).view(num_ranks, width)
     return SendSide(token_N=order_N // slots_TK.shape[1], index_TK=index_N.view(slots_TK.shape), count_RS=count_RS)
 
 
@@ -317,36 +368,53 @@ def exchange_counts(count_RS: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_to_all(count_RS, ones_R, ones_R, group)
 
 
-def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: int = 1) -> Dispatch:
+def build_dispatch(
+    send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: int = 1, cuts: WaveCuts | None = None
+) -> Dispatch:
     """Put the tables together, without communication.
 
     Args:
         receive_RS: [R source, S] rows that arrive for each local slot
         pad: groups are filled with zero rows to a multiple of this
+        cuts: where waves begin, as rows were sorted; None: all rows travel at once
     """
     receive_RS = receive_RS.to(send.token_N.device)
+    num_ranks, width = receive_RS.shape
+    cuts = cuts or WaveCuts.whole(num_ranks, width, device=receive_RS.device)
     length_S = (receive_RS.sum(dim=0) + pad - 1) // pad * pad
     end_S = length_S.cumsum(0)
     # A source's rows for a slot follow those of the sources before it.
     start_RS = (end_S - length_S) + receive_RS.cumsum(0) - receive_RS
     # The host needs the splits: this is the one place where a dispatch made in the layer waits for the device.
-    sums = torch.cat([send.count_RS.sum(dim=1), receive_RS.sum(dim=1), end_S]).tolist()
-    num_ranks = len(receive_RS)
-    send_R, receive_R, end = sums[:num_ranks], sums[num_ranks : 2 * num_ranks], sums[2 * num_ranks :]
-    # Received rows arrive cell by cell (source, slot); each cell's rows are placed from the cell's start on.
-    length_C = receive_RS.reshape(-1)
-    offset_C = start_RS.reshape(-1) - (length_C.cumsum(0) - length_C)
-    row_N = torch.arange(sum(receive_R), device=length_C.device)
-    place_N = torch.repeat_interleave(offset_C, length_C, output_size=len(row_N)) + row_N
-    source_P = place_N.new_full((end[-1],), len(row_N))
-    source_P[place_N] = row_N
-    home_rows, all_rows = end[home_slots - 1], end[-1]
+    send_RW, own_RW = (
+        _sums_between(count_RS, begin_RW)
+        for count_RS, begin_RW in (
+            (send.count_RS, cuts.begin_RW),
+            (receive_RS, cuts.begin_RW.new_tensor(cuts.own_W).expand(num_ranks, -1)),
+        )
+    )
+    sums = torch.cat([send_RW.t().reshape(-1), own_RW.t().reshape(-1), end_S]).tolist()
+    num_waves = len(cuts.own_W) - 1
+    by_wave = [sums[num_ranks * i : num_ranks * (i + 1)] for i in range(2 * num_waves)]
+    ends = [0, *sums[-width:]]
+    waves = tuple(
+        Wave(slice(a, b), slice(ends[a], ends[b]), send_R, receive_R)
+        for (a, b), send_R, receive_R in zip(
+            pairwise(cuts.own_W), by_wave[:num_waves], by_wave[num_waves:], strict=True
+        )
+    )
+    tables = [_place_rows(receive_RS, start_RS, wave) for wave in waves]
+    place_N, source_P = (parts[0] if num_waves == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
+    home_rows, all_rows = ends[home_slots], ends[-1]
     groups = Groups(
         home_end_S=end_S[:home_slots].to(torch.int32),
         replica_end_S=(end_S[home_slots:] - home_rows).to(torch.int32),
         num_home_rows=home_rows,
         num_replica_rows=all_rows - home_rows,
-        num_replicas=sum(before < all_rows for before in end[home_slots - 1 : -1]),
+        num_replicas=sum(before < all_rows for before in ends[home_slots:-1]),
+    )
+    send_R, receive_R = (
+        [sum(rows) for rows in zip(*part, strict=True)] for part in (by_wave[:num_waves], by_wave[num_waves:])
     )
     num_rows = sum(send_R)
     return Dispatch(
@@ -357,7 +425,26 @@ def build_dispatch(send: SendSide, receive_RS: Tensor, *, home_slots: int, pad: 
         place_N=place_N,
         source_P=source_P,
         groups=groups,
+        waves=waves if num_waves > 1 else (),
     )
+
+
+def _sums_between(count_RS: Tensor, begin_RW: Tensor) -> Tensor:
+    """[R, waves] sums of each rank's counts from one beginning to the next."""
+    before_RS = torch.nn.functional.pad(count_RS.cumsum(1), (1, 0))
+    return before_RS.gather(1, begin_RW).diff(dim=1)
+
+
+def _place_rows(receive_RS: Tensor, start_RS: Tensor, wave: Wave) -> tuple[Tensor, Tensor]:
+    """Return the tables of a wave: [N] the place of each received row, [P] the row at each place."""
+    # Received rows arrive cell by cell (source, slot); each cell's rows are placed from the cell's start on.
+    length_C = receive_RS[:, wave.slots].reshape(-1)
+    offset_C = start_RS[:, wave.slots].reshape(-1) - wave.rows.start - (length_C.cumsum(0) - length_C)
+    row_N = torch.arange(sum(wave.receive_R), device=length_C.device)
+    place_N = torch.repeat_interleave(offset_C, length_C, output_size=len(row_N)) + row_N
+    source_P = place_N.new_full((wave.rows.stop - wave.rows.start,), len(row_N))
+    source_P[place_N] = row_N
+    return place_N, source_P
 
 
 def with_relay(dispatch: Dispatch, *, nodes: NodeRanks, swap: Swap) -> Dispatch:
@@ -396,7 +483,10 @@ def prepare_dispatch(
     # Step 1: order this rank's rows, and compare their counts with the plan's, which other ranks prepare to receive.
     width, ranks = plan.home_slots + plan.slots, plan.cluster.ep
     split = SourceSplit.of(plan, *entry, source=rank, device=str(ids_TK.device))
-    send = sort_rows(assign_slots(ids_TK, split, has_gaps=has_gaps), num_ranks=ranks, width=width)
+    # Rows that are read in place, or go in two levels, travel all at once.
+    has_waves = plan.waves > 1 and not is_mapped and swap is None
+    cuts = WaveCuts.of(plan, *entry, rank=rank, device=str(ids_TK.device)) if has_waves else None
+    send = sort_rows(assign_slots(ids_TK, split, has_gaps=has_gaps), num_ranks=ranks, width=width, cuts=cuts)
     # A holder's share begins where the one before it ends, at row 0 for the first holder of an expert.
     is_first_H = split.expert_H != split.expert_H.roll(1)
     is_first_H[:1] = True
@@ -417,7 +507,7 @@ def prepare_dispatch(
     count_RRS = torch.zeros((ranks, ranks, width), dtype=torch.int64)
     count_RRS.numpy()[:, rank_H, slot_ER[expert_H, rank_H] % width] = plan.split_RER(*entry)[:, expert_H, rank_H]
     # Step 3: put the tables together.
-    dispatch = build_dispatch(send, count_RRS[:, rank], home_slots=plan.home_slots, pad=pad)
+    dispatch = build_dispatch(send, count_RRS[:, rank], home_slots=plan.home_slots, pad=pad, cuts=cuts)
     dispatch = replace(dispatch, ids_TK=ids_TK)
     nodes = NodeRanks(tuple(plan.cluster.node_R), rank)
     if is_mapped:

@@ -164,6 +164,11 @@ def expert_block(
     return _ExpertBlock.apply(rows_ND, gates_N, groups, transfers, visit, options, home, *home.flat())
 
 
+def visit_now(visit: Visit) -> Visit:
+    """Return the visit that a forward belongs to: one inside a backward is activation recomputation, a part of that."""
+    return visit._replace(phase="backward") if _TRACKER.is_bw else visit
+
+
 class _ExpertBlock(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -177,8 +182,7 @@ class _ExpertBlock(torch.autograd.Function):
         form: ExpertWeights,
         *tensors: Tensor,
     ) -> Tensor:
-        # A forward that runs inside a backward is activation recomputation, part of the layer's backward visit.
-        now = visit._replace(phase="backward") if _TRACKER.is_bw else visit
+        now = visit_now(visit)
         home = form.filled(tensors)
         transfers.wait_for(now)
         joined = transfers.joined(now)

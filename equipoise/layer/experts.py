@@ -5,7 +5,8 @@ Steps of a forward, in three stages that adapters may call one by one; `VisitRow
 2. `send`: the rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of
    counts. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot. Inside a node
    the ranks read each other's tokens instead (`mapped`).
-3. `compute`: experts compute (`expert_block`).
+3. `compute`: experts compute (`expert_block`). Where the plan cuts slots into waves, rows travel here, those of one wave
+   while another computes (`waves`).
 4. `receive`: rows are sent back, or read where they are, and combined into tokens.
 
 Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
@@ -29,6 +30,7 @@ from equipoise.layer.dispatch import (
     Dispatch,
     FilledRows,
     SourceSplit,
+    WaveCuts,
     WindowDispatches,
     assign_slots,
     build_dispatch,
@@ -51,6 +53,7 @@ from equipoise.layer.ops import (
     sum_rows,
 )
 from equipoise.layer.relay import DirectDispatch, NodeRanks, Swap, send_by_relay
+from equipoise.layer.waves import exchange_gates, waved_block
 from equipoise.transfer.engine import LayerTransfers
 from equipoise.transfer.mapped_rows import MappedRows
 from equipoise.transfer.node import ExpertWeights, SlotTensors
@@ -127,6 +130,12 @@ class Window:
             self.sent_bytes[f"{name} inside"] += row_bytes * inside
             self.sent_bytes[f"{name} across"] += row_bytes * (sum(rows for rows, _ in others) - inside)
 
+    def cuts(self, visit: Visit, *, device: str) -> WaveCuts | None:
+        """Where the waves of one entry begin; None where all rows travel at once."""
+        if self.plan.waves == 1:
+            return None
+        return WaveCuts.of(self.plan, visit.micro_step, visit.layer, rank=self.rank, device=device)
+
     def split(self, micro_step: int, layer: int, *, device: str) -> SourceSplit:
         """This rank's split at one entry, where the ids are; read from the plan once."""
         key = (micro_step, layer, device)
@@ -164,7 +173,8 @@ class VisitRows(NamedTuple):
     """This rank's home weights, as they entered the graph."""
     dispatch: Dispatch
     rows_PD: Tensor
-    """[buffer rows, D] what the experts get and, once they have computed, what they give."""
+    """[buffer rows, D] what the experts get and, once they have computed, what they give; with waves [N, D], in sending
+    order."""
     gates: Tensor
     """[T, K] of this rank's tokens; where they multiply the activation [buffer rows], of the rows."""
 
@@ -290,6 +300,8 @@ class BalancedExperts(nn.Module):
         send_R, receive_R = dispatch.send_R, dispatch.receive_R
         if dispatch.mapped is not None and window.mapped is not None:
             rows_PD = fetch_rows(hidden_TD, dispatch.mapped, window.mapped, layer=self.layer)
+        elif dispatch.waves:
+            rows_PD = spread_rows(hidden_TD, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
         else:
             if dispatch.relay is None:
                 rows_ND = spread_rows(hidden_TD, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
@@ -303,20 +315,36 @@ class BalancedExperts(nn.Module):
             return sent
         # Gates follow their rows, one number each.
         gates_N1 = reorder_rows(gates_TK.reshape(-1, 1), there_P=dispatch.row_N, back_N=dispatch.index_TK.reshape(-1))
+        if dispatch.waves:
+            return sent._replace(gates=exchange_gates(gates_N1, dispatch, group=self.group).squeeze(1))
         received_N1 = exchange_rows(gates_N1, send_R=send_R, receive_R=receive_R, group=self.group)
         gates_P1 = reorder_rows(received_N1, there_P=dispatch.source_P, back_N=dispatch.place_N)
         return sent._replace(gates=gates_P1.squeeze(1))
 
     def compute(self, sent: VisitRows) -> VisitRows:
-        """Apply each slot's expert to its rows: the second stage of `forward`, without communication of rows."""
+        """Apply each slot's expert to its rows: the second stage of `forward`; rows travel here only in waves."""
+        gates_P = sent.gates if self.options.gates == "activation" else None
+        transfers, visit = sent.window.transfers, sent.visit
+        if sent.dispatch.waves:
+            out_ND = waved_block(
+                sent.rows_PD,
+                sent.home,
+                dispatch=sent.dispatch,
+                group=self.group,
+                transfers=transfers,
+                visit=visit,
+                options=self.options,
+                gates_P=gates_P,
+            )
+            return sent._replace(rows_PD=out_ND)
         out_PD = expert_block(
             sent.rows_PD,
             sent.home,
             groups=sent.dispatch.groups,
-            transfers=sent.window.transfers,
-            visit=sent.visit,
+            transfers=transfers,
+            visit=visit,
             options=self.options,
-            gates_N=sent.gates if self.options.gates == "activation" else None,
+            gates_N=gates_P,
         )
         return sent._replace(rows_PD=out_PD)
 
@@ -326,8 +354,10 @@ class BalancedExperts(nn.Module):
         gates_TK = computed.gates if self.options.gates == "combine" else None
         if dispatch.mapped is not None and mapped is not None:
             return combine_mapped(computed.rows_PD, gates_TK, dispatch.mapped, mapped, layer=self.layer)
-        out_ND = reorder_rows(computed.rows_PD, there_P=dispatch.place_N, back_N=dispatch.source_P)
-        returned_ND = exchange_rows(out_ND, send_R=dispatch.receive_R, receive_R=dispatch.send_R, group=self.group)
+        returned_ND = computed.rows_PD
+        if not dispatch.waves:
+            out_ND = reorder_rows(returned_ND, there_P=dispatch.place_N, back_N=dispatch.source_P)
+            returned_ND = exchange_rows(out_ND, send_R=dispatch.receive_R, receive_R=dispatch.send_R, group=self.group)
         if gates_TK is None:
             return sum_rows(returned_ND, token_N=dispatch.token_N, index_TK=dispatch.index_TK)
         return combine_rows(returned_ND, gates_TK, index_TK=dispatch.index_TK)
@@ -381,9 +411,10 @@ class BalancedExperts(nn.Module):
         plan, split = window.plan, window.split(visit.micro_step, visit.layer, device=str(ids_TK.device))
         slots_TK = assign_slots(ids_TK, split, has_gaps=self.options.has_gaps)
         window.count(visit, ids_TK)
-        send = sort_rows(slots_TK, num_ranks=self.group.size(), width=plan.home_slots + plan.slots)
+        cuts = window.cuts(visit, device=str(ids_TK.device)) if self.options.dispatch == "direct" else None
+        send = sort_rows(slots_TK, num_ranks=self.group.size(), width=plan.home_slots + plan.slots, cuts=cuts)
         receive_RS = exchange_counts(send.count_RS, self.group)
-        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.pad)
+        dispatch = build_dispatch(send, receive_RS, home_slots=plan.home_slots, pad=self.pad, cuts=cuts)
         if self.options.dispatch == "direct":
             return dispatch
         return with_relay(dispatch, nodes=window.nodes, swap=partial(all_to_all, group=self.group))

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -195,11 +195,46 @@ def all_to_all(
     try:
         dist.all_to_all_single(received_ND, rows_ND.contiguous(), receive_R, send_R, group=group)
     except RuntimeError as error:
-        raise TransferError(
-            f"rank {group.rank()}: rows could not be exchanged with the other {group.size() - 1} ranks; look for a "
-            f"rank that ended or raised before this one: {error}"
-        ) from error
+        raise _not_exchanged(group, error) from error
     return received_ND
+
+
+def start_all_to_all(
+    rows_ND: Tensor, send_R: list[int], receive_R: list[int], group: dist.ProcessGroup, out: Tensor
+) -> "Exchange":
+    """Begin to exchange rows, which travel while the caller goes on; all ranks must begin exchanges in one order."""
+    sent_ND = rows_ND.contiguous()
+    try:
+        work = dist.all_to_all_single(out, sent_ND, receive_R, send_R, group=group, async_op=True)
+    except RuntimeError as error:
+        raise _not_exchanged(group, error) from error
+    return Exchange(out, sent_ND, work, group)
+
+
+class Exchange(NamedTuple):
+    """Rows on their way."""
+
+    received_ND: Tensor
+    """Not to be read before `wait`."""
+    sent_ND: Tensor
+    """Kept until then."""
+    work: Any
+    group: dist.ProcessGroup
+
+    def wait(self) -> Tensor:
+        """Return what was received; on a CUDA device the current stream waits, and not the caller."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _not_exchanged(self.group, error) from error
+        return self.received_ND
+
+
+def _not_exchanged(group: dist.ProcessGroup, error: RuntimeError) -> TransferError:
+    return TransferError(
+        f"rank {group.rank()}: rows could not be exchanged with the other {group.size() - 1} ranks; look for a rank that "
+        f"ended or raised before this one: {error}"
+    )
 
 
 def reorder_rows(rows_ND: Tensor, *, there_P: Tensor, back_N: Tensor) -> Tensor:
@@ -214,21 +249,22 @@ def reorder_rows(rows_ND: Tensor, *, there_P: Tensor, back_N: Tensor) -> Tensor:
     return _Reorder.apply(rows_ND, there_P, back_N)
 
 
+def gather_rows(rows_ND: Tensor, index_P: Tensor) -> Tensor:
+    """Return `rows_ND[index_P]` outside autograd, with zeros where an index is one past the last row."""
+    return _with_zeros(rows_ND, index_P.numel()).index_select(0, index_P)
+
+
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, there_P: Tensor, back_N: Tensor) -> Tensor:
         ctx.save_for_backward(back_N)
-        return _gather(rows_ND, there_P)
+        return gather_rows(rows_ND, there_P)
 
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
         (back_N,) = ctx.saved_tensors
         # A gather by the inverse order: indexing's own backward scatters, which costs several times as much on a GPU.
-        return _gather(grad_PD, back_N), None, None
-
-
-def _gather(rows_ND: Tensor, index_P: Tensor) -> Tensor:
-    return _with_zeros(rows_ND, index_P.numel()).index_select(0, index_P)
+        return gather_rows(grad_PD, back_N), None, None
 
 
 def _with_zeros(rows_ND: Tensor, places: int) -> Tensor:
