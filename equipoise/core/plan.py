@@ -12,6 +12,7 @@ A plan that breaks one of these cannot be constructed:
    rest, so quotas sum to the planned load (`loads`, with estimated rows where routes are unknown), in whole rows.
 5. The itinerary, where there is one, visits every (micro-step, layer) once forward and, in an update, once backward.
 6. No publish or collect takes negative time.
+7. There are 1 to 8 waves.
 """
 
 import hashlib
@@ -32,6 +33,10 @@ Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Path = Literal["peer", "host"]
 PATHS: tuple[Path, ...] = get_args(Path)
+
+
+MOST_WAVES = 8
+"""Most waves of a layer."""
 
 
 class Visit(NamedTuple):
@@ -252,6 +257,8 @@ class Plan(Value):
     """Share of the planned rows that were estimated because their routes are unknown."""
     cross_node: bool = False
     persistent: bool = False
+    waves: int = 1
+    """Into how many waves every layer's slots are cut, so that one wave computes while another is exchanged."""
     home_slots: int = field(init=False, compare=False)
     """Experts each rank owns, and so home slots each rank has."""
     rank_load_MLR: np.ndarray = field(init=False, compare=False)
@@ -259,7 +266,9 @@ class Plan(Value):
 
     def __post_init__(self) -> None:
         slots = require_int("slots", self.slots, low=0, error=InfeasiblePlanError)
+        waves = require_int("waves", self.waves, low=1, high=MOST_WAVES, error=InfeasiblePlanError)
         object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "waves", waves)
         shape_ML = (self.loads.num_micro_steps, self.loads.num_layers)
         for name in ("home_LE", "home_slot_LE", "ns_ML", "closed_ns_ML"):
             array = int64_array(name, getattr(self, name), ndim=2, error=InfeasiblePlanError)
@@ -496,7 +505,42 @@ class Plan(Value):
         if self.itinerary is not None:
             for array in (self.itinerary.buffer_V, self.itinerary.ready_from_V, self.itinerary.resident_V):
                 hasher.update(np.ascontiguousarray(array).tobytes())
+        if self.waves > 1:
+            # Plans without waves keep the digest that they have in files of results.
+            hasher.update(self.waves.to_bytes(8, "little"))
         return hasher.hexdigest()
+
+
+def wave_cuts(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
+    """Return [R, waves + 1] local slots where the waves of each rank begin: 0 first, home slots + slots last.
+
+    Wave w of a rank has the slots from cut w up to cut w + 1, or none. Cut w is the first slot before which
+    the rank has the number of planned rows that is nearest to w / waves of all its rows.
+    """
+    end_RS = np.cumsum(_slot_rows_RS(plan, micro_step, layer), axis=1)
+    before_R1S = np.concatenate([np.zeros_like(end_RS[:, :1]), end_RS], axis=1)[:, None, :]
+    wanted_RW1 = np.arange(plan.waves + 1)[None, :, None] * before_R1S[..., -1:]
+    cut_RW: np.ndarray = np.abs(plan.waves * before_R1S - wanted_RW1).argmin(axis=2)
+    # Slots without rows at the end belong to the last wave.
+    cut_RW[:, -1] = end_RS.shape[1]
+    return cut_RW
+
+
+def _slot_rows_RS(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
+    """[R, S] planned rows of every rank's local slots: home slots, then replicas in the plan's order."""
+    if plan.persistent:
+        raise InfeasiblePlanError(
+            f"the plan of policy {plan.policy!r} keeps replicas for the whole window and is not executed, so its slots "
+            "are not cut into waves; plan with policy 'equipoise'"
+        )
+    quota_ER, home_E = plan.quota_ER(micro_step, layer), plan.home_LE[layer]
+    rows_RS = np.zeros((plan.cluster.ep, plan.home_slots + plan.slots), dtype=np.int64)
+    rows_RS[home_E, plan.home_slot_LE[layer]] = quota_ER[np.arange(len(home_E)), home_E]
+    next_R = np.full(plan.cluster.ep, plan.home_slots)
+    for expert, rank in plan.replicas(micro_step, layer):
+        rows_RS[rank, next_R[rank]] = quota_ER[expert, rank]
+        next_R[rank] += 1
+    return rows_RS
 
 
 Binds = Literal["nothing", "node", "gate", "slots", "homes"]

@@ -8,6 +8,7 @@ File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype 
         slots              replica slots per rank
         cross_node         whether replicas may be outside their home's node
         persistent         whether replicas stay for the whole window (EPLB)
+        waves              into how many waves every layer's slots are cut; 1 in older files, which leave it out
         estimated_share    share of the planned rows that was estimated
         static_seconds     predicted seconds of contiguous expert parallelism
         seconds            predicted seconds by part: compute, all_to_all, pull, return_, publish, collect, planning;
@@ -56,7 +57,7 @@ from equipoise.core.window import OPTIONAL, LoadMatrix
 FORMAT = "equipoise-plan-2"
 OLDER = {"equipoise-plan-1": "it charges publish and collect as if nothing hid them; plan the window again"}
 """Formats that are no longer read, and why."""
-_FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "estimated_share", "static_seconds")
+_FACTS = ("policy", "objective", "slots", "cross_node", "persistent", "waves", "estimated_share", "static_seconds")
 _PARTS = ("seconds", "bytes", "cluster", "model", "depth")
 _LOADS = ("load_MLRE", "stage")
 _TABLE = ("start_ML", "expert_P", "rank_P", "rows_P", "path_P2")
@@ -116,7 +117,9 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def _read_facts(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    facts = _object("facts", json.loads(str(arrays["facts"])), {*_FACTS, *_PARTS})
+    given = json.loads(str(arrays["facts"]))
+    # Files of an earlier version were written before there were waves.
+    facts = _object("facts", {"waves": 1, **given} if isinstance(given, dict) else given, {*_FACTS, *_PARTS})
     for name in ("estimated_share", "static_seconds"):
         facts[name] = _number(name, facts[name])
     for name, kind in (("policy", str), ("objective", str), ("cross_node", bool), ("persistent", bool)):

@@ -223,6 +223,7 @@ def build_plan(task: WindowTask, draft: Draft) -> Plan:
         estimated_share=task.estimated_share,
         cross_node=draft.cross_node,
         persistent=draft.persistent,
+        waves=1 if draft.persistent or task.options.waves == "auto" else task.options.waves,
     )
 
 

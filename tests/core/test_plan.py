@@ -10,6 +10,8 @@ from equipoise.core.plan import Bytes, Replica, ReplicaTable, Seconds
 from tests.core.plans import EXPERTS, LAYERS, MICRO_STEPS, MODEL, RANKS, itinerary_of, parts, plan_of, table_of
 
 OWNER_E = np.arange(EXPERTS) // 2
+DIGEST = "411bf09c00e15be899c135745199dbb05127360e164f33fa77560cbbcfcb3865"
+"""Of `plan_of()`, as it was before plans had waves."""
 
 
 def homes(**moved):
@@ -99,6 +101,8 @@ SWAPPED_SLOT = np.tile(np.arange(EXPERTS) % 2, (LAYERS, 1))
         ({"ns_ML": np.zeros((1, 1), dtype=np.int64)}, "ns_ML has shape"),
         ({"slots": 0}, "rank 1 holds 1 replicas; slots=0 allows fewer"),
         ({"slots": -1}, "slots is -1"),
+        ({"waves": 0}, "waves is 0; it must be from 1 to 8"),
+        ({"waves": 1.5}, "waves must be a whole number"),
         ({"replica_table": table_of((0, 1, 0, 1, 3), (0, 1, 1, 1, 1))}, "rank 1 holds 2 replicas"),
         ({"replica_table": table_of((0, 1, 0, 0, 3))}, "expert 0 on rank 0 is on the rank of its own home"),
         ({"replica_table": table_of((1, 0, 0, 2, 3))}, "micro-step 1, layer index 0: .* leaves its home's node"),
@@ -198,10 +202,15 @@ def test_plans_are_equal_by_content_and_their_digest_follows_every_decision():
         plan_of(ns_ML=np.full((2, 2), 91)),
         plan_of(edge_ns_2L=np.array([[0, 1], [0, 0]])),
         plan_of(edge_slow_2L=np.array([[0, 1], [0, 0]])),
+        plan_of(waves=2),
         plan_of(itinerary=itinerary_of(*np.ndindex(2, 2, 2))),
     ]
     assert all(other != plan_of() for other in others)
-    assert len({plan_of().digest(), *(other.digest() for other in others[:5])}) == 6
+    assert len({plan_of().digest(), *(other.digest() for other in others[:6])}) == 7
+
+
+def test_one_wave_leaves_the_digest_as_it_was_before_there_were_waves():
+    assert plan_of(waves=1).digest() == DIGEST
 
 
 def test_arrays_of_a_plan_cannot_be_written():

@@ -29,6 +29,7 @@ PLANS = {
     "every optional part": plan_of(loads=FULL, estimated_share=0.25, objective="skew"),
     "no replica": plan_of(replica_table=table_of(), slots=0),
     "edges": plan_of(edge_ns_2L=np.array([[5, 0], [10**12, 7]]), edge_slow_2L=np.array([[1, 0], [9, 2]])),
+    "waves": plan_of(waves=3),
     "persistent, across nodes": plan_of(persistent=True, cross_node=True, policy="eplb-oracle"),
 }
 
@@ -60,6 +61,14 @@ def test_the_same_plan_gives_the_same_bytes_before_and_after_loading(name, tmp_p
     PLANS[name].save(first)
     Plan.load(first).save(second)
     assert first.read_bytes() == second.read_bytes() == bytes_of(name)
+
+
+def test_a_file_from_before_there_were_waves_has_one(tmp_path):
+    arrays = arrays_of("plain")
+    facts = json.loads(str(arrays["facts"]))
+    assert facts.pop("waves") == 1
+    arrays["facts"] = np.array(json.dumps(facts))
+    assert load_plan(written(tmp_path / "plan.npz", arrays)) == PLANS["plain"]
 
 
 def damaged(path, content):

@@ -17,6 +17,9 @@ MODEL = ModelShape.preset("qwen3-30b-a3b")
     [
         ({"gate": "no"}, "PlanOptions.gate is 'no'; it must be True or False"),
         ({"cross_node": 1}, "PlanOptions.cross_node is 1; it must be True or False"),
+        ({"waves": 0}, "PlanOptions.waves is 0; it must be from 1 to 8"),
+        ({"waves": 9}, "PlanOptions.waves is 9; it must be from 1 to 8"),
+        ({"waves": "many"}, "PlanOptions.waves is 'many'; it must be a whole number from 1 to 8, or 'auto'"),
         ({"effort": 0}, "PlanOptions.effort is 0; it must be at least 1"),
         ({"workers": 0}, "PlanOptions.workers is 0"),
         ({"workers": 1.5}, "PlanOptions.workers must be a whole number"),
