@@ -6,8 +6,8 @@
 3. Each rank learns how many rows every source has for each of its slots: `exchange_counts`, or the plan's own split.
 4. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
    inside a slot sources ascend, and each source's rows keep their token order.
-A plan may cut the slots of every rank into waves, whose rows travel one after another (`waves`): rows are then ordered by
-wave first. Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
+A plan may cut every rank's slots into waves, whose rows travel one after another: rows are then ordered by wave first.
+Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
 a whole window, in the background. With `with_relay` tokens are sent in two levels (`relay`); where ranks map each
 other's memory, tables of `mapped` say where rows are read.
 
@@ -18,7 +18,7 @@ Invariants (asserted by the tests):
 4. With planned routes, the prepared dispatch equals the one that the layer would make with an exchange of counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, fields, replace
@@ -183,10 +183,10 @@ class WaveCuts(NamedTuple):
         begin_RW = wave_cuts(plan, micro_step, layer)
         return cls(torch.from_numpy(begin_RW).to(device), begin_RW[rank].tolist())
 
-    @classmethod
-    def whole(cls, num_ranks: int, width: int, *, device: torch.device) -> "WaveCuts":
-        """One wave of all slots."""
-        return cls(torch.tensor([0, width], device=device).expand(num_ranks, 2), [0, width])
+    def sums(self, count_RS: Tensor) -> Tensor:
+        """[R, waves] sums of counts over the slots of each wave."""
+        before_RS = torch.nn.functional.pad(count_RS.cumsum(1), (1, 0))
+        return before_RS.gather(1, self.begin_RW).diff(dim=1)
 
     def position_S(self, width: int) -> Tensor:
         """[R * width] place of each physical slot in sending order: by wave, then rank, then slot."""
@@ -264,8 +264,8 @@ class Dispatch:
     mapped: MappedTables | None = None
     """Where rows are read from, if the ranks of a node map each other's memory; None: all rows are sent."""
     waves: tuple[Wave, ...] = ()
-    """In which rows travel, at least two; empty: all at once. With waves, `place_N` and `source_P` hold the tables of one
-    wave behind those of the other, each counted from the wave's first place and its first received row."""
+    """In which rows travel, at least two; empty: all at once. With waves, `place_N` and `source_P` are the tables of
+    one wave after the other, which count from that wave's first place and first received row."""
     ids_TK: Tensor | None = None
     """[T, K] the ids it was made for, where it was made ahead of the layer."""
 
@@ -277,6 +277,14 @@ class Dispatch:
         row_X = torch.empty(num_rows + 1, dtype=torch.int64, device=index_X.device)
         row_X[index_X] = torch.arange(len(index_X), device=index_X.device)
         return row_X[:num_rows]
+
+    def by_wave(self) -> Iterator[tuple[Wave, slice, Tensor, Tensor]]:
+        """Yield each wave with its part of the sending order, `place_N` and `source_P`."""
+        sent, received, place = 0, 0, 0
+        for wave in self.waves:
+            ends = sent + sum(wave.send_R), received + sum(wave.receive_R), wave.rows.stop
+            yield wave, slice(sent, ends[0]), self.place_N[received : ends[1]], self.source_P[place : ends[2]]
+            sent, received, place = ends
 
     def is_same(self, other: "Dispatch") -> bool:
         """Whether all rows go to the same places; waits for the device."""
@@ -380,31 +388,20 @@ def build_dispatch(
     """
     receive_RS = receive_RS.to(send.token_N.device)
     num_ranks, width = receive_RS.shape
-    cuts = cuts or WaveCuts.whole(num_ranks, width, device=receive_RS.device)
     length_S = (receive_RS.sum(dim=0) + pad - 1) // pad * pad
     end_S = length_S.cumsum(0)
     # A source's rows for a slot follow those of the sources before it.
     start_RS = (end_S - length_S) + receive_RS.cumsum(0) - receive_RS
     # The host needs the splits: this is the one place where a dispatch made in the layer waits for the device.
-    send_RW, own_RW = (
-        _sums_between(count_RS, begin_RW)
-        for count_RS, begin_RW in (
-            (send.count_RS, cuts.begin_RW),
-            (receive_RS, cuts.begin_RW.new_tensor(cuts.own_W).expand(num_ranks, -1)),
-        )
-    )
-    sums = torch.cat([send_RW.t().reshape(-1), own_RW.t().reshape(-1), end_S]).tolist()
-    num_waves = len(cuts.own_W) - 1
-    by_wave = [sums[num_ranks * i : num_ranks * (i + 1)] for i in range(2 * num_waves)]
-    ends = [0, *sums[-width:]]
-    waves = tuple(
-        Wave(slice(a, b), slice(ends[a], ends[b]), send_R, receive_R)
-        for (a, b), send_R, receive_R in zip(
-            pairwise(cuts.own_W), by_wave[:num_waves], by_wave[num_waves:], strict=True
-        )
-    )
+    slots = [slice(*pair) for pair in pairwise([0, width] if cuts is None else cuts.own_W)]
+    send_WR = send.count_RS.sum(dim=1) if cuts is None else cuts.sums(send.count_RS).t()
+    receive_WR = [receive_RS[:, part].sum(dim=1) for part in slots]
+    sums = torch.cat([send_WR.reshape(-1), *receive_WR, end_S]).tolist()
+    splits, ends = [sums[i : i + num_ranks] for i in range(0, len(sums) - width, num_ranks)], [0, *sums[-width:]]
+    rows = [slice(ends[part.start], ends[part.stop]) for part in slots]
+    waves = tuple(map(Wave, slots, rows, splits[: len(slots)], splits[len(slots) :]))
     tables = [_place_rows(receive_RS, start_RS, wave) for wave in waves]
-    place_N, source_P = (parts[0] if num_waves == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
+    place_N, source_P = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
     home_rows, all_rows = ends[home_slots], ends[-1]
     groups = Groups(
         home_end_S=end_S[:home_slots].to(torch.int32),
@@ -413,9 +410,8 @@ def build_dispatch(
         num_replica_rows=all_rows - home_rows,
         num_replicas=sum(before < all_rows for before in ends[home_slots:-1]),
     )
-    send_R, receive_R = (
-        [sum(rows) for rows in zip(*part, strict=True)] for part in (by_wave[:num_waves], by_wave[num_waves:])
-    )
+    send_R = [sum(rows) for rows in zip(*(wave.send_R for wave in waves), strict=True)]
+    receive_R = [sum(rows) for rows in zip(*(wave.receive_R for wave in waves), strict=True)]
     num_rows = sum(send_R)
     return Dispatch(
         token_N=send.token_N[:num_rows],
@@ -425,14 +421,8 @@ def build_dispatch(
         place_N=place_N,
         source_P=source_P,
         groups=groups,
-        waves=waves if num_waves > 1 else (),
+        waves=waves if len(waves) > 1 else (),
     )
-
-
-def _sums_between(count_RS: Tensor, begin_RW: Tensor) -> Tensor:
-    """[R, waves] sums of each rank's counts from one beginning to the next."""
-    before_RS = torch.nn.functional.pad(count_RS.cumsum(1), (1, 0))
-    return before_RS.gather(1, begin_RW).diff(dim=1)
 
 
 def _place_rows(receive_RS: Tensor, start_RS: Tensor, wave: Wave) -> tuple[Tensor, Tensor]:

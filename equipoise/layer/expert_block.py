@@ -188,7 +188,7 @@ class _ExpertBlock(torch.autograd.Function):
         joined = transfers.joined(now)
         ctx.groups, ctx.transfers, ctx.visit, ctx.options, ctx.form = groups, transfers, visit, options, form
         if joined is not None:
-            out_ND, pre_NF = apply_experts(rows_ND, joined, _joined_ends(groups, joined), options, gates_N)
+            out_ND, pre_NF = apply_experts(rows_ND, joined, joined_ends(groups, joined), options, gates_N)
             # As many tensors as where they are apart, for the reason above.
             ctx.save_for_backward(rows_ND, gates_N, pre_NF, pre_NF[:0], *tensors)
             return out_ND
@@ -213,7 +213,7 @@ class _ExpertBlock(torch.autograd.Function):
         ctx.transfers.wait_for(visit)
         joined = ctx.transfers.joined(visit)
         if joined is not None:
-            part = _Part(rows_ND, gates_N, pre_home_NF, joined, _joined_ends(groups, joined))
+            part = Part(rows_ND, gates_N, pre_home_NF, joined, joined_ends(groups, joined))
             grad_rows_ND, grad_gates_N, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
             own_flat = [None] * len(tensors) if own is None else own.flat(ctx.form)
             return grad_rows_ND, grad_gates_N, *(None,) * 5, *own_flat
@@ -222,10 +222,10 @@ class _ExpertBlock(torch.autograd.Function):
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
         gates_home_N, gates_replica_N = (None, None) if gates_N is None else gates_N.split(sizes)
-        home_part = _Part(home_ND, gates_home_N, pre_home_NF, ctx.form.filled(tensors), groups.home_end_S)
+        home_part = Part(home_ND, gates_home_N, pre_home_NF, ctx.form.filled(tensors), groups.home_end_S)
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
-        replica_part = _Part(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
+        replica_part = Part(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
         # Replicas first: their gradients travel while the home part computes.
         of_replicas, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
         if returned is not None:
@@ -236,17 +236,28 @@ class _ExpertBlock(torch.autograd.Function):
         return *grads, *(None,) * 5, *([None] * len(tensors) if own is None else own.flat(ctx.form))
 
 
-class _Part(NamedTuple):
-    """The home or the replica half of a block, as backward needs it."""
+class Part(NamedTuple):
+    """Some slots of a block and their rows, as backward needs them."""
 
     rows_ND: Tensor
     gates_N: Tensor | None
     pre_NF: Tensor
+    """[N, 2F] the activation's input."""
     weights: ExpertWeights
     end_S: Tensor
+    """[s] int32, where each slot's rows end."""
 
 
-def _joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
+class Sums(NamedTuple):
+    """What weight gradients are summed from, row by row."""
+
+    grad_ND: Tensor
+    grad_pre_NF: Tensor
+    act_NF: Tensor
+    rows_ND: Tensor
+
+
+def joined_ends(groups: Groups, joined: ExpertWeights) -> Tensor:
     """Group ends of home slots and of the replica slots in use."""
     held = joined.num_slots - groups.home_end_S.numel()
     assert held >= groups.num_replicas, "rows for replicas that were not pulled"
@@ -277,45 +288,41 @@ def apply_experts(
 
 
 def _apply_backward(
-    grad_ND: Tensor, part: _Part, options: BlockOptions, has_training: bool
+    grad_ND: Tensor, part: Part, options: BlockOptions, has_training: bool
 ) -> tuple[tuple[Tensor, Tensor | None], ExpertWeights | None]:
     """Return the gradients of rows and gates and, where experts train, of weights."""
+    grad_rows_ND, grad_gates_N, sums = row_gradients(grad_ND, part, options)
+    return (grad_rows_ND, grad_gates_N), weight_gradients(sums, part, options) if has_training else None
+
+
+def row_gradients(grad_ND: Tensor, part: Part, options: BlockOptions) -> tuple[Tensor, Tensor | None, Sums]:
+    """Return the gradients of rows and gates, and what gradients of weights are summed from."""
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
     grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
-    grads = _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N
-    if not has_training:
-        return grads, None
-    return grads, _weight_gradients(_Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
+    grad_rows_ND = _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options)
+    return grad_rows_ND, grad_gates_N, Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND)
 
 
 def _backward_joined(
-    ctx: Any, grad_ND: Tensor, part: _Part, *, has_training: bool
+    ctx: Any, grad_ND: Tensor, part: Part, *, has_training: bool
 ) -> tuple[Tensor, Tensor | None, ExpertWeights | None]:
     """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are computed."""
     groups, options, own = ctx.groups, ctx.options, None
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
     grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
     if has_training:
-        sums = _Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND)
+        sums = Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND)
         home_slots = groups.home_end_S.numel()
         cut, ends = groups.num_home_rows, groups.replica_end_S[: part.weights.num_slots - home_slots]
         # Apart, because a gradient of all slots in one would keep the replicas' memory with the parameters' gradient.
-        returned = _weight_gradients(_Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
+        returned = weight_gradients(Sums(*(t[cut:] for t in sums)), part._replace(end_S=ends), options)
         ctx.transfers.hand_in(ctx.visit.micro_step, ctx.visit.layer, returned)
-        own = _weight_gradients(_Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
+        own = weight_gradients(Sums(*(t[:cut] for t in sums)), part._replace(end_S=groups.home_end_S), options)
     return _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N, own
 
 
-class _Sums(NamedTuple):
-    """What weight gradients are summed from, row by row."""
-
-    grad_ND: Tensor
-    grad_pre_NF: Tensor
-    act_NF: Tensor
-    rows_ND: Tensor
-
-
-def _weight_gradients(sums: _Sums, part: _Part, options: BlockOptions) -> ExpertWeights:
+def weight_gradients(sums: Sums, part: Part, options: BlockOptions) -> ExpertWeights:
+    """Return the gradients of some slots' weights; of `part` only the ends count, and which weights there are."""
     weights, end_S = part.weights, part.end_S
     return ExpertWeights(
         _sum_products(sums.grad_pre_NF, sums.rows_ND, end_S, options),

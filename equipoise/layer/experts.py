@@ -5,8 +5,8 @@ Steps of a forward, in three stages that adapters may call one by one; `VisitRow
 2. `send`: the rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of
    counts. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot. Inside a node
    the ranks read each other's tokens instead (`mapped`).
-3. `compute`: experts compute (`expert_block`). Where the plan cuts slots into waves, rows travel here, those of one wave
-   while another computes (`waves`).
+3. `compute`: experts compute (`expert_block`). Where a plan cuts slots into waves, rows travel in this stage, those of
+   one wave while another computes (`waves`).
 4. `receive`: rows are sent back, or read where they are, and combined into tokens.
 
 Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.

@@ -232,8 +232,8 @@ class Exchange(NamedTuple):
 
 def _not_exchanged(group: dist.ProcessGroup, error: RuntimeError) -> TransferError:
     return TransferError(
-        f"rank {group.rank()}: rows could not be exchanged with the other {group.size() - 1} ranks; look for a rank that "
-        f"ended or raised before this one: {error}"
+        f"rank {group.rank()}: rows could not be exchanged with the other {group.size() - 1} ranks; look for a "
+        f"rank that ended or raised before this one: {error}"
     )
 
 
@@ -249,9 +249,9 @@ def reorder_rows(rows_ND: Tensor, *, there_P: Tensor, back_N: Tensor) -> Tensor:
     return _Reorder.apply(rows_ND, there_P, back_N)
 
 
-def gather_rows(rows_ND: Tensor, index_P: Tensor) -> Tensor:
+def gather_rows(rows_ND: Tensor, index_P: Tensor, out: Tensor | None = None) -> Tensor:
     """Return `rows_ND[index_P]` outside autograd, with zeros where an index is one past the last row."""
-    return _with_zeros(rows_ND, index_P.numel()).index_select(0, index_P)
+    return torch.index_select(_with_zeros(rows_ND, index_P.numel()), 0, index_P, out=out)
 
 
 class _Reorder(torch.autograd.Function):

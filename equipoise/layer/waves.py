@@ -1,14 +1,13 @@
-"""Experts in waves: while the experts of one wave compute, rows of the next one travel to them, and outputs of the last
-one back. Where a plan cuts every rank's slots into waves, this takes the place of exchange, expert block and exchange.
+"""Experts in waves: while the experts of one wave compute, rows travel to those of the next and back from the last.
 
-Forward: all rows leave, wave by wave. A wave's experts compute once its rows have arrived; their outputs leave at once.
-Backward is the mirror image. Gradients of weights come last, when all gradients of rows have left, and hide their way.
+Where a plan cuts every rank's slots into waves, `waved_block` takes the place of exchange, expert block and exchange:
+1. Forward: all rows leave, wave by wave. A wave's experts compute when its rows are there; their outputs leave at once.
+2. Backward is the mirror image of it. Gradients of weights come last, when all gradients of rows have left.
 
-Every slot is in one wave, so each product has the rows, in the order, that it has without waves: outputs and gradients
-have the same bits. Every rank exchanges the same number of times, and saves as many tensors, whatever its rows.
+Every slot is in one wave, so each product has the rows, and their order, that it has without waves: outputs and
+gradients have the same bits. Every rank exchanges as often, and saves as many tensors, whatever its rows and replicas.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equipoise.core.plan import Visit
-from equipoise.layer.dispatch import Dispatch, Groups
+from equipoise.layer.dispatch import Dispatch, Wave
 from equipoise.layer.expert_block import (
     BlockOptions,
     Part,
@@ -59,11 +58,10 @@ def waved_block(
 
 
 def exchange_gates(gates_N1: Tensor, dispatch: Dispatch, *, group: dist.ProcessGroup) -> Tensor:
-    """Send the gates of rows after them, wave by wave: [buffer rows, 1]."""
-    cuts, tables = _sent_cuts(dispatch), _wave_tables(dispatch)
+    """Send the gates of rows ahead of them, wave by wave: [buffer rows, 1]."""
     parts = []
-    for wave, cut, (place_N, source_P) in zip(dispatch.waves, cuts, tables, strict=True):
-        received_N1 = exchange_rows(gates_N1[cut], send_R=wave.send_R, receive_R=wave.receive_R, group=group)
+    for wave, sent, place_N, source_P in dispatch.by_wave():
+        received_N1 = exchange_rows(gates_N1[sent], send_R=wave.send_R, receive_R=wave.receive_R, group=group)
         parts.append(reorder_rows(received_N1, there_P=source_P, back_N=place_N))
     return torch.cat(parts)
 
@@ -76,37 +74,149 @@ class _Task(NamedTuple):
     transfers: LayerTransfers
     visit: Visit
     options: BlockOptions
-    form: ExpertWeights
-    """Home weights, for their form."""
+    home: ExpertWeights
+    """In forward alone; in backward only its form."""
 
     def depart(self, rows_ND: Tensor) -> list[Exchange]:
         """Let all rows, in sending order, leave for their experts."""
-        pairs = zip(self.dispatch.waves, _sent_cuts(self.dispatch), strict=True)
-        return [self._start(rows_ND[cut], wave.send_R, wave.receive_R, None) for wave, cut in pairs]
+        started = []
+        for wave, sent, _, _ in self.dispatch.by_wave():
+            received_ND = rows_ND.new_empty((sum(wave.receive_R), rows_ND.shape[1]))
+            started.append(start_all_to_all(rows_ND[sent], wave.send_R, wave.receive_R, self.group, received_ND))
+        return started
 
-    def send_back(self, rows_PD: Tensor, index: int, returned_ND: Tensor) -> Exchange:
-        """Let the rows of a wave, slot by slot, leave for where they came from, into their part of `returned_ND`."""
-        wave, (place_N, _) = self.dispatch.waves[index], _wave_tables(self.dispatch)[index]
-        into_ND = returned_ND[_sent_cuts(self.dispatch)[index]]
-        return self._start(gather_rows(rows_PD, place_N), wave.receive_R, wave.send_R, into_ND)
-
-    def _start(self, rows_ND: Tensor, send_R: list[int], receive_R: list[int], out: Tensor | None) -> Exchange:
-        out = rows_ND.new_empty((sum(receive_R), *rows_ND.shape[1:])) if out is None else out
-        return start_all_to_all(rows_ND, send_R, receive_R, self.group, out)
-
-    def held(self, now: Visit, home: ExpertWeights) -> list[list["_Held"]]:
-        """Return, wave by wave, the weights that compute its rows: of home slots, and last of replicas."""
+    def holders(self, now: Visit, home: ExpertWeights) -> list["_Piece"]:
+        """Return what computes at a visit, with all slots and rows: home slots and then replicas, or both in one."""
         groups, joined = self.dispatch.groups, self.transfers.joined(now)
-        homes = groups.home_end_S.numel()
         if joined is not None:
-            ends_S = joined_ends(groups, joined)
-            sides = [_Held(joined, ends_S, slice(0, homes), 0), _Held(joined, ends_S, slice(homes, len(ends_S)), 0)]
-        else:
-            replica = self.transfers.weights(now)
-            assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
-            ends_S = groups.replica_end_S[: replica.num_slots]
-            sides = [
-                _Held(home, groups.home_end_S, slice(0, homes), 0),
-                _Held(replica, ends_S + groups.num_home_rows, slice(homes, homes + len(ends_S)), homes),
-            ]
-        return sides
+            end_S = joined_ends(groups, joined)
+            return [_Piece(joined, end_S, slice(0, len(end_S)), slice(0, groups.num_rows))]
+        homes, replica = groups.home_end_S.numel(), self.transfers.weights(now)
+        assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
+        end_S = groups.replica_end_S[: replica.num_slots] + groups.num_home_rows
+        return [
+            _Piece(home, groups.home_end_S, slice(0, homes), slice(0, groups.num_home_rows)),
+            _Piece(replica, end_S, slice(homes, homes + len(end_S)), slice(groups.num_home_rows, groups.num_rows)),
+        ]
+
+
+class _Piece(NamedTuple):
+    """Some slots that lie behind one another, and their rows."""
+
+    weights: ExpertWeights
+    """Of these slots."""
+    end_S: Tensor
+    """[slots] where each slot's rows end in the slot-major buffer."""
+    slots: slice
+    rows: slice
+
+    def within(self, slots: slice, rows: slice) -> "_Piece":
+        """The part of it that lies within other slots and rows."""
+        kept, rows = _common(self.slots, slots), _common(self.rows, rows)
+        cut = slice(kept.start - self.slots.start, kept.stop - self.slots.start)
+        return _Piece(self.weights.map(lambda tensor: _cut_slots(tensor, cut)), self.end_S[cut], kept, rows)
+
+    def of_wave(self, wave: Wave) -> "_Piece":
+        """The part of it that is in a wave."""
+        return self.within(wave.slots, wave.rows)
+
+    def part(self, rows_PD: Tensor, gates_P: Tensor | None, pre_NF: Tensor) -> Part:
+        """What products of these slots need, given rows, and gates, of the whole buffer."""
+        gates_N = None if gates_P is None else gates_P[self.rows]
+        return Part(rows_PD[self.rows], gates_N, pre_NF, self.weights, self.end_S - self.rows.start)
+
+
+def _cut_slots(tensor: Tensor | SlotTensors, cut: slice) -> Tensor | SlotTensors:
+    if isinstance(tensor, SlotTensors):
+        return SlotTensors(tensor[cut]) if cut.start < cut.stop else tensor[0].new_empty((0, *tensor[0].shape))
+    return tensor[cut]
+
+
+def _common(one: slice, other: slice) -> slice:
+    start = max(one.start, other.start)
+    return slice(start, max(start, min(one.stop, other.stop)))
+
+
+class _WavedBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, gates_P: Tensor | None, task: _Task, *tensors: Tensor) -> Tensor:
+        coming = task.depart(rows_ND)
+        now, home = visit_now(task.visit), task.home.filled(tensors)
+        task.transfers.wait_for(now)
+        holders = task.holders(now, home)
+        rows_PD = rows_ND.new_empty((task.dispatch.groups.num_rows, rows_ND.shape[1]))
+        returned_ND, pres, going = torch.empty_like(rows_ND), list[Tensor](), list[Exchange]()
+        for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
+            gather_rows(coming[index].wait(), source_P, out=rows_PD[wave.rows])
+            outs = []
+            for piece in (holder.of_wave(wave) for holder in holders):
+                part = piece.part(rows_PD, gates_P, rows_PD)
+                out_ND, pre_NF = apply_experts(part.rows_ND, part.weights, part.end_S, task.options, part.gates_N)
+                outs.append(out_ND)
+                pres.append(pre_NF)
+            back_ND = gather_rows(_joined(outs), place_N)
+            going.append(start_all_to_all(back_ND, wave.receive_R, wave.send_R, task.group, returned_ND[sent]))
+            # Two of each wave, whether home and replicas are one tensor or two.
+            pres += [pre_NF[:0]] * (2 - len(outs))
+        for exchange in going:
+            exchange.wait()
+        ctx.save_for_backward(rows_PD, gates_P, *pres, *tensors)
+        ctx.task = task._replace(home=task.home.map(lambda tensor: tensor.detach()))
+        return returned_ND
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        task, num_pres = ctx.task, 2 * len(ctx.task.dispatch.waves)
+        rows_PD, gates_P, *saved = ctx.saved_tensors
+        pres, tensors = saved[:num_pres], saved[num_pres:]
+        coming = task.depart(grad_ND)
+        visit, home = task.visit._replace(phase="backward"), task.home.filled(tensors)
+        task.transfers.wait_for(visit)
+        holders = task.holders(visit, home)
+        grad_rows_ND, going = torch.empty_like(grad_ND, memory_format=torch.contiguous_format), list[Exchange]()
+        grad_gates, done = list[Tensor | None](), list[tuple[_Piece, Part, Sums]]()
+        for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
+            grad_PD, grads = gather_rows(coming[index].wait(), source_P), []
+            for at, piece in enumerate(holder.of_wave(wave) for holder in holders):
+                part = piece.part(rows_PD, gates_P, pres[2 * index + at])
+                here = slice(piece.rows.start - wave.rows.start, piece.rows.stop - wave.rows.start)
+                grad_part_ND, grad_gates_N, sums = row_gradients(grad_PD[here], part, task.options)
+                grads.append(grad_part_ND)
+                grad_gates.append(grad_gates_N)
+                done.append((piece, part, sums))
+            back_ND = gather_rows(_joined(grads), place_N)
+            going.append(start_all_to_all(back_ND, wave.receive_R, wave.send_R, task.group, grad_rows_ND[sent]))
+        own_flat: list[Tensor | None] = [None] * len(tensors)
+        if any(ctx.needs_input_grad[3:]):
+            own_flat = _hand_in_and_sum(task, done).flat(task.home)
+        for exchange in going:
+            exchange.wait()
+        return grad_rows_ND, None if gates_P is None else torch.cat(grad_gates), None, *own_flat
+
+
+def _hand_in_and_sum(task: _Task, done: list[tuple[_Piece, Part, Sums]]) -> ExpertWeights:
+    """Hand in the gradients of replicas, and return those of the home slots."""
+    groups = task.dispatch.groups
+    homes, num_home_rows = groups.home_end_S.numel(), groups.num_home_rows
+
+    def gradients(slots: slice, rows: slice) -> ExpertWeights:
+        """Of the slots, in order, that lie within others."""
+        found: list[ExpertWeights] = []
+        for index, (piece, part, sums) in enumerate(done):
+            inner = piece.within(slots, rows)
+            # The last one also where no slot is left: gradients of no slot have a shape, too.
+            if inner.slots.start < inner.slots.stop or (not found and index == len(done) - 1):
+                cut = slice(inner.rows.start - piece.rows.start, inner.rows.stop - piece.rows.start)
+                of_inner = part._replace(end_S=inner.end_S - inner.rows.start)
+                found.append(weight_gradients(Sums(*(rows_NX[cut] for rows_NX in sums)), of_inner, task.options))
+        kinds = zip(*(one.tensors() for one in found), strict=True)
+        return found[0].filled(_joined(list(parts)) for parts in kinds)
+
+    far = slice(num_home_rows, groups.num_rows)
+    replicas = gradients(slice(homes, homes + groups.replica_end_S.numel()), far)
+    task.transfers.hand_in(task.visit.micro_step, task.visit.layer, replicas)
+    return gradients(slice(0, homes), slice(0, num_home_rows))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
