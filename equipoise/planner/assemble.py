@@ -15,7 +15,7 @@ from equipoise.core.options import PlanOptions
 from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable
 from equipoise.core.window import Stage
 from equipoise.cost import CostModel
-from equipoise.cost.clock import Decision, replay, works_of
+from equipoise.cost.clock import replay
 from equipoise.cost.kernels import (
     ACROSS,
     HOST_PULLS,
@@ -23,6 +23,7 @@ from equipoise.cost.kernels import (
     PEER_PULLS,
 )
 from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges
+from equipoise.cost.work import Decision, works_of
 
 FORWARD, BACKWARD = 0, 1
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from equipoise.core.value import plural
 from equipoise.cost import Profile
-from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
+from equipoise.cost.work import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.sim.result import WORTH, Groups, Parts, Simulation
 from equipoise.sim.windows import PlanSource, StepCase
 
