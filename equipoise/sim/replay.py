@@ -64,6 +64,10 @@ class GroupOutcome(Value):
     """[C, X] seconds of each rank by kind, in the order of RANK_PARTS."""
     paths: tuple[PathUse, ...]
     works: tuple[Work, ...]
+    waves: int = 1
+    """The most of its plans."""
+    waves_saved_s: float = 0.0
+    """What these save against the same plans in one wave."""
 
 
 def plan_work(
@@ -186,6 +190,7 @@ def run_group(plans: Sequence[Plan], works: Sequence[Work], *, planning_s: float
         rank_s_CX=_rank_seconds(works, done, busy_Q, planning_s),
         paths=_paths(plans, done, busiest),
         works=tuple(works),
+        waves=max(plan.waves for plan in plans),
     )
 
 
