@@ -19,8 +19,9 @@ from benchmarks.traces import FOLDER, Trace, read_traces
 from equipoise.core import Cluster, LoadMatrix, ModelShape, Plan
 from equipoise.core.options import PlanOptions
 from equipoise.cost import CostModel
-from equipoise.cost.clock import Decision, replay, replica_slots, works_of
+from equipoise.cost.clock import replay
 from equipoise.cost.window import Edges, price_window
+from equipoise.cost.work import Decision, replica_slots, works_of
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.baselines import fill_slots
 

@@ -34,9 +34,9 @@ from benchmarks.traces import Trace, joined, read_traces, scaled, stacked
 from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
 from equipoise.cost import CostModel
-from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.cost.kernels import COLUMNS, EXCHANGE
 from equipoise.cost.window import price_level
+from equipoise.cost.work import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.planner import plan
 from tests.cost.reference import exchange
 

@@ -27,6 +27,7 @@ from equipoise.core import (
 from equipoise.core.cluster import preset_names, presets_like
 from equipoise.core.files import NPZ_ERRORS
 from equipoise.core.options import PlanOptions, replica_bytes
+from equipoise.core.plan import MOST_WAVES
 from equipoise.core.value import require_int
 
 if TYPE_CHECKING:
@@ -64,6 +65,15 @@ CrossNodeFlag = Annotated[
     typer.Option(
         "--cross-node",
         help="Allow replicas in other nodes where that pays; every node then needs host memory for all experts.",
+    ),
+]
+WavesOption = Annotated[
+    str,
+    typer.Option(
+        "--waves",
+        metavar="N|auto",
+        help="Cut every layer's slots into waves, so that experts compute while rows are exchanged; auto: the fastest "
+        "of 1 to 4, by prices. Never run on a GPU.",
     ),
 ]
 Sends = Literal["rows", "tokens"]
@@ -228,6 +238,15 @@ class ResultFlags:
     def refuse_existing(self, *read: Path | None) -> None:
         """Raise before any work is done if a file cannot be written, or would replace one that is `read`."""
         refuse_existing(self.out, self.report, force=self.force, read=read)
+
+
+def parse_waves(text: str) -> int | Literal["auto"]:
+    """Parse `--waves`, or raise with its name."""
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdigit()):
+        raise InfeasiblePlanError(f"--waves is {text!r}; write a number from 1 to {MOST_WAVES}, or auto")
+    return require_int("--waves", int(text), low=1, high=MOST_WAVES, error=InfeasiblePlanError)
 
 
 def require_flags(

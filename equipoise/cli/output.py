@@ -453,6 +453,9 @@ def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source
         "memory": f"{figures['slot_bytes_per_rank'] / MIB:,.0f} MiB per rank (replica slots: {plan.slots})",
         "peak": _say_peak(figures["memory"]),
     }
+    if plan.waves > 1:
+        waves_s = figures["one_wave_seconds"] - plan.seconds.total
+        facts["waves"] = f"{plan.waves}, which save {waves_s * 1e3:.3f} ms of that; never run on a GPU"
     if plan.estimated_share > 0:
         facts["estimated"] = f"{plan.estimated_share:.1%} of the rows, whose routes are unknown"
         if plan.itinerary is not None and not plan.persistent:

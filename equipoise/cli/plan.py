@@ -12,7 +12,7 @@ priced with the size of qwen3-30b-a3b's, and the answer says so. A plan that sav
 code 0.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -28,9 +28,11 @@ from equipoise.cli.options import (
     MachineFlags,
     MemoryOption,
     SendsOption,
+    WavesOption,
     check_slots,
     find_model,
     npz_kind,
+    parse_waves,
     refuse_existing,
 )
 from equipoise.cli.output import print_json, screen, show_plan
@@ -64,6 +66,7 @@ class PlanFlags:
     memory_gib: MemoryOption = None
     activations: ActivationsOption = "kept"
     sends: SendsOption = DEFAULT_SENDS
+    waves: WavesOption = "1"
     history: HistoryOption = None
     pairs: Annotated[
         Path | None,
@@ -80,7 +83,7 @@ class PlanFlags:
         from equipoise.planner import PlanOptions
         from equipoise.planner import plan as plan_window
 
-        limit = limit_in_bytes(self.memory_gib)
+        limit, waves = limit_in_bytes(self.memory_gib), parse_waves(self.waves)
         if self.history is None and self.policy == "eplb-history":
             raise InfeasiblePlanError(
                 "--policy eplb-history places experts by an earlier window's loads; add --history with their .npz file"
@@ -103,7 +106,7 @@ class PlanFlags:
             from equipoise.planner.placed import plan_placement
 
             found = read_placement(Path(self.policy), model=model, ranks=cluster.ep)
-            options = PlanOptions(sends=self.sends)
+            options = PlanOptions(sends=self.sends, waves=waves)
             return plan_placement(loads, found.held_LER, cluster=cluster, model=model, options=options)
         check_slots(self.slots, cluster=cluster, model=model)
         return plan_window(
@@ -114,11 +117,26 @@ class PlanFlags:
             policy=self.policy,
             objective=self.objective,
             options=PlanOptions(
-                cross_node=self.cross_node, sends=self.sends, limit_bytes=limit, activations=self.activations
+                cross_node=self.cross_node,
+                sends=self.sends,
+                limit_bytes=limit,
+                activations=self.activations,
+                waves=waves,
             ),
             history=read_history(self.history, [self.policy]),
             pair_LEE=None if self.pairs is None else read_pairs(self.pairs, loads),
         )
+
+    def one_wave_seconds(self, made: "Plan") -> float:
+        """Return what the plan would take in one wave."""
+        if made.waves == 1:
+            return made.seconds.total
+        from equipoise.cli.step_loads import read_pairs
+        from equipoise.cost.clock import replay
+        from equipoise.sim.replay import plan_work
+
+        pair_LEE = None if self.pairs is None else read_pairs(self.pairs, made.loads)
+        return replay([plan_work(replace(made, waves=1), sends=self.sends, pair_LEE=pair_LEE)]).seconds.total
 
 
 def plan(
@@ -254,6 +272,8 @@ def build_document(
         "seconds": {**asdict(plan.seconds), "total": plan.seconds.total},
         "static_seconds": plan.static_seconds,
         "saved_seconds": plan.saved_seconds,
+        "waves": plan.waves,
+        "one_wave_seconds": planning.one_wave_seconds(plan),
         "bytes": {**asdict(plan.bytes), "total": plan.bytes.total},
         "slot_bytes_per_rank": memory.slots_bytes,
         "row_page_bytes": memory.page_bytes,

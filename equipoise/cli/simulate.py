@@ -33,7 +33,9 @@ from equipoise.cli.options import (
     ReadingFlags,
     ResultFlags,
     SendsOption,
+    WavesOption,
     check_slots,
+    parse_waves,
     require_flags,
 )
 from equipoise.cli.output import progress, publish, show_analysis
@@ -140,6 +142,7 @@ class PolicyFlags:
     slots: Annotated[int, typer.Option(help="Replica slots per rank.")] = 1
     cross_node: CrossNodeFlag = False
     memory_gib: MemoryOption = None
+    waves: WavesOption = "1"
     history: HistoryOption = None
 
     @property
@@ -209,6 +212,7 @@ def simulate(
     results.refuse_existing(dump, policy.history)
     cluster, setting = machine.build_cluster(ep=packing.ep), step.build_setting(shown)
     history = read_history(policy.history, policy.names)
+    limit, waves = limit_in_bytes(policy.memory_gib), parse_waves(policy.waves)
 
     # Step 2: read the dump, and check what depends on it, before the step is simulated, which may take minutes too.
     pack_for = machine.ranks_per_node if pack else None
@@ -219,7 +223,7 @@ def simulate(
         model=source.model,
         slots=policy.slots,
         setting=setting,
-        options=PlanOptions(cross_node=policy.cross_node, limit_bytes=limit_in_bytes(policy.memory_gib)),
+        options=PlanOptions(cross_node=policy.cross_node, limit_bytes=limit, waves=waves),
         history=history,
         # Pairs say how often one sending of a token serves several experts.
         pair_LEE=source.pair_LEE if step.sends == "tokens" else None,

@@ -240,13 +240,13 @@ class Plan(Value):
     """[L, E] slot of each expert on its home rank."""
     replica_table: ReplicaTable
     ns_ML: np.ndarray
-    """[M, L] predicted nanoseconds with this plan: compute, all-to-all, exposed transfers."""
+    """[M, L] predicted nanoseconds with this plan in one wave: compute, all-to-all, exposed transfers."""
     closed_ns_ML: np.ndarray
     """[M, L] the same without replicas, on the same homes: what the gate compared with."""
     seconds: Seconds
     bytes: Bytes
     static_seconds: float
-    """Predicted seconds of the same window under contiguous expert parallelism."""
+    """Predicted seconds of the same window under contiguous expert parallelism, in one wave."""
     edge_ns_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     """[2, L] nanoseconds of publish and of collect of each layer, hidden or not; all 0 if left out."""
     edge_slow_2L: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))

@@ -9,7 +9,8 @@ micro-step on one pipeline stage):
 3. A visit begins when all ranks have ended the one before.
 4. Pulls of a visit are issued at the start of an earlier visit, by the itinerary. A pull holds its rank's host lane, or
    its rank's incoming and its source's outgoing NVLink lane; a return holds its rank's outgoing and its home's incoming
-   lane. Lanes serve in order of issue. All of them pause during an all-to-all, which has the links to itself.
+   lane. Lanes serve in order of issue. All of them pause during an all-to-all, which has the links to itself; where
+   waves hide a part of it beside the experts (`waves.py`), all of that is taken to come first.
 5. A pull slows the compute beside it: the experts of its visit take longer by a measured share of its time.
 6. Publish and collect of displaced experts have a lane of their own, which pauses like the others. It serves the
    publish of every layer, from the window's start on, then the collect of each layer after its last visit. A layer's
@@ -31,200 +32,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from equipoise.core import LoadMatrix, Stage
 from equipoise.core.compiled import compiled
-from equipoise.core.plan import Itinerary, ReplicaTable, Seconds
-from equipoise.core.split import BLIND
+from equipoise.core.plan import Itinerary, Seconds
 from equipoise.core.value import Value
-from equipoise.cost.links import kept_permille
-from equipoise.cost.model import CostModel, Tables
-from equipoise.cost.window import Edges, RankWork, level_work, rank_work, visit_ns
+from equipoise.cost.model import Tables
+from equipoise.cost.work import Work
 
 NANO = 10**9
-REACTIVE_PLAN_NS, REACTIVE_PUSH_NS = 80_000, 255_000
-"""Planning of one (micro-step, layer) and one weight push of `reactive`, as UltraEP reports (0.19 to 0.32 ms)."""
-LPLB_PLAN_NS = 100_000
-"""One linear programme of `lplb`, as LPLB reports."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Transfers(Value):
-    """Replicas of a window, sorted by entry (micro-step * L + layer); empty where weights do not move in it."""
-
-    start_ML: np.ndarray
-    """[M * L + 1] where each entry's replicas begin."""
-    rank_P: np.ndarray
-    home_P: np.ndarray
-    path_P2: np.ndarray
-    """[P, 2] 0 peer, 1 host; forward and backward."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work(Value):
-    """What one EP group does in a window on one pipeline stage; all times in nanoseconds."""
-
-    stage: Stage
-    itinerary: Itinerary
-    """Visits in execution order; a visit pulls weights where its `pulls_V` says so."""
-    forward_MLR: np.ndarray
-    """Experts of each rank."""
-    backward_MLR: np.ndarray
-    """Experts of each rank, zero in recompute."""
-    attention_MLR: np.ndarray
-    """Attention and shared experts of each rank, and spreading its tokens to rows and combining them, forward."""
-    attention_backward_MLR: np.ndarray
-    exchange_ML: np.ndarray
-    """One all-to-all."""
-    is_across_ML: np.ndarray
-    """[M, L] bool, whether its busiest link crosses nodes."""
-    planning_ML: np.ndarray
-    """Planning between router and dispatch, of policies that react."""
-    push_ML: np.ndarray
-    """Weights pushed between router and dispatch, of policies that react."""
-    send_M: np.ndarray
-    """Hidden states from one pipeline stage to the next."""
-    transfers: Transfers
-    tables: Tables
-    edge_ns_2L: np.ndarray
-    """[2, L] publish and collect of each layer."""
-    edge_slow_2L: np.ndarray
-    """[2, L] what they add to the compute beside them."""
-    repeats_forward: bool
-    """Whether backward repeats the forward pass."""
-    rows_MLR: np.ndarray
-    """[M, L, R] rows of each rank."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Micro-steps, layers, ranks."""
-        micro_steps, layers, ranks = self.forward_MLR.shape
-        return micro_steps, layers, ranks
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether gradients flow."""
-        return self.stage == "update"
-
-
-class Decision(NamedTuple):
-    """What one policy decided for a window."""
-
-    policy: str
-    """Who decided: "balanced" computes the mean on every rank, "reactive" and "lplb" plan just before dispatch."""
-    home_LE: np.ndarray
-    """[L, E] home rank of each expert."""
-    replicas: ReplicaTable
-    edges: Edges
-    """Publish and collect of each layer."""
-    persistent: bool = False
-    """Replicas stay for the whole window, so nothing is pulled or returned in it."""
-
-
-def works_of(
-    cost: CostModel,
-    loads: LoadMatrix,
-    itinerary: Itinerary,
-    decisions: Sequence[Decision],
-    *,
-    pair_LEE: np.ndarray | None = None,
-    repeats_forward: bool = False,
-) -> list[Work]:
-    """Price what every rank does in a window, under each of several decisions.
-
-    Args:
-        cost: prices of the window's stage
-        loads: rows of the window, all of them known
-        itinerary: visits in execution order
-        decisions: what is compared; all of them run the same visits
-        pair_LEE: [L, E, E] tokens that chose both experts, which thin the rows that cross nodes
-        repeats_forward: whether the backward pass repeats the forward pass
-
-    Returns: one `Work` for each decision
-    """
-    shape_ML = (loads.num_micro_steps, loads.num_layers)
-    tables, sent_MLR = cost.tables(1), loads.load_MLRE.sum(axis=3)
-    works = []
-    # Step 1: rows and busy slots of every rank, and the rows of the busiest links.
-    for decision, found in zip(decisions, _rank_works(cost, loads, decisions, pair_LEE), strict=True):
-        policy, home_LE, replicas, edges, persistent = decision
-        rows_MLR, busy_MLR, inside_ML, across_ML = (np.stack(arrays, axis=1) for arrays in zip(*found, strict=True))
-        # Step 2: their prices.
-        visits = visit_ns(cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=sent_MLR)
-        inside_ps_ML, across_ps_ML = inside_ML * tables.inside_ps, across_ML * tables.across_ps
-        # Step 3: charges between router and dispatch, of policies that plan there.
-        has_replicas_ML = np.diff(replicas.start_ML).reshape(shape_ML) > 0
-        charges = {"reactive": (REACTIVE_PLAN_NS, REACTIVE_PUSH_NS), "lplb": (LPLB_PLAN_NS, 0)}
-        plan_ns, push_ns = charges.get(policy.removesuffix("-blind"), (0, 0))
-        # Step 4: transfers, none where copies stay for the whole window.
-        moving = ReplicaTable.empty(len(replicas.start_ML) - 1) if persistent else replicas
-        works.append(
-            Work(
-                stage=loads.stage,
-                itinerary=itinerary,
-                **visits._asdict(),
-                exchange_ML=tables.exchange_fixed_ns + np.maximum(inside_ps_ML, across_ps_ML) // 1000,
-                is_across_ML=across_ps_ML > inside_ps_ML,
-                planning_ML=np.full(shape_ML, plan_ns),
-                push_ML=has_replicas_ML * push_ns,
-                send_M=-(-sent_MLR.max(axis=(1, 2)) // cost.model.top_k) * tables.across_ps // 1000,
-                transfers=Transfers(
-                    start_ML=moving.start_ML,
-                    rank_P=moving.rank_P,
-                    home_P=home_LE[moving.entry_P % loads.num_layers, moving.expert_P],
-                    path_P2=moving.path_P2,
-                ),
-                tables=tables,
-                edge_ns_2L=edges.ns_2L,
-                edge_slow_2L=edges.slow_2L,
-                repeats_forward=repeats_forward,
-                rows_MLR=rows_MLR,
-            )
-        )
-    return works
-
-
-def _rank_works(
-    cost: CostModel, loads: LoadMatrix, decisions: Sequence[Decision], pair_LEE: np.ndarray | None
-) -> list[list[RankWork]]:
-    """For each decision the rows of every rank, layer by layer."""
-    cluster, top_k, by_tokens = cost.cluster, cost.model.top_k, cost.sends == "tokens"
-    node_R, none_EE = cluster.node_array_R, np.zeros((0, 0), dtype=np.int64)
-    shape_MLR = (loads.num_micro_steps, loads.num_layers, cluster.ep)
-    slots = [replica_slots(decision.replicas, shape_MLR) for decision in decisions]
-    found: list[list[RankWork]] = [[] for _ in decisions]
-    for layer in range(loads.num_layers):
-        # Copies, because a read-only array would compile the kernels a second time; of loads one for all decisions.
-        load_MRE = np.array(loads.load_MLRE[:, layer])
-        pair_EE = none_EE if pair_LEE is None else np.array(pair_LEE[layer], dtype=np.int64, order="C")
-        for decision, slots_2, works in zip(decisions, slots, found, strict=True):
-            home_E = np.array(decision.home_LE[layer])
-            keep_N = kept_permille(node_R[home_E], cluster.num_ep_nodes, pair_EE, top_k)
-            if decision.policy == "balanced":
-                # Tokens choose as many experts together as they do at the owners.
-                mean_keep = int(keep_N.mean())
-                works.append(level_work(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
-            else:
-                held = (np.array(array_MLRS[:, layer]) for array_MLRS in slots_2)
-                is_blind = decision.policy in BLIND
-                works.append(rank_work(load_MRE, home_E, node_R, *held, keep_N, is_blind, top_k, by_tokens))
-    return found
-
-
-def replica_slots(replicas: ReplicaTable, shape_MLR: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Replica slots of a window: ([M, L, R, S] expert, -1 where empty; [M, L, R, S] rows)."""
-    place_P = replicas.entry_P * shape_MLR[2] + replicas.rank_P
-    # A replica's slot is how many replicas of the same rank and entry are listed before it.
-    order_P = np.argsort(place_P, kind="stable")
-    sorted_P, slot_P = place_P[order_P], np.zeros(len(place_P), dtype=np.int64)
-    slot_P[order_P] = np.arange(len(place_P)) - np.searchsorted(sorted_P, sorted_P)
-    width = int(slot_P.max(initial=-1)) + 1
-    expert_XS = np.full((int(np.prod(shape_MLR)), width), -1)
-    rows_XS = np.zeros_like(expert_XS)
-    expert_XS[place_P, slot_P] = replicas.expert_P
-    rows_XS[place_P, slot_P] = replicas.rows_P
-    return expert_XS.reshape(*shape_MLR, width), rows_XS.reshape(*shape_MLR, width)
-
-
 COMPUTE, INSIDE, ACROSS, PULL, RETURN, PLANNING, ATTENTION, PUBLISH, COLLECT = range(9)
 """Parts of a stage's busy time, nanoseconds each."""
 PEER, HOST, BACK = range(3)
@@ -367,6 +181,8 @@ class _Figures(NamedTuple):
     is_across_ML: np.ndarray
     planning_ML: np.ndarray
     push_ML: np.ndarray
+    hidden_ML2: np.ndarray
+    tail_ML2: np.ndarray
     start_ML: np.ndarray
     rank_P: np.ndarray
     home_P: np.ndarray
@@ -434,8 +250,8 @@ class _Stage(NamedTuple):
         collect_V[last_L] = collect_L
         # Copies, because a read-only array would compile the kernels a second time.
         figures = _Figures(
-            **{name: np.array(getattr(work, name)) for name in _Figures._fields[:8]},
-            **{name: np.array(getattr(transfers, name)) for name in _Figures._fields[8:12]},
+            **{name: np.array(getattr(work, name)) for name in _Figures._fields[:10]},
+            **{name: np.array(getattr(transfers, name)) for name in _Figures._fields[10:14]},
             visit_V3=np.stack([itinerary.micro_step_V, itinerary.phase_V, itinerary.layer_V], axis=1),
             issue_start_V=np.concatenate([[0], np.cumsum(count_V)]),
             issue_visit_I=pulling[np.argsort(itinerary.ready_from_V[pulling], kind="stable")],
@@ -525,17 +341,26 @@ def _issue_pulls(f: _Figures, clock: _Clock, visit: int, now: int) -> None:
 
 
 @compiled
-def _exchange(f: _Figures, clock: _Clock, m: int, layer: int, now: int, bar: int) -> int:
-    """All ranks meet; lanes pause."""
-    took = f.exchange_ML[m, layer]
-    clock.exchanged[0] += took
+def _meet(f: _Figures, clock: _Clock, visit: int, now: int, bar: int, took: int, hidden: int) -> int:
+    """All ranks meet; lanes pause, also while what is hidden runs beside the experts."""
+    m, _, layer = f.visit_V3[visit]
+    clock.exchanged[0] += took + hidden
     clock.part_C[ACROSS if f.is_across_ML[m, layer] else INSIDE] += took
-    _log(clock, bar, -1, layer, now, now + took, -1)
+    _log(clock, bar, -1, layer, now, now + took + hidden, -1)
     return now + took
 
 
 @compiled
-def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now: int, bar: int) -> int:
+def _wait(ready: int, lane_now: int, hidden: int) -> int:
+    """How long experts wait for a transfer that is ready at a time of the lanes' clock.
+
+    That clock stands still at `lane_now + hidden` while what is hidden runs, so it is `lane_now` when experts begin.
+    """
+    return ready - lane_now if ready > lane_now + hidden else 0
+
+
+@compiled
+def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now: int, hidden: int, bar: int) -> int:
     """Experts of every rank, after their publish and their pulls; return when the last rank is done."""
     lane_now = now - clock.exchanged[0]
     layer = f.visit_V3[visit, 2]
@@ -543,13 +368,13 @@ def _experts(f: _Figures, clock: _Clock, visit: int, compute_R: np.ndarray, now:
     last, level, late_path = np.int64(0), np.int64(0), 0
     for r in range(len(compute_R)):
         peer, host = clock.arrive_2VR[PEER, visit, r], clock.arrive_2VR[HOST, visit, r]
-        waited = max(np.int64(0), max(published, max(peer, host)) - lane_now)
+        waited = _wait(max(published, max(peer, host)), lane_now, hidden)
         end = waited + compute_R[r] + clock.slowed_VR[visit, r]
         _log(clock, bar, r, layer, now + waited, now + end, -1)
         if end > last:
             last, late_path = end, (PEER if peer >= host else HOST)
         level = max(level, compute_R[r])
-    publish = max(np.int64(0), published - lane_now) + clock.edge_slow_2V[0, visit]
+    publish = _wait(published, lane_now, hidden) + clock.edge_slow_2V[0, visit]
     collect = clock.edge_slow_2V[1, visit]
     pull = last - level - publish - collect
     # A visit that runs forward twice is slowed once.
@@ -570,20 +395,22 @@ def _forward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     for r in range(len(attention_R)):
         _log(clock, ATTENTION_BAR, r, layer, now, now + attention_R[r], -1)
     clock.part_C[ATTENTION] += attention_R.max()
-    now = _exchange(f, clock, m, layer, now + attention_R.max(), DISPATCH_BAR)
-    now = _experts(f, clock, visit, f.forward_MLR[m, layer], now, EXPERTS_BAR)
-    return _exchange(f, clock, m, layer, now, COMBINE_BAR)
+    hidden = f.hidden_ML2[m, layer, 0]
+    now = _meet(f, clock, visit, now + attention_R.max(), DISPATCH_BAR, f.exchange_ML[m, layer], hidden)
+    now = _experts(f, clock, visit, f.forward_MLR[m, layer], now, hidden, EXPERTS_BAR)
+    return _meet(f, clock, visit, now, COMBINE_BAR, f.tail_ML2[m, layer, 0], 0)
 
 
 @compiled
 def _backward(f: _Figures, clock: _Clock, visit: int, now: int) -> int:
     m, _, layer = f.visit_V3[visit]
-    now = _exchange(f, clock, m, layer, now, COMBINE_BACKWARD_BAR)
+    hidden = f.hidden_ML2[m, layer, 1]
+    now = _meet(f, clock, visit, now, COMBINE_BACKWARD_BAR, f.exchange_ML[m, layer], hidden)
     compute_R = f.backward_MLR[m, layer] + clock.slowed_VR[visit]
     issued, exchanged = now, clock.exchanged[0]
-    now = _experts(f, clock, visit, f.backward_MLR[m, layer], now, EXPERTS_BACKWARD_BAR)
+    now = _experts(f, clock, visit, f.backward_MLR[m, layer], now, hidden, EXPERTS_BACKWARD_BAR)
     back_R, returns_R = _return(f, clock, visit, compute_R, issued, exchanged)
-    now = _exchange(f, clock, m, layer, now, DISPATCH_BACKWARD_BAR)
+    now = _meet(f, clock, visit, now, DISPATCH_BACKWARD_BAR, f.tail_ML2[m, layer, 1], 0)
     lane_now = now - clock.exchanged[0]
     attention_R = f.attention_backward_MLR[m, layer]
     level = attention_R.max()
@@ -606,19 +433,21 @@ def _return(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[R] when the last gradient arrives at each home, on the lanes' clock, 0 where none does; [R] how many arrive."""
     m, _, layer = f.visit_V3[visit]
-    t, lane_3R = f.tables, clock.lane_3R
+    t, lane_3R, hidden, lane_now = f.tables, clock.lane_3R, f.hidden_ML2[m, layer, 1], issued - exchanged
     back_R, returns_R = np.zeros(lane_3R.shape[1], dtype=np.int64), np.zeros(lane_3R.shape[1], dtype=np.int64)
     load_2R = np.zeros((2, lane_3R.shape[1]), dtype=np.int64)
     entry = m * f.exchange_ML.shape[1] + layer
     for p in range(f.start_ML[entry], f.start_ML[entry + 1]):
         rank, home = f.rank_P[p], f.home_P[p]
         pulled = max(clock.arrive_2VR[PEER, visit, rank], clock.arrive_2VR[HOST, visit, rank])
-        ended = max(issued - exchanged, pulled) + compute_R[rank]
+        ended = lane_now + _wait(pulled, lane_now, hidden) + compute_R[rank]
+        # Before what is hidden has ended, the lanes' clock stands still.
+        ended = max(ended, lane_now + hidden)
         begin = max(ended, max(lane_3R[OUT_LANE, rank], lane_3R[IN_LANE, home]))
         # Only what comes from another node is pulled from the host.
         took = t.far_return_ns if f.path_P2[p, 1] == HOST else t.return_ns
         back_R[home] = lane_3R[OUT_LANE, rank] = lane_3R[IN_LANE, home] = begin + took
-        _log(clock, RETURN_BAR, rank, layer, begin, begin + took, issued)
+        _log(clock, RETURN_BAR, rank, layer, begin, begin + took, issued + hidden)
         returns_R[home] += 1
         load_2R[0, rank] += took
         load_2R[1, home] += took

@@ -4,27 +4,32 @@ All policies end here, so all are charged alike: seconds are those of the clock 
 1. `build_itinerary` lists the (micro-step, phase, layer) visits in execution order and assigns buffers ahead, like
    registers.
 2. `build_plan` adds the replica table with a path for each pull, prices the window's edges, and asks the clock.
+3. `choose_waves` cuts the finished plan into waves, and asks the clock again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
-from equipoise.core.options import PlanOptions
+from equipoise.core.options import PlanOptions, TransferOptions
 from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable
 from equipoise.core.window import Stage
 from equipoise.cost import CostModel
-from equipoise.cost.clock import Decision, replay, works_of
+from equipoise.cost.clock import replay
 from equipoise.cost.kernels import (
     ACROSS,
     HOST_PULLS,
     INSIDE,
     PEER_PULLS,
 )
+from equipoise.cost.waves import in_waves
 from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges
+from equipoise.cost.work import Decision, works_of
 
 FORWARD, BACKWARD = 0, 1
+TRIED_WAVES = (1, 2, 3, 4)
+"""Waves that `auto` compares."""
 
 
 def visits_of(stage: Stage, micro_steps: int, layers: int, options: PlanOptions) -> np.ndarray:
@@ -223,8 +228,38 @@ def build_plan(task: WindowTask, draft: Draft) -> Plan:
         estimated_share=task.estimated_share,
         cross_node=draft.cross_node,
         persistent=draft.persistent,
-        waves=1 if draft.persistent or task.options.waves == "auto" else task.options.waves,
     )
+
+
+def choose_waves(task: WindowTask, made: Plan) -> Plan:
+    """Cut a finished plan into as many waves as the options say, or as many as the clock finds fastest.
+
+    The plan keeps its homes and replicas, and is compared with contiguous expert parallelism in one wave.
+    """
+    waves = task.options.waves
+    tried = TRIED_WAVES if waves == "auto" else (waves,)
+    if waves == "auto" and _maps_rows(task):
+        tried = (1,)
+    if tried == (made.waves,):
+        return made
+    itinerary = made.itinerary
+    if itinerary is None:
+        itinerary = build_itinerary(task.loads.stage, np.zeros(made.ns_ML.shape, dtype=np.bool_), task.options)
+    edges = Edges(made.edge_ns_2L, made.edge_slow_2L)
+    decided = Decision(made.policy, made.home_LE, made.replica_table, edges, made.persistent)
+    [work] = works_of(task.cost, task.loads, itinerary, [decided], pair_LEE=task.pair_LEE)
+    found = {count: replay([in_waves(task.cost, work, count)]).seconds for count in tried}
+    # The fewest of equally fast ones.
+    best = min(found, key=lambda count: found[count].total)
+    return replace(made, waves=best, seconds=found[best])
+
+
+def _maps_rows(task: WindowTask) -> bool:
+    """Whether rows are read where they are, which waves do not price: by default in a group that is one node."""
+    options, ranks = task.options, task.cluster.ep
+    if not isinstance(options, TransferOptions) or ranks == 1:
+        return False
+    return options.rows == "mapped" or (options.rows == "auto" and task.cluster.num_ep_nodes == 1)
 
 
 def _edges(task: WindowTask, draft: Draft) -> Edges:

@@ -29,9 +29,9 @@ import numpy as np
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
 from equipoise.core.plan import Bytes
 from equipoise.core.split import BLIND
-from equipoise.cost.clock import REACTIVE_PUSH_NS
 from equipoise.cost.kernels import COMPUTE, PULL, RETURN
 from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges, price_level, price_window
+from equipoise.cost.work import REACTIVE_PUSH_NS
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
 from equipoise.planner.bounds import split_optimum
 from equipoise.planner.layer import layer_problem, plan_layer

@@ -9,7 +9,7 @@ import numpy as np
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Plan
 from equipoise.core.options import PlanOptions
 from equipoise.core.value import int64_array
-from equipoise.planner.assemble import WindowTask, build_plan
+from equipoise.planner.assemble import WindowTask, build_plan, choose_waves
 from equipoise.planner.baselines import choose_homes, persistent_draft, share_evenly
 from equipoise.planner.plan import check_rows, complete
 
@@ -61,4 +61,5 @@ def plan_placement(
     )
     total_MLE, holds_LER = completed.total_MLE(), held_LER > 0
     quotas = [share_evenly(total_MLE[:, layer], held_LER[layer]) for layer in range(model.layers)]
-    return build_plan(task, persistent_draft(task, choose_homes(task, holds_LER), quotas_L=quotas, holds_LER=holds_LER))
+    draft = persistent_draft(task, choose_homes(task, holds_LER), quotas_L=quotas, holds_LER=holds_LER)
+    return choose_waves(task, build_plan(task, draft))

@@ -6,6 +6,7 @@ Steps of `plan`:
    price the window's first visit again, whose pulls have nothing before them to hide behind.
 3. Assemble the checked plan (`assemble.build_plan`).
 4. With the seconds objective: never worse than contiguous expert parallelism, whatever the homes promised.
+5. Cut the finished plan into waves, where the options ask for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from equipoise.cost.model import Tables
 from equipoise.cost.window import Edges
 from equipoise.loads.forecast import find_fixes, say_need, wider_groups
 from equipoise.loads.memory import WindowMemory, WindowRows, plan_memory
-from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of, visits_of
+from equipoise.planner.assemble import Draft, WindowTask, build_plan, choose_waves, home_slots_of, visits_of
 from equipoise.planner.baselines import POLICIES, draft_baseline
 from equipoise.planner.layer import crossings, layer_problem, plan_layer
 from equipoise.planner.relibra import plan_as_relibra
@@ -90,20 +91,26 @@ def plan(
         estimated_share=estimated,
         pair_LEE=pair_LEE,
     )
+    if policy == "equipoise":
+        return choose_waves(task, _search(task, warm=warm, planner=planner))
     if policy == "relibra":
-        planner, warm = plan_as_relibra, None
         task = replace(task, options=replace(options, cross_node=False, max_displaced=None))
-    elif policy != "equipoise":
-        return build_plan(task, draft_baseline(task, history=history))
-    start_LE = _start(task, warm)
-    search: dict[str, Any] = {"pair_LEE": pair_LEE, "planner": planner, "is_warm": warm is not None}
+        return choose_waves(task, _search(task, warm=None, planner=plan_as_relibra))
+    return choose_waves(task, build_plan(task, draft_baseline(task, history=history)))
+
+
+def _search(task: WindowTask, *, warm: Plan | None, planner: LayerPlanner) -> Plan:
+    """Return the fastest plan of those that `planner` makes, in one wave."""
+    options, start_LE = task.options, _start(task, warm)
+    search: dict[str, Any] = {"pair_LEE": task.pair_LEE, "planner": planner, "is_warm": warm is not None}
     made = build_plan(task, _draft(task, start_LE, budget=_budget(task), **search))
-    if options.cross_node and cluster.num_ep_nodes > 1 and objective == "seconds" and loads.stage == "update":
+    by_seconds, is_update = task.objective == "seconds", task.loads.stage == "update"
+    if options.cross_node and task.cluster.num_ep_nodes > 1 and by_seconds and is_update:
         # Price lines say that crossing pays. The clock decides: a plan is never slower for being allowed to cross.
         inside = replace(task, options=replace(options, cross_node=False))
         other = build_plan(inside, _draft(inside, start_LE, budget=_budget(inside), **search))
         made = min(made, other, key=lambda plan: plan.seconds.total)
-    if objective == "seconds" and made.seconds.total > made.static_seconds:
+    if by_seconds and made.seconds.total > made.static_seconds:
         # Homes stay at their owners; and if replicas lose there, too, nothing is done at all.
         draft = _draft(task, start_LE, budget=0, **search)
         made = build_plan(task, draft)

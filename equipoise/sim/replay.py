@@ -26,16 +26,14 @@ from equipoise.cost.clock import (
     PUBLISH,
     PULL,
     RETURN,
-    Decision,
     Replayed,
-    Transfers,
-    Work,
     draw,
     replay,
-    works_of,
 )
 from equipoise.cost.links import rows_between, tokens_between
+from equipoise.cost.waves import in_waves
 from equipoise.cost.window import Edges
+from equipoise.cost.work import Decision, Transfers, Work, works_of
 from equipoise.loads.skew import skew_ML
 from equipoise.planner.assemble import build_itinerary
 from equipoise.sim.result import RANK_PARTS, Balance, Parts, PathName, PathUse, TimelineEvent
@@ -46,6 +44,8 @@ _ROWS = (
     "attention_MLR",
     "attention_backward_MLR",
     "exchange_ML",
+    "tail_ML2",
+    "hidden_ML2",
     "planning_ML",
     "push_ML",
     "send_M",
@@ -64,6 +64,10 @@ class GroupOutcome(Value):
     """[C, X] seconds of each rank by kind, in the order of RANK_PARTS."""
     paths: tuple[PathUse, ...]
     works: tuple[Work, ...]
+    waves: int = 1
+    """The most of its plans."""
+    waves_saved_s: float = 0.0
+    """What these save against the same plans in one wave."""
 
 
 def plan_work(
@@ -96,7 +100,7 @@ def plan_work(
     cost = CostModel.of(plan.cluster, plan.model, stage=stage, sends=sends)
     repeats_forward = activations == "recomputed" and stage == "update"
     [work] = works_of(cost, loads, itinerary, [decision], pair_LEE=pair_LEE, repeats_forward=repeats_forward)
-    return work
+    return in_waves(cost, work, plan.waves)
 
 
 def live_rows(plan: Plan, live: LoadMatrix) -> np.ndarray:
@@ -186,6 +190,7 @@ def run_group(plans: Sequence[Plan], works: Sequence[Work], *, planning_s: float
         rank_s_CX=_rank_seconds(works, done, busy_Q, planning_s),
         paths=_paths(plans, done, busiest),
         works=tuple(works),
+        waves=max(plan.waves for plan in plans),
     )
 
 

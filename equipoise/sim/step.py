@@ -217,7 +217,11 @@ def _run_group(plans: Sequence[Plan], planning_s: float, case: StepCase) -> Grou
         )
         for p, (plan, layers) in enumerate(zip(plans, stage_layers(case.model.layers, len(plans)), strict=True))
     ]
-    return run_group(plans, works, planning_s=planning_s)
+    outcome = run_group(plans, works, planning_s=planning_s)
+    if outcome.waves == 1:
+        return outcome
+    plain = _run_group([replace(plan, waves=1) for plan in plans], planning_s, case)
+    return replace(outcome, waves_saved_s=plain.seconds.total - outcome.seconds.total)
 
 
 def _window(outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan], setting: StepSetting) -> WindowResult:
@@ -230,6 +234,8 @@ def _window(outcomes: Sequence[GroupOutcome], shown_plans: Sequence[Plan], setti
         group_s_G=group_s_G,
         rank_s_CGX=np.stack([outcome.rank_s_CX for outcome in outcomes], axis=1),
         paths=outcomes[slowest].paths,
+        waves=outcomes[slowest].waves,
+        waves_saved_s=outcomes[slowest].waves_saved_s,
         after=balance_of(np.concatenate([plan.rank_load_MLR for plan in shown_plans], axis=1)),
         byte_RR=bytes_between(shown_plans, micro_step, sends=setting.sends, activations=setting.activations),
     )

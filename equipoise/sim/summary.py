@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from equipoise.core.value import plural
 from equipoise.cost import Profile
-from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
+from equipoise.cost.waves import SLOWED_PERMILLE
+from equipoise.cost.work import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.sim.result import WORTH, Groups, Parts, Simulation
 from equipoise.sim.windows import PlanSource, StepCase
 
@@ -70,6 +71,13 @@ def notes_of(windows: Sequence[Groups], sources: Sequence[PlanSource], case: Ste
         notes.append(
             f"reactive is charged {REACTIVE_PLAN_NS / 1e6:g} ms of planning per layer and {REACTIVE_PUSH_NS / 1e6:g} "
             "ms of weight push, as UltraEP reports."
+        )
+
+    if case.options.waves != 1:
+        notes.append(
+            "Waves: exchanges run beside the experts of other waves, which are taken to be level, and slow them by an "
+            f"assumed {SLOWED_PERMILLE / 10:g} % of their time; all-to-all is what is left in the open. Only where all "
+            "rows travel by collectives. Simulated; this has never run on a GPU."
         )
 
     # What planning was allowed, and what it could be.
@@ -148,6 +156,7 @@ def summary(simulation: Simulation, *, title: str, width: int = WIDEST) -> str:
         for entry in policies
     ]
     lines += [*wrapped([head, *rows], width), ""]
+    lines += wrap_text(_waves(policies, unit), width)
     # One column per part that any policy has.
     parts = [f.name.rstrip("_") for f in fields(Parts)]
     shown = [key for key in parts if any(entry["seconds"][key] for entry in policies)]
@@ -193,6 +202,19 @@ def _answer(policies: Sequence[dict[str, Any]]) -> Iterator[str]:
         f"{'' if saved >= WORTH else ' Not worth it here.'}"
     )
     yield ""
+
+
+def _waves(policies: Sequence[dict[str, Any]], unit: Unit) -> Iterator[str]:
+    """Say into how many waves each policy's windows are cut, and what that saves; nothing where none is."""
+    found = []
+    for entry in policies:
+        counts = sorted({window["waves"] for window in entry["windows"]})
+        saved = sum(window["waves_saved_s"] for window in entry["windows"])
+        if counts[-1] > 1:
+            found.append(f"{entry['policy']} {' or '.join(map(str, counts))} ({unit.show(saved)} {unit.name})")
+    if found:
+        yield f"Waves, and what they save of the step: {', '.join(found)}"
+        yield ""
 
 
 def _sweep(sweep: dict[str, Any], unit: Unit, width: int) -> Iterator[str]:

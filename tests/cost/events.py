@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from equipoise.core.plan import PATHS, Itinerary
-from equipoise.cost.clock import Bar, Lane, Pass, Work, passes_of, waits_for
+from equipoise.cost.clock import Bar, Lane, Pass, passes_of, waits_for
+from equipoise.cost.work import Work
 
 # A programme is a generator that yields the signals it waits for. Transfers queue on lanes in order of issue; one runs
 # when what it needs has been given and it is at the head of all its lanes, and stands still while its group is paused.
@@ -245,23 +246,27 @@ class _Stage:
         work, world, p, m = self.work, self.world, self.p, one.micro_step
         layer = int(self.itinerary.layer_V[v])
         at = (m, layer, rank)
+
+        def first(phase: int) -> tuple[int, int]:
+            return int(work.exchange_ML[m, layer]), int(work.hidden_ML2[m, layer, phase])
+
         if one.phase == 0:
             opened = int(work.planning_ML[m, layer] + work.push_ML[m, layer])
             yield (world.busy(p, (rank, "compute", f"react {layer}"), opened),)
         if one.phase == 0 or work.repeats_forward:
             yield (world.busy(p, (rank, "compute", f"attention {layer}"), int(work.attention_MLR[at])),)
-            yield (self._exchange(rank, ("dispatch", p, v), at),)
+            yield (self._exchange(rank, ("dispatch", p, v), at, *first(0)),)
             yield (("publish", p, layer), *self._pulled(v, rank))
             took = int(work.forward_MLR[at]) + self.slowed.pop((v, rank), 0)
             yield (world.busy(p, (rank, "compute", f"experts {layer}"), took),)
-            yield (self._exchange(rank, ("combine", p, v), at),)
+            yield (self._exchange(rank, ("combine", p, v), at, int(work.tail_ML2[m, layer, 0])),)
         if one.phase == 1:
-            yield (self._exchange(rank, ("combine backward", p, v), at),)
+            yield (self._exchange(rank, ("combine backward", p, v), at, *first(1)),)
             yield self._pulled(v, rank)
             took = int(work.backward_MLR[at]) + self.slowed.pop((v, rank), 0)
             yield (world.busy(p, (rank, "compute", f"experts backward {layer}"), took),)
             world.give(("ended", p, v, rank))
-            yield (self._exchange(rank, ("dispatch backward", p, v), at),)
+            yield (self._exchange(rank, ("dispatch backward", p, v), at, int(work.tail_ML2[m, layer, 1])),)
             took = int(work.attention_backward_MLR[at])
             yield (world.busy(p, (rank, "compute", f"attention backward {layer}"), took),)
             back = self._returns_to(v, rank)
@@ -276,20 +281,18 @@ class _Stage:
 
         return self.world.meet(signal, self.work.shape[2], last)
 
-    def _exchange(self, rank: int, signal: Signal, at: tuple[int, int, int]) -> Signal:
-        """Meet all ranks, then exchange; transfers stand still."""
-        world, p, took = self.world, self.p, int(self.work.exchange_ML[at[0], at[1]])
+    def _exchange(self, rank: int, signal: Signal, at: tuple[int, int, int], took: int, hidden: int = 0) -> Signal:
+        """Meet all ranks, then exchange; transfers stand still, also for what is hidden beside the experts."""
+        world, p = self.world, self.p
 
         def begin() -> None:
             world.pause(p)
+            end = world.now + took + hidden
             for r in range(self.work.shape[2]):
-                bar = Bar(r, "all-to-all", f"{signal[0]} {at[1]}", world.now, world.now + took)
+                bar = Bar(r, "all-to-all", f"{signal[0]} {at[1]}", world.now, end)
                 world.bars.append((p, bar))
-            world.at(world.now + took, end)
-
-        def end() -> None:
-            world.resume(p)
-            world.give(signal)
+            world.at(end, lambda: world.resume(p))
+            world.at(world.now + took, lambda: world.give(signal))
 
         # The meeting itself is an event, so that transfers ending at this moment end first.
         return world.meet(signal, self.work.shape[2], lambda: world.at(world.now, begin))

@@ -10,7 +10,7 @@ from equipoise.core import Cluster, ModelShape, Stage
 from equipoise.core.options import Order, PlanOptions
 from equipoise.core.plan import Itinerary
 from equipoise.cost import CostModel
-from equipoise.cost.clock import Transfers, Work
+from equipoise.cost.work import Transfers, Work
 from equipoise.planner.assemble import build_itinerary
 
 TINY = ModelShape.preset("qwen3-30b-a3b", experts=8, layers=2, top_k=2)
@@ -56,8 +56,11 @@ def random_work(
         "edge_slow_2L": rng.integers(0, most_ns // 3, (2, layers)) * rng.choice([0, 1], (2, layers)),
         "repeats_forward": False,
         "rows_MLR": np.ones(shape, dtype=np.int64),
+        "busy_MLR": np.ones(shape, dtype=np.int64),
+        "hidden_ML2": np.zeros((*shape[:2], 2), dtype=np.int64),
     }
     values |= changes
+    values.setdefault("tail_ML2", np.stack([values["exchange_ML"]] * 2, axis=2))
     needs_ML = np.diff(values["transfers"].start_ML).reshape(shape[:2]) > 0
     return Work(**values, itinerary=itinerary_of(stage, needs_ML, depth, pipeline))
 

@@ -7,7 +7,7 @@ import pytest
 
 from equipoise.core import InfeasiblePlanError
 from equipoise.core.split import split_rows
-from equipoise.cost.clock import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
+from equipoise.cost.work import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
 from equipoise.loads import skew
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES, cut_evenly

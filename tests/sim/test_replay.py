@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from equipoise.cost.clock import replica_slots
+from equipoise.cost.work import replica_slots
 from equipoise.planner import plan
 from equipoise.sim.replay import cut, plan_work
 from tests.cost.works import random_work

@@ -1,0 +1,54 @@
+"""Waves of a finished plan: what it decided stays, the clock prices them, and `auto` takes the fastest."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equipoise.core import LoadMatrix
+from equipoise.core.options import BalancerOptions
+from equipoise.cost.clock import replay
+from equipoise.planner import PlanOptions, plan
+from equipoise.planner.assemble import TRIED_WAVES
+from equipoise.sim.replay import plan_work
+from tests.planner.cases import cluster_of, model_of, skewed_loads
+
+WIDE = skewed_loads(3, ranks=16, experts=64, rows=16 * 32768)
+"""Rows enough for exchanges across two nodes to take longer than their fixed time."""
+CLUSTER, MODEL = cluster_of(16), model_of(WIDE)
+
+
+def made_with(waves, *, loads=WIDE, policy="equipoise", sends="rows"):
+    options = PlanOptions(waves=waves, sends=sends)
+    return plan(loads, cluster=CLUSTER, model=MODEL, policy=policy, options=options)
+
+
+@pytest.mark.parametrize("policy", ["equipoise", "static", "balanced", "eplb-oracle", "reactive"])
+@pytest.mark.parametrize("sends", ["rows", "tokens"])
+def test_auto_takes_the_fewest_of_the_fastest_waves_and_keeps_what_was_decided(policy, sends):
+    by_waves = [made_with(waves, policy=policy, sends=sends) for waves in TRIED_WAVES]
+    chosen = made_with("auto", policy=policy, sends=sends)
+    totals = [one.seconds.total for one in by_waves]
+    assert [one.waves for one in by_waves] == list(TRIED_WAVES)
+    assert chosen == by_waves[totals.index(min(totals))] and chosen.waves > 1
+    assert chosen.seconds.all_to_all < by_waves[0].seconds.all_to_all
+    assert replace(chosen, waves=1, seconds=by_waves[0].seconds) == by_waves[0]
+
+
+def test_seconds_are_those_of_the_clock():
+    chosen = made_with("auto")
+    assert replay([plan_work(chosen, sends="rows")]).seconds == chosen.seconds
+    assert chosen.digest() != made_with(1).digest()
+
+
+def test_small_and_empty_windows_keep_one_wave():
+    for loads in (skewed_loads(3, ranks=16, experts=64, rows=64), LoadMatrix(np.zeros_like(WIDE.load_MLRE))):
+        assert made_with("auto", loads=loads).waves == 1
+
+
+@pytest.mark.parametrize(("rows", "cut"), [("auto", False), ("mapped", False), ("collective", True)])
+def test_a_balancer_whose_node_reads_rows_where_they_are_is_not_cut_by_itself(rows, cut):
+    loads = skewed_loads(3, rows=8 * 65536)
+    options = BalancerOptions(waves="auto", rows=rows, sends="rows")
+    found = plan(loads, cluster=cluster_of(8), model=model_of(loads), options=options)
+    assert (found.waves > 1) == cut
