@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,7 +95,6 @@ class BackgroundPlanner:
             layers: by layer index, for which dispatches are made
             worker: a process to plan in, left running on close; an own one by default
         """
-        self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
         most = int(cluster.ranks_N.max())
         if options.rows == "mapped" and most == 1 < cluster.ep:
             raise TransferError(
@@ -104,6 +104,11 @@ class BackgroundPlanner:
         # On GPUs of several nodes the mixed exchange has never run, so there it is for those who ask for it.
         is_tried = cluster.num_ep_nodes == 1 or not any(experts.gate_up.is_cuda for experts in layers)
         self._is_mapped = most > 1 and (options.rows == "mapped" or (options.rows == "auto" and is_tried))
+        if options.waves != 1 and (why := why_whole(layers, is_mapped=self._is_mapped)):
+            if options.waves != "auto":
+                raise TransferError(f"waves={options.waves}: {why}, or waves=1")
+            options = replace(options, waves=1)
+        self._task, self._options, self._model, self._layers = (cluster, model, options), options, model, layers
         self._group = OwnGroup(group, timeout_s=options.planning_timeout_s)
         # Start the process after the ranks are connected: a failure to connect then leaves no process behind.
         self._owns_worker = worker is None
@@ -268,6 +273,17 @@ class BackgroundPlanner:
             return self._worker.call(method, *args)
         except EquipoiseError as error:
             raise InfeasiblePlanError(f"could not plan: {error}") from error
+
+
+def why_whole(layers: Sequence[BalancedExperts], *, is_mapped: bool) -> str:
+    """Return why rows do not travel in waves, and what to use instead; empty where they can."""
+    if is_mapped:
+        return "ranks of a node read each other's rows in place, all at once; use rows='collective'"
+    if any(experts.options.dispatch == "two_level" for experts in layers):
+        return "a two-level dispatch sends all rows at once; use dispatch='direct'"
+    if any(experts.options.gates == "caller" for experts in layers):
+        return "this adapter multiplies outputs by gates before rows travel back; use another adapter"
+    return ""
 
 
 def why_exchanged(rows_R: Sequence[RankRows], plan: Plan, options: BalancerOptions, *, is_mapped: bool) -> str:

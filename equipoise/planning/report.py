@@ -49,6 +49,8 @@ class WindowReport:
     """How much was planned: `full`, `placement` or `off`."""
     dispatch: str = "exchanged"
     """`prepared` where all dispatches were made ahead, else `exchanged` and why; the same on all ranks."""
+    waves: int = 1
+    """In which rows travelled, while experts of other waves computed; 1: all at once."""
     dispatch_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of tokens this rank sent in forward, `across` and `inside` nodes: `direct`, or what that would have been,
     and `two_level` where tokens went that way."""
@@ -107,6 +109,7 @@ class WindowMeter:
             estimated_share=plan.estimated_share,
             way=self._planned.way,
             dispatch=self._planned.dispatch,
+            waves=plan.waves,
             dispatch_bytes=dict(self._window.sent_bytes),
             filled_rows=0 if filled_MLR is None else int(filled_MLR[:, :, self._window.rank].sum()),
             planned_ML=plan.rank_load_MLR[:, :, self._window.rank] if plan.itinerary is not None else None,

@@ -17,12 +17,12 @@ IN_THE_LAYER = ("sort_rows", "exchange_counts", "assign_slots", "with_relay")
 """What a layer does only where its dispatch is not made ahead."""
 
 
-def train_windows(group, case, *, is_prepared, is_checked=False, rows="auto"):
+def train_windows(group, case, *, is_prepared, is_checked=False, rows="auto", **options):
     """Two windows and their steps: outputs, trained weights, reports."""
     net, outputs, reports = SmallStack(case, group), [], []
     for experts in find_layers(net).values():
         experts.options = dataclasses.replace(experts.options, is_checked=is_checked)
-    with balancer_of(net, case, group, is_prepared=is_prepared, rows=rows) as balancer, ExitStack() as stack:
+    with balancer_of(net, case, group, is_prepared=is_prepared, rows=rows, **options) as balancer, ExitStack() as stack:
         if is_prepared and not is_checked:
             for name in IN_THE_LAYER:
                 stack.enter_context(mock.patch(f"equipoise.layer.experts.{name}", side_effect=AssertionError(name)))
@@ -44,6 +44,11 @@ def every_way(group, case):
         "exchanged": train_windows(group, case, is_prepared=False),
         "prepared": train_windows(group, case, is_prepared=True),
         "prepared, by collectives": train_windows(group, case, is_prepared=True, rows="collective"),
+        "exchanged in waves": train_windows(group, case, is_prepared=False, rows="collective", waves=2),
+        "prepared in waves": train_windows(group, case, is_prepared=True, rows="collective", waves=3),
+        "prepared in waves, arena": train_windows(
+            group, case, is_prepared=True, rows="collective", waves=2, buffers="arena"
+        ),
         "checked": train_windows(group, case, is_prepared=True, is_checked=True),
         "exchanged in two levels": train_windows(group, two_level, is_prepared=False),
         "prepared in two levels": train_windows(group, two_level, is_prepared=True),
@@ -65,6 +70,16 @@ def decision(group, case, what):
         balancer.submit(routes)
         run_window(net, balancer, window)
         return balancer.report.dispatch, balancer.report.is_as_planned
+
+
+def waves_of_mapped_rows(group, case):
+    """What a balancer that maps rows says to waves, and the waves of its window where it may choose."""
+    net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
+    words = words_of(lambda: balancer_of(net, case, group, waves=2))
+    with balancer_of(net, case, group, waves="auto") as balancer:
+        balancer.submit(routes_of(window))
+        run_window(net, balancer, window)
+        return words, balancer.report.waves
 
 
 def another_route(group, case):

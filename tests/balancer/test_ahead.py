@@ -7,6 +7,7 @@ from tests.balancer import ahead
 from tests.parity.case import ParityCase
 
 SMALL = ParityCase(ranks=2, layers=2, tokens=12, home_slots=2)
+WAVES = {"exchanged in waves": 2, "prepared in waves": 3, "prepared in waves, arena": 2}
 
 
 @pytest.mark.dist(4)
@@ -23,6 +24,7 @@ def test_every_way_of_making_a_dispatch_learns_the_same_bits(pool):
                 "prepared" if is_prepared else "exchanged: not asked for"
             }
             assert all(report.is_as_planned for report in reports), name
+            assert {report.waves for report in reports} == {WAVES.get(name, 1)}, name
     reports = [report for found in results for report in found["prepared in two levels"][2]]
     assert any(report.replicas for report in reports), "a case without a replica shows nothing"
     total = {name: sum(report.dispatch_bytes[name] for report in reports) for name in reports[0].dispatch_bytes}
@@ -47,6 +49,14 @@ def test_all_ranks_or_none_make_dispatches_ahead_and_say_why(pool, what, words):
     assert said[0][0] == said[1][0] and words in said[0][0]
     if what != "an unknown route":
         assert all(is_as_planned for _, is_as_planned in said)
+
+
+@pytest.mark.dist(2)
+def test_waves_where_rows_travel_all_at_once_are_refused_and_auto_plans_none(pool):
+    for (kind, words), waves in pool.run(ahead.waves_of_mapped_rows, 2, SMALL):
+        assert kind == "TransferError" and waves == 1
+        assert words.startswith("waves=2: ranks of a node read each other's rows in place")
+        assert words.endswith("use rows='collective', or waves=1")
 
 
 @pytest.mark.dist(2)
