@@ -27,6 +27,8 @@ class Layout:
     """Experts are `TEGroupedMLP` over a stand-in of Transformer Engine's grouped linear."""
     is_overlapped: bool = False
     """Gradients are reduced and parameters are gathered while the model runs."""
+    waves: int = 1
+    """In which rows travel."""
 
 
 LAYOUTS = {
@@ -41,4 +43,5 @@ LAYOUTS = {
     "overlap": Layout(ep=2, is_overlapped=True),
     "top-4 of 16": Layout(experts=16, top_k=4),
     "grouped experts": Layout(ep=2, is_grouped=True),
+    "waves": Layout(waves=2, experts=16, recompute="full"),
 }

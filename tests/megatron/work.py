@@ -175,7 +175,13 @@ def install(run: Run, *, slots: int, weights: str, max_displaced: int | None = N
     """Install balanced experts that level rows whatever it costs, so that plans move experts."""
     cluster = Cluster.preset("h200", nodes=1, ranks_per_node=run.layout.ep)
     options = BalancerOptions(
-        slots=slots, max_displaced=max_displaced, objective="skew", timeout_s=60.0, planning_timeout_s=180.0
+        slots=slots,
+        max_displaced=max_displaced,
+        objective="skew",
+        waves=run.layout.waves,
+        rows="auto" if run.layout.waves == 1 else "collective",
+        timeout_s=60.0,
+        planning_timeout_s=180.0,
     )
     return megatron.install(run.chunks, cluster=cluster, options=options, weights=weights, worker=kept_worker())
 
