@@ -213,7 +213,7 @@ class _ExpertBlock(torch.autograd.Function):
         ctx.transfers.wait_for(visit)
         joined = ctx.transfers.joined(visit)
         if joined is not None:
-            part = Part(rows_ND, gates_N, pre_home_NF, joined, joined_ends(groups, joined))
+            part = SlotRows(rows_ND, gates_N, pre_home_NF, joined, joined_ends(groups, joined))
             grad_rows_ND, grad_gates_N, own = _backward_joined(ctx, grad_ND, part, has_training=has_training)
             own_flat = [None] * len(tensors) if own is None else own.flat(ctx.form)
             return grad_rows_ND, grad_gates_N, *(None,) * 5, *own_flat
@@ -222,21 +222,23 @@ class _ExpertBlock(torch.autograd.Function):
         home_ND, replica_ND = rows_ND.split(sizes)
         grad_home_ND, grad_replica_ND = grad_ND.split(sizes)
         gates_home_N, gates_replica_N = (None, None) if gates_N is None else gates_N.split(sizes)
-        home_part = Part(home_ND, gates_home_N, pre_home_NF, ctx.form.filled(tensors), groups.home_end_S)
+        home_part = SlotRows(home_ND, gates_home_N, pre_home_NF, ctx.form.filled(tensors), groups.home_end_S)
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         held_S = groups.replica_end_S[: replica.num_slots]
-        replica_part = Part(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
+        replica_part = SlotRows(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
         # Replicas first: their gradients travel while the home part computes.
-        of_replicas, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
-        if returned is not None:
+        *of_replicas, sums = row_gradients(grad_replica_ND, replica_part, ctx.options)
+        if has_training:
+            returned = weight_gradients(sums, replica_part, ctx.options)
             ctx.transfers.hand_in(visit.micro_step, visit.layer, returned)
-        of_homes, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
+        *of_homes, sums = row_gradients(grad_home_ND, home_part, ctx.options)
+        own = weight_gradients(sums, home_part, ctx.options) if has_training else None
         pairs = zip(of_homes, of_replicas, strict=True)
         grads = tuple(None if h is None else torch.cat([h, r]) if groups.num_replica_rows else h for h, r in pairs)
         return *grads, *(None,) * 5, *([None] * len(tensors) if own is None else own.flat(ctx.form))
 
 
-class Part(NamedTuple):
+class SlotRows(NamedTuple):
     """Some slots of a block and their rows, as backward needs them."""
 
     rows_ND: Tensor
@@ -287,15 +289,7 @@ def apply_experts(
     return out_ND, pre_NF
 
 
-def _apply_backward(
-    grad_ND: Tensor, part: Part, options: BlockOptions, has_training: bool
-) -> tuple[tuple[Tensor, Tensor | None], ExpertWeights | None]:
-    """Return the gradients of rows and gates and, where experts train, of weights."""
-    grad_rows_ND, grad_gates_N, sums = row_gradients(grad_ND, part, options)
-    return (grad_rows_ND, grad_gates_N), weight_gradients(sums, part, options) if has_training else None
-
-
-def row_gradients(grad_ND: Tensor, part: Part, options: BlockOptions) -> tuple[Tensor, Tensor | None, Sums]:
+def row_gradients(grad_ND: Tensor, part: SlotRows, options: BlockOptions) -> tuple[Tensor, Tensor | None, Sums]:
     """Return the gradients of rows and gates, and what gradients of weights are summed from."""
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
     grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
@@ -304,7 +298,7 @@ def row_gradients(grad_ND: Tensor, part: Part, options: BlockOptions) -> tuple[T
 
 
 def _backward_joined(
-    ctx: Any, grad_ND: Tensor, part: Part, *, has_training: bool
+    ctx: Any, grad_ND: Tensor, part: SlotRows, *, has_training: bool
 ) -> tuple[Tensor, Tensor | None, ExpertWeights | None]:
     """The same over home and replica slots in one, handing in the replicas' gradients as soon as they are computed."""
     groups, options, own = ctx.groups, ctx.options, None
@@ -321,7 +315,7 @@ def _backward_joined(
     return _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N, own
 
 
-def weight_gradients(sums: Sums, part: Part, options: BlockOptions) -> ExpertWeights:
+def weight_gradients(sums: Sums, part: SlotRows, options: BlockOptions) -> ExpertWeights:
     """Return the gradients of some slots' weights; of `part` only the ends count, and which weights there are."""
     weights, end_S = part.weights, part.end_S
     return ExpertWeights(

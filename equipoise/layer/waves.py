@@ -18,7 +18,7 @@ from equipoise.core.plan import Visit
 from equipoise.layer.dispatch import Dispatch, Wave
 from equipoise.layer.expert_block import (
     BlockOptions,
-    Part,
+    SlotRows,
     Sums,
     apply_experts,
     joined_ends,
@@ -120,10 +120,10 @@ class _Piece(NamedTuple):
         """The part of it that is in a wave."""
         return self.within(wave.slots, wave.rows)
 
-    def part(self, rows_PD: Tensor, gates_P: Tensor | None, pre_NF: Tensor) -> Part:
+    def part(self, rows_PD: Tensor, gates_P: Tensor | None, pre_NF: Tensor) -> SlotRows:
         """What products of these slots need, given rows, and gates, of the whole buffer."""
         gates_N = None if gates_P is None else gates_P[self.rows]
-        return Part(rows_PD[self.rows], gates_N, pre_NF, self.weights, self.end_S - self.rows.start)
+        return SlotRows(rows_PD[self.rows], gates_N, pre_NF, self.weights, self.end_S - self.rows.start)
 
 
 def _cut_slots(tensor: Tensor | SlotTensors, cut: slice) -> Tensor | SlotTensors:
@@ -174,7 +174,7 @@ class _WavedBlock(torch.autograd.Function):
         task.transfers.wait_for(visit)
         holders = task.holders(visit, home)
         grad_rows_ND, going = torch.empty_like(grad_ND, memory_format=torch.contiguous_format), list[Exchange]()
-        grad_gates, done = list[Tensor | None](), list[tuple[_Piece, Part, Sums]]()
+        grad_gates, done = list[Tensor | None](), list[tuple[_Piece, SlotRows, Sums]]()
         for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
             grad_PD, grads = gather_rows(coming[index].wait(), source_P), []
             for at, piece in enumerate(holder.of_wave(wave) for holder in holders):
@@ -194,7 +194,7 @@ class _WavedBlock(torch.autograd.Function):
         return grad_rows_ND, None if gates_P is None else torch.cat(grad_gates), None, *own_flat
 
 
-def _hand_in_and_sum(task: _Task, done: list[tuple[_Piece, Part, Sums]]) -> ExpertWeights:
+def _hand_in_and_sum(task: _Task, done: list[tuple[_Piece, SlotRows, Sums]]) -> ExpertWeights:
     """Hand in the gradients of replicas, and return those of the home slots."""
     groups = task.dispatch.groups
     homes, num_home_rows = groups.home_end_S.numel(), groups.num_home_rows
