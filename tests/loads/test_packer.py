@@ -15,6 +15,7 @@ from equipoise.loads import (
     pack_step,
     pack_window,
     schedule_samples,
+    schedule_tokens,
     sketch_counts,
     slice_sequence,
     step_schedules,
@@ -177,6 +178,16 @@ def test_shorter_micro_steps_count_as_much_as_fewer_crossing_rows():
     made = pack_window(sketch_counts(counts), window, node_R=[0, 1])
     assert (made.how, made.crossing, made.given_crossing) == ("regrouped", 0.5, 0.5)
     assert (PackingLimits.of(made.schedule).tokens, PackingLimits.of(window).tokens) == (240, 320)
+
+
+def test_samples_are_packed_anew_whatever_their_experts_where_nodes_have_few_of_them():
+    """21 samples on four nodes: what each node could pack of its own is longer."""
+    counts = random_counts(np.random.default_rng(3), 21, experts=16, kinds=3)
+    policy = TokenPolicy(last_token="unknown")
+    window = schedule_tokens(counts.tokens_B, ranks=8, token_budget=96, policy=policy)
+    made = pack_window(sketch_counts(counts), window, node_R=[0, 0, 1, 1, 2, 2, 3, 3], policy=policy)
+    assert made.how == "levelled" and made.crossing < 0.8 * made.given_crossing
+    assert PackingLimits.of(made.schedule).tokens < 0.8 * PackingLimits.of(window).tokens
 
 
 def test_nothing_changes_where_nothing_is_gained():
