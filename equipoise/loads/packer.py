@@ -2,25 +2,27 @@
 
 The set of samples of a window never changes, so neither does its gradient, up to the order of sums. Steps:
 1. `sketch_counts` keeps the shares of a few layers: 2 bytes for each sample, layer and expert.
-2. `find_nodes` divides the samples over nodes, jointly with homes: samples whose experts agree go to one node, experts
-   go to the node that sends them most rows (`follow_nodes`), in turns. Samples of similar length go to all nodes alike,
-   so that nodes have the same lengths to pack.
-3. Two schedules are tried. *Dealt*: every micro-batch of the given schedule stays whole and in its micro-step, and
-   only changes ranks, which worsens nothing. *Regrouped*: each node packs its own samples anew.
+2. `find_homes` lets samples and experts choose nodes in turns: samples whose experts agree go to one node, experts go
+   to the node that sends them most rows (`follow_nodes`).
+3. Several schedules are tried. *Dealt*: every micro-batch of the given schedule stays whole and in its micro-step, and
+   only changes ranks, which worsens nothing. *Levelled*: samples are packed anew whatever their experts, as level as
+   possible, and these micro-batches are dealt. *Regrouped*: each node packs its own samples anew; samples choose nodes
+   freely, or so that nodes have as many tokens, or so that nodes get the same lengths.
 4. Schedules that are worse than the given one in any of the trainer's limits (`PackingLimits`) are dropped, and those
-   that cannot fit into a rank's memory where that is limited (`MemoryLimit`); of the others the one with the fewest
-   crossing rows wins, and the given one if none has fewer.
+   that cannot fit into a rank's memory where that is limited (`MemoryLimit`), and those in which more rows cross. Of
+   the others that one wins whose longest micro-batches have the fewest tokens that cross, and the given one if none
+   has fewer.
 
 All sums are of integers below 2^53, so that every machine packs alike, whatever the order in which it adds.
 Invariants (asserted by the tests):
 1. Every sample is forwarded once, whole, in the same window as before, by a rank of the same EP group.
 2. No limit of the given schedule is exceeded.
+3. No more rows cross than in the given schedule, if samples of a prompt may part and memory is not limited.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -146,19 +148,21 @@ class MemoryLimit:
         )
 
 
+How = Literal["given", "dealt", "levelled", "regrouped"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing(Value):
     """A packed window."""
 
     schedule: Schedule
-    how: Literal["given", "dealt", "regrouped"]
-    """Which schedule won: the given one, its micro-batches at other ranks, or samples packed anew."""
+    how: How
+    """Which schedule won: the given one, its micro-batches at other ranks, samples packed anew whatever their experts,
+    whose micro-batches then change ranks, or samples packed anew in their nodes."""
     crossing: float
     """Share of rows that cross nodes, in the layers of the sketch, with homes that follow the samples; no replicas."""
     given_crossing: float
     """The same of the given schedule."""
-    exceeded: tuple[str, ...] = ()
-    """Limits that the regrouped schedule would have exceeded; it was dropped if there are any."""
 
     def micro_batches(self, rank: int) -> list[list[int]]:
         """Return the samples that a rank forwards in each micro-step, in the order in which it packs them."""
@@ -226,39 +230,37 @@ def pack_window(
     groups = [_cut(given, start, size) for start in range(0, given.ranks, size)]
     samples = [_units(sketch, group, None) for group in groups]
     units = samples if prompt_B is None else [_units(sketch, group, prompt_B) for group in groups]
-    ranks_N = np.bincount(node_array_R)
-    tried: dict[str, Schedule] = {}
+    ranks_N, limits = np.bincount(node_array_R), PackingLimits.of(given)
+    own = [find_homes(each, ranks_N) for each in units]
+    tried: list[tuple[How, Schedule]] = []
+    if prompt_B is None:
+        # Samples of a prompt may be apart in the given micro-batches.
+        tried += [("given", given), ("dealt", _dealt(given, units, own, node_array_R, policy))]
     for choose in (choose_freely, choose_evenly, choose_alike):
-        found = [find_nodes(each, ranks_N, choose) for each in units]
-        schedule, exceeded = _regrouped(given, groups, units, found, node_array_R, policy)
-        if not exceeded:
-            tried["regrouped"] = schedule
-            break
-    if prompt_B is None:
-        dealt = [_deal(g, u, n, node_array_R) for g, u, n in zip(groups, units, found, strict=True)]
-        tried["dealt"] = _join(given, dealt, policy)
-    if prompt_B is not None and not tried:
+        nodes = [choose(own_UN, each, ranks_N) for own_UN, each in zip(own, units, strict=True)]
+        tried.append(("regrouped", _regrouped(given, units, nodes, node_array_R, policy)))
+    alone = [each.tokens_U * 0 for each in units]
+    level = _regrouped(given, units, alone, node_array_R * 0, policy, (longest_into_emptiest,))
+    tried.append(("levelled", _dealt(level, units, own, node_array_R, policy)))
+    kept = [(how, each) for how, each in tried if not limits.exceeded(each)]
+    if not kept:
         raise ScheduleError(
-            f"samples of one prompt in one micro-batch would exceed the given schedule's {exceeded[0]}; give a "
-            "schedule that keeps them together, or leave prompt_B out"
+            "samples of one prompt in one micro-batch would exceed the given schedule's "
+            f"{limits.exceeded(level)[0]}; give a schedule that keeps them together, or leave prompt_B out"
         )
-    if prompt_B is None:
-        tried = {"given": given, **tried}
     if memory is not None:
-        fitting = {name: each for name, each in tried.items() if memory.fits(each, size)}
-        if not fitting:
+        kept = [(how, each) for how, each in kept if memory.fits(each, size)]
+        if not kept:
             raise memory.refuse(given, size)
-        tried = fitting
-    crossing = {name: crossing_share(samples, each, node_array_R) for name, each in {**tried, "given": given}.items()}
-    # Of equally good ones, the one that changes least.
-    how = min(tried, key=lambda name: crossing[name])
-    return Packing(
-        schedule=tried[how],
-        how=how,  # type: ignore[arg-type]  # one of the three names above
-        crossing=crossing[how],
-        given_crossing=crossing["given"],
-        exceeded=exceeded,
+    given_crossing = crossing_share(samples, given, node_array_R)
+    crossing = [crossing_share(samples, each, node_array_R) for _, each in kept]
+    # All wait for the rank that sends most: of the longest micro-batches' tokens, this share crosses. Of equally good
+    # schedules, the one that changes least.
+    best = min(
+        range(len(kept)),
+        key=lambda i: (crossing[i] > given_crossing, crossing[i] * PackingLimits.of(kept[i][1]).tokens),
     )
+    return Packing(schedule=kept[best][1], how=kept[best][0], crossing=crossing[best], given_crossing=given_crossing)
 
 
 def _check(sketch: SampleSketch, given: Schedule, *, node_R: Sequence[int], policy: TokenPolicy) -> None:
@@ -338,41 +340,34 @@ def _units(sketch: SampleSketch, given: Schedule, prompt_B: Sequence[int] | None
     )
 
 
-class UnitNodes(NamedTuple):
-    """Where units belong."""
-
-    node_U: np.ndarray
-    """[U] node of each unit."""
-    own_UN: np.ndarray
-    """[U, N] rows of each unit whose expert is in each node."""
-
-
 Choice = Callable[[np.ndarray, Units, np.ndarray], np.ndarray]
 """From own rows, units and ranks of nodes to the node of each unit: `choose_freely` and the like."""
 
 
-def find_nodes(units: Units, ranks_N: np.ndarray, choose: Choice) -> UnitNodes:
-    """Let samples and experts choose nodes in turns, as long as more rows stay in their node."""
-    node_U = _bisect(units, ranks_N)
-    best, most = UnitNodes(node_U, np.zeros((len(node_U), len(ranks_N)))), -1.0
+def find_homes(units: Units, ranks_N: np.ndarray) -> np.ndarray:
+    """[U, N] rows of each unit whose expert is in each node: units and experts choose nodes in turns.
+
+    They do as long as more rows stay in their node.
+    """
+    node_U, most = _bisect(units, ranks_N), -1.0
+    best_UN = np.zeros((len(node_U), len(ranks_N)))
     for _ in range(TURNS):
-        own_UN = own_rows(units, node_U, ranks_N)
-        node_U = choose(own_UN, units, ranks_N)
+        _, home_LE = _follow(units, node_U, ranks_N)
+        is_home_FN = home_LE.reshape(-1, 1) == np.arange(len(ranks_N))
+        own_UN = units.rows_UF @ is_home_FN.astype(np.float64)
+        node_U = choose_freely(own_UN, units, ranks_N)
         kept = float(own_UN[np.arange(len(node_U)), node_U].sum())
         if kept <= most:
             break
-        best, most = UnitNodes(node_U, own_UN), kept
-    return best
+        best_UN, most = own_UN, kept
+    return best_UN
 
 
-def own_rows(units: Units, node_U: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
-    """[U, N] rows of each unit whose expert is in each node, if experts follow the units of these nodes."""
+def _follow(units: Units, node_U: np.ndarray, ranks_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the [N, L, E] rows that nodes send and the [L, E] nodes of experts that follow them."""
     member_NU = (node_U == np.arange(len(ranks_N))[:, None]).astype(np.float64)
     rows_NLE = (member_NU @ units.rows_UF).reshape(len(ranks_N), -1, units.experts)
-    home_LE = np.stack([follow_nodes(rows_NLE[:, layer], ranks_N) for layer in range(rows_NLE.shape[1])])
-    is_home_FN = home_LE.reshape(-1, 1) == np.arange(len(ranks_N))
-    own_UN: np.ndarray = units.rows_UF @ is_home_FN.astype(np.float64)
-    return own_UN
+    return rows_NLE, np.stack([follow_nodes(rows_NLE[:, layer], ranks_N) for layer in range(rows_NLE.shape[1])])
 
 
 def follow_nodes(rows_NE: np.ndarray, ranks_N: np.ndarray, *, rounds: int = ROUNDS) -> np.ndarray:
@@ -515,15 +510,22 @@ Bins = list[list[list[int]]]
 """Samples of each rank by micro-step, [R][M]."""
 
 
-def _deal(given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray) -> Bins:
+def _dealt(
+    given: Schedule, units: Sequence[Units], own: Sequence[np.ndarray], node_R: np.ndarray, policy: TokenPolicy
+) -> Schedule:
     """Give every micro-batch, whole, to a rank of the node that has most of its experts, in its own micro-step."""
+    groups = [_cut(given, start, len(node_R)) for start in range(0, given.ranks, len(node_R))]
+    return _join(given, [_deal(g, u, o, node_R) for g, u, o in zip(groups, units, own, strict=True)], policy)
+
+
+def _deal(given: Schedule, units: Units, own_UN: np.ndarray, node_R: np.ndarray) -> Bins:
     ranks_N, size = np.bincount(node_R), len(node_R)
     own_MRN = np.zeros((given.micro_steps, size, len(ranks_N)))
     unit_of = {b: u for u, group in enumerate(units.samples) for b in group}
     batches = [micro_batches(given, rank) for rank in range(size)]
     for rank, batch in enumerate(batches):
         for m, samples in enumerate(batch):
-            own_MRN[m, rank] = found.own_UN[[unit_of[b] for b in samples]].sum(axis=0)
+            own_MRN[m, rank] = own_UN[sorted({unit_of[b] for b in samples})].sum(axis=0)
     bins: Bins = [[[] for _ in range(given.micro_steps)] for _ in range(size)]
     for m in range(given.micro_steps):
         free = {node: np.flatnonzero(node_R == node).tolist() for node in range(len(ranks_N))}
@@ -538,44 +540,56 @@ Partition = Callable[[Sequence[int], np.ndarray, int], list[list[int]]]
 
 def _regrouped(
     given: Schedule,
-    groups: Sequence[Schedule],
     units: Sequence[Units],
-    found: Sequence[UnitNodes],
+    nodes: Sequence[np.ndarray],
     node_R: np.ndarray,
     policy: TokenPolicy,
-) -> tuple[Schedule, tuple[str, ...]]:
-    """Regroup every EP group; return the schedule and the limits that it exceeds.
+    partitions: Sequence[Partition] | None = None,
+) -> Schedule:
+    """Pack each node's units anew into level micro-batches; of the schedules within the limits, take the shortest.
 
     Differencing makes tokens most level; longest first spreads long samples, which levels squares. Micro-batches with
-    alike squares share a micro-step, or those with alike tokens. The first schedule within the limits counts.
-    """
-    limits = PackingLimits.of(given)
-    for part, by in product((difference, longest_into_emptiest), ("squares_U", "tokens_U")):
-        bins = [_regroup(g, u, n, node_R, part, getattr(u, by)) for g, u, n in zip(groups, units, found, strict=True)]
-        schedule = _join(given, bins, policy)
-        if not limits.exceeded(schedule):
-            break
-    return schedule, limits.exceeded(schedule)
-
-
-def _regroup(
-    given: Schedule, units: Units, found: UnitNodes, node_R: np.ndarray, partition: Partition, by: np.ndarray
-) -> Bins:
-    """Pack each node's units anew into level micro-batches; alike ones share a micro-step.
+    alike squares share a micro-step, or those with alike tokens.
 
     Args:
-        partition: how units are divided
-        by: [U] what makes micro-batches alike: tokens or squares
+        nodes: node of each unit, by EP group
+        partitions: which are tried; both by default
     """
-    count = given.micro_steps
+    limits, tried = PackingLimits.of(given), list[Schedule]()
     # The longest micro-step stays the one that it was, and so on.
     order_M = np.argsort(-(given.num_tokens_MR + given.padding_MR).max(axis=1), kind="stable").tolist()
-    bins: Bins = [[[] for _ in range(count)] for _ in node_R]
-    for node in range(int(node_R.max()) + 1):
+    for partition in partitions or (difference, longest_into_emptiest):
+        parts = [_divide(u, n, node_R, partition, len(order_M)) for u, n in zip(units, nodes, strict=True)]
+        for by in ("squares_U", "tokens_U"):
+            bins = [_line_up(u, p, node_R, getattr(u, by), order_M) for u, p in zip(units, parts, strict=True)]
+            tried.append(_join(given, bins, policy))
+    return min(tried, key=lambda each: (len(limits.exceeded(each)) > 0, PackingLimits.of(each).tokens))
+
+
+def _divide(
+    units: Units, node_U: np.ndarray, node_R: np.ndarray, partition: Partition, micro_steps: int
+) -> list[list[list[int]]]:
+    """Return the units of each micro-batch of each node."""
+    return [
+        partition(np.flatnonzero(node_U == node).tolist(), units.tokens_U, ranks * micro_steps)
+        for node, ranks in enumerate(np.bincount(node_R).tolist())
+    ]
+
+
+def _line_up(
+    units: Units, parts: Sequence[list[list[int]]], node_R: np.ndarray, by_U: np.ndarray, order_M: Sequence[int]
+) -> Bins:
+    """Let micro-batches that are alike share a micro-step.
+
+    Args:
+        parts: units of each micro-batch of each node
+        by_U: what makes micro-batches alike: tokens or squares
+        order_M: micro-steps, the one for the largest first
+    """
+    bins: Bins = [[[] for _ in order_M] for _ in node_R]
+    for node, filled in enumerate(parts):
         ranks = np.flatnonzero(node_R == node).tolist()
-        filled = partition(np.flatnonzero(found.node_U == node).tolist(), units.tokens_U, len(ranks) * count)
-        filled.sort(key=lambda members: -int(by[members].sum()))
-        for place, members in enumerate(filled):
+        for place, members in enumerate(sorted(filled, key=lambda members: -int(by_U[members].sum()))):
             bins[ranks[place % len(ranks)]][order_M[place // len(ranks)]] = sorted(
                 b for u in members for b in units.samples[u]
             )
@@ -633,7 +647,7 @@ def crossing_share(units: Sequence[Units], schedule: Schedule, node_R: np.ndarra
     kept = whole = 0.0
     for each in units:
         node_U = np.array([node_R[rank_of[group[0]] % size] for group in each.samples], dtype=np.int64)
-        own_UN = own_rows(each, node_U, ranks_N)
-        kept += float(own_UN[np.arange(len(node_U)), node_U].sum())
-        whole += float(each.rows_UF.sum())
+        rows_NLE, home_LE = _follow(each, node_U, ranks_N)
+        kept += float(np.take_along_axis(rows_NLE, home_LE[None], axis=0).sum())
+        whole += float(rows_NLE.sum())
     return 1 - kept / whole if whole else 0.0

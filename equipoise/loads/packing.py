@@ -261,13 +261,14 @@ def build_schedule(
 ) -> Schedule:
     micro_steps = max(1, *(len(bins) for bins in bins_R))
     padding_MR = np.zeros((micro_steps, len(bins_R)), dtype=np.int64)
-    pieces: list[Piece] = []
-    for rank, bins in enumerate(bins_R):
-        for m, group in enumerate(bins):
-            pieces += [Piece(int(b), 0, int(length_B[b]), m, rank) for b in group]
-            padding_MR[m, rank] = count_padding(length_B[group], policy)
-    return Schedule.of(
-        pieces,
+    places = [(group, m, rank) for rank, bins in enumerate(bins_R) for m, group in enumerate(bins)]
+    for group, m, rank in places:
+        padding_MR[m, rank] = count_padding(length_B[group], policy)
+    sample_P = np.concatenate([group for group, *_ in places])
+    step_P, rank_P = np.repeat([place[1:] for place in places], [len(group) for group, *_ in places], axis=0).T
+    pieces = np.stack([sample_P, np.zeros_like(sample_P), length_B[sample_P], step_P, rank_P], axis=1)
+    return Schedule(
+        pieces=pieces,
         ranks=len(bins_R),
         stage=stage,
         micro_steps=micro_steps,

@@ -15,6 +15,7 @@ from equipoise.loads import (
     pack_step,
     pack_window,
     schedule_samples,
+    schedule_tokens,
     sketch_counts,
     slice_sequence,
     step_schedules,
@@ -103,6 +104,7 @@ def test_every_sample_once_and_no_limit_exceeded(seed, samples, nodes, ranks, gr
         assert of_group[0] == of_group[1]
         assert PackingLimits.of(before).exceeded(made) == ()
         assert after.crossing <= after.given_crossing
+        assert after.crossing * PackingLimits.of(made).tokens <= after.given_crossing * PackingLimits.of(before).tokens
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -115,8 +117,12 @@ def test_no_better_than_the_best_of_all_and_no_worse_than_the_given_one(seed):
     )
     limits = PackingLimits.of(given_schedule)
     pieces = given_schedule.pieces.tolist()
+
+    def crossing_tokens(schedule: Schedule) -> float:
+        return crossing_by_loops(counts, schedule, [0, 1]) * PackingLimits.of(schedule).tokens
+
     best = min(
-        crossing_by_loops(counts, schedule, [0, 1])
+        crossing_tokens(schedule)
         for places in product(range(2 * given_schedule.micro_steps), repeat=len(pieces))
         if not limits.exceeded(
             schedule := Schedule.of(
@@ -127,8 +133,9 @@ def test_no_better_than_the_best_of_all_and_no_worse_than_the_given_one(seed):
         )
     )
     made = pack_window(sketch_counts(counts), given_schedule, node_R=[0, 1])
+    assert best <= crossing_tokens(made.schedule) <= crossing_tokens(given_schedule)
     found = crossing_by_loops(counts, made.schedule, [0, 1])
-    assert best <= found <= crossing_by_loops(counts, given_schedule, [0, 1])
+    assert found <= crossing_by_loops(counts, given_schedule, [0, 1])
     # Homes are chosen level, too, so that the packer's own figure is not below the loops' free choice.
     assert found <= made.crossing + 1e-3
 
@@ -158,8 +165,29 @@ def test_whole_micro_batches_change_ranks_where_regrouping_would_exceed_a_limit(
     window = Schedule.of(pieces, ranks=2, last_token="unknown")
     made = pack_window(sketch_counts(counts), window, node_R=[0, 1])
     assert (made.how, made.crossing, made.given_crossing) == ("dealt", 0.0, 0.5)
-    assert made.exceeded == ("longest",)
+    assert PackingLimits.of(made.schedule).longest == PackingLimits.of(window).longest == 60
     assert sorted(made.micro_batches(0)[1]) in ([4, 5, 6], [7, 8, 9])
+
+
+def test_shorter_micro_steps_count_as_much_as_fewer_crossing_rows():
+    """In each micro-step one rank has 160 tokens, where 120 are enough; samples are alike, so as many rows cross."""
+    counts = counts_of(np.array([10, 30, 10, 10] * 2)[:, None, None] * np.ones((1, 1, 4), dtype=np.int64))
+    length_B = counts.tokens_B
+    place_B = [(0, 0), (0, 0), (1, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1)]
+    window = Schedule.of([(b, 0, int(length_B[b]), *at) for b, at in enumerate(place_B)], ranks=2, last_token="unknown")
+    made = pack_window(sketch_counts(counts), window, node_R=[0, 1])
+    assert (made.how, made.crossing, made.given_crossing) == ("regrouped", 0.5, 0.5)
+    assert (PackingLimits.of(made.schedule).tokens, PackingLimits.of(window).tokens) == (240, 320)
+
+
+def test_samples_are_packed_anew_whatever_their_experts_where_nodes_have_few_of_them():
+    """21 samples on four nodes: what each node could pack of its own is longer."""
+    counts = random_counts(np.random.default_rng(3), 21, experts=16, kinds=3)
+    policy = TokenPolicy(last_token="unknown")
+    window = schedule_tokens(counts.tokens_B, ranks=8, token_budget=96, policy=policy)
+    made = pack_window(sketch_counts(counts), window, node_R=[0, 0, 1, 1, 2, 2, 3, 3], policy=policy)
+    assert made.how == "levelled" and made.crossing < 0.8 * made.given_crossing
+    assert PackingLimits.of(made.schedule).tokens < 0.8 * PackingLimits.of(window).tokens
 
 
 def test_nothing_changes_where_nothing_is_gained():
