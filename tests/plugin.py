@@ -9,6 +9,7 @@ file stays together. With `--no-loadscope-reorder` they begin with the longest, 
 the end.
 """
 
+import gc
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -99,6 +100,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     is_grouped = getattr(session.config.option, "loadgroup", False)
     if is_grouped and session.items and "@" not in session.items[0].nodeid:
         raise pytest.UsageError("xdist's groups have no effect with this pytest; install what constraints.txt names")
+    # Modules and tests stay: tests that collect garbage, to see what is left, need not look at half a million objects.
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
