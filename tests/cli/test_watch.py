@@ -51,7 +51,7 @@ def test_new_steps_and_warnings_are_shown_until_the_run_ends(equipoise, monkeypa
             time.sleep(0.02)
         append(run / "events.jsonl", {"kind": "end"})
 
-    writer = threading.Thread(target=go_on)
+    writer = threading.Thread(target=go_on, daemon=True)
     writer.start()
     shown = equipoise("watch", run)
     writer.join(60)
