@@ -37,9 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws without a seed of its own must not depend on the tests that ran before it in this process."""
+    """What a test draws without a seed of its own must not depend on the tests that ran before it in this process.
+
+    Tiny models need no threads; on a machine that others keep busy too they only wait for each other.
+    """
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+        torch.set_num_threads(1)
 
 
 class RoomTimes:
