@@ -4,11 +4,12 @@
 error, a lost file or a marker typo cannot turn into a green run.
 
 Under `-n 3 --dist loadgroup` three processes share the tests. Those that use a pool of ranks stay in two of them, those
-of layers and transfers and the rest, so that there are two pools; those with Megatron-Core have one more. Of the rest a
-file stays together. With `--no-loadscope-reorder` they begin with the longest, so that none is left for one process at
-the end.
+of layers and transfers and the rest, so that there are two pools; those with Megatron-Core have one more. Tests in the
+browser stay beside the second pool, which one of them uses too. Of the rest a file stays together. With
+`--no-loadscope-reorder` they begin with the longest, so that none is left for one process at the end.
 """
 
+import gc
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -24,7 +25,6 @@ LONGEST = (
     "tests/transfer",
     "tests/layer",
     "tests/balancer",
-    "tests/report/test_browser.py",
     "tests/cli",
 )
 """How the names begin by which tests that take long stay together, longest first."""
@@ -37,9 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws without a seed of its own must not depend on the tests that ran before it in this process."""
+    """What a test draws without a seed of its own must not depend on the tests that ran before it in this process.
+
+    Tiny models need no threads; on a machine that others keep busy too they only wait for each other.
+    """
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+        torch.set_num_threads(1)
 
 
 class RoomTimes:
@@ -81,11 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = {}
     for item in items:
         together = item.nodeid.split("::")[0]
-        if "pool" in getattr(item, "fixturenames", ()):
-            together = (
-                "pool, transfer" if together.startswith(("tests/layer", "tests/transfer", "tests/balancer")) else "pool"
-            )
-        if "megatron_pool" in getattr(item, "fixturenames", ()):
+        fixtures = {*getattr(item, "fixturenames", ())}
+        if "pool" in fixtures and together.startswith(("tests/layer", "tests/transfer", "tests/balancer")):
+            together = "pool, transfer"
+        elif fixtures & {"pool", "browser"}:
+            together = "pool"
+        elif "megatron_pool" in fixtures:
             together = "megatron"
         item.add_marker(pytest.mark.xdist_group(together))
         place[item] = next((n for n, name in enumerate(LONGEST) if together.startswith(name)), len(LONGEST))
@@ -99,6 +104,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     is_grouped = getattr(session.config.option, "loadgroup", False)
     if is_grouped and session.items and "@" not in session.items[0].nodeid:
         raise pytest.UsageError("xdist's groups have no effect with this pytest; install what constraints.txt names")
+    # Modules and tests stay: tests that collect garbage, to see what is left, need not look at half a million objects.
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,6 +13,7 @@ Invariants (asserted by the tests):
 3. After a failure the next run finds fresh workers. Workers end with the test process, however it ends.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -141,6 +142,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, backend: str) -> 
     import torch
     import torch.distributed as dist
 
+    # What was loaded before the fork stays: a collection need not look at it, and does not copy its pages.
+    gc.freeze()
     torch.set_num_threads(1)
     limit = timedelta(seconds=300)
     be_another_host(rank)

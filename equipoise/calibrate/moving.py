@@ -142,7 +142,7 @@ def time_experts(shape: tuple[int, int], count: int, *, group: Any, node_R: list
 
     def collect() -> None:
         # Ranks first agree that nobody pulls from the homes any more.
-        node.agree([0], Transfer("collect", 0, path="p2p"))
+        node.agreement.largest([0], Transfer("collect", 0, path="p2p"))
         relocator.relocate("collect", 0, inside, gradients)
 
     times = ExpertTimes(

@@ -147,13 +147,13 @@ class Relocator:
                 self.number += 1
                 try:
                     # Boxes are free once every rank has written what it read from them.
-                    node.wait_peers(WRITTEN, self.number - 1, whole)
+                    node.watchdog.wait_peers(WRITTEN, self.number - 1, whole)
                     self._stage(whole, now.staged, tensors)
                     node.synchronize(whole)
                     if at == 0:
                         self._agree(whole._replace(path="p2p"), moves, tensors)
                     node.cells[node.rank][STAGED] = self.number
-                    node.wait_peers(STAGED, self.number, whole)
+                    node.watchdog.wait_peers(STAGED, self.number, whole)
                     self._write(now.written, tensors)
                     node.synchronize(whole)
                 except TransferError as error:
@@ -194,7 +194,7 @@ class Relocator:
         """Compare what must be the same on all ranks before any of them writes."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.tensors())
         facts = {"number": self.number, "moves": digest(moves), "bytes": num_bytes}
-        self._node.agree_equal(facts, transfer)
+        self._node.agreement.require_equal(facts, transfer)
 
     def _write(self, written: Sequence[Boxed], tensors: ExpertWeights) -> None:
         """Copy to this rank's slots what its node's outboxes and its landing hold for it."""
@@ -284,7 +284,7 @@ class WindowEdges:
         if plan.persistent:
             raise TransferError(f"a plan of policy {plan.policy!r} is not executed: its homes are no permutation")
         moves, whole = [owner_to_home(plan, layer) for layer in range(layout.layers)], Transfer("publish", path="p2p")
-        node.agree_equal({"placement": digest(moves)}, whole)
+        node.agreement.require_equal({"placement": digest(moves)}, whole)
         has_gradients = self._layers_with_gradients(whole, range(len(moves)), is_nonzero=True)
         for layer, layer_moves in enumerate(moves):
             if has_gradients[layer]:
@@ -329,7 +329,7 @@ class WindowEdges:
             self._published.add(layer)
         # Others may read the layer once all ranks of the node have written everything relocated so far.
         whole = Transfer("publish", layer, path=self._node.direct_path)
-        self._node.wait_peers(WRITTEN, self._relocator.number, whole)
+        self._node.watchdog.wait_peers(WRITTEN, self._relocator.number, whole)
 
     def complete(self, layer: int) -> None:
         """Take a layer's gradients as complete: from now on nobody but this object changes them in this window.
@@ -367,7 +367,7 @@ class WindowEdges:
         moves, whole = self._moves, Transfer("collect", path="p2p")
         collected, published = sorted(self._collected), sorted(self._published)
         facts = {"layers collected": digest(collected), "layers published": digest(published)}
-        self._node.agree_equal(facts, whole)
+        self._node.agreement.require_equal(facts, whole)
         left = [layer for layer in range(len(moves)) if layer not in self._collected]
         has_gradients = dict(zip(left, self._layers_with_gradients(whole, left), strict=True))
         for layer in range(len(moves)):
@@ -441,4 +441,4 @@ class WindowEdges:
         for layer in layers:
             gradients = [self._gradient_of(tensor) for tensor in self._node.homes[layer].tensors()]
             mine.append(any(g is not None and (not is_nonzero or bool(g.any())) for g in gradients))
-        return [value > 0 for value in self._node.agree(mine, transfer)] if mine else []
+        return [value > 0 for value in self._node.agreement.largest(mine, transfer)] if mine else []

@@ -195,7 +195,7 @@ class TransferEngine:
         # Step 1: if one rank cannot, all raise at once and nothing has moved.
         used = {PATHS[index] for index in np.unique(plan.replica_table.path_P2)}
         needs_store = bool(used & set(self._host_paths))
-        self._node.all_or_none(partial(self._check_open, plan, needs_store), Transfer("publish", path="p2p"))
+        self._node.agreement.all_or_none(partial(self._check_open, plan, needs_store), Transfer("publish", path="p2p"))
         if needs_store:
             self._open_store()
         # Step 2: gradients that owners hold already go to the homes.
@@ -303,7 +303,7 @@ class TransferEngine:
         """Move a layer to its owners once nobody reads its homes. Runs in the background, on every rank."""
         # Step 1: no rank of the group pulls from the homes any more.
         self._puller.close_layer(layer)
-        self._node.agree([0], Transfer("collect", layer, path="p2p"))
+        self._node.agreement.largest([0], Transfer("collect", layer, path="p2p"))
         # Step 2: this rank writes no more to the store. Not before all have stopped, because another rank may wait for
         # an expert that this one has yet to write.
         if self._refresher is not None:
@@ -317,7 +317,7 @@ class TransferEngine:
             raise TransferError("no window is open; call open_window(plan) first")
         self._retire_version()
         self._mailboxes.check_empty()
-        self._node.all_or_none(self._edges.check_unchanged, Transfer("collect", path="p2p"))
+        self._node.agreement.all_or_none(self._edges.check_unchanged, Transfer("collect", path="p2p"))
         with self._exposed("collect"):
             self._edges.end()
         self.counters.flush()
@@ -330,7 +330,7 @@ class TransferEngine:
         """
         if self._plan is not None:
             raise TransferError("a window is open; close it before the host store is completed")
-        self._node.all_or_none(self._check_store, Transfer("refresh", path="host"))
+        self._node.agreement.all_or_none(self._check_store, Transfer("refresh", path="host"))
         self._open_store()
         assert self._store is not None and self._refresher is not None, "opened above"
         self._version += 1
@@ -430,7 +430,7 @@ class TransferEngine:
         node.synchronize(fence)
         self.counters.flush()
         node.cells[node.rank][RETIRED] = self._version
-        node.wait_peers(RETIRED, self._version, fence)
+        node.watchdog.wait_peers(RETIRED, self._version, fence)
         if self._refresher is not None:
             # Not before: until all have stopped, another rank may wait for an expert that this one has yet to write.
             self._refresher.pause()
@@ -441,7 +441,7 @@ class TransferEngine:
             return
         node = self._node
         # Bounded, unlike what follows: all ranks are here from now on.
-        node.agree([0], Transfer("publish", path="host"))
+        node.agreement.largest([0], Transfer("publish", path="host"))
         self._store = HostStore(
             node.layout,
             experts=node.num_experts,

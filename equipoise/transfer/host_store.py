@@ -263,12 +263,12 @@ class Refresher:
         self.start(entries, version=version, layers=layers)
         self.finish()
         transfer = Transfer("refresh", path="host")
-        node.agree([0], transfer)
+        node.agreement.largest([0], transfer)
         if node.layout.nodes > 1:
             for layer in layers:
                 owners = owner_crossings(layer, node.node_R, home_slots=owned)
                 send_crossings(node, self._store, owners, version=version)
-            node.agree([0], transfer)
+            node.agreement.largest([0], transfer)
 
     def close(self) -> None:
         """End the thread. Closing twice is allowed."""

@@ -102,7 +102,7 @@ class MappedRows:
             return
         limits = RowLimits(**sizes).grown()
         # All ranks have launched every earlier step before any of them lets go of its page.
-        node.agree([0], Transfer("rows", path=node.direct_path))
+        node.agreement.largest([0], Transfer("rows", path=node.direct_path))
         self.close()
         is_host = node.device.type == "cpu"
         pager: Pager = HostPager(is_locked=node.options.is_locked) if is_host else CudaPager(node.device)
@@ -124,7 +124,7 @@ class MappedRows:
         self.bases_R = bases_R.to(node.device)
         self._last_part = ""
         Mark.now(node.device).block()
-        node.agree([0], Transfer("rows", path=node.direct_path))
+        node.agreement.largest([0], Transfer("rows", path=node.direct_path))
         if not is_host:
             self._stream_words = StreamWords(node, self.views)
 
@@ -151,7 +151,7 @@ class MappedRows:
             self._stream_words.step(self.number, transfer)
         else:
             node.cells[node.rank][LAUNCHED] = self.number
-            node.wait_peers(LAUNCHED, self.number, transfer)
+            node.watchdog.wait_peers(LAUNCHED, self.number, transfer)
 
     def close(self) -> None:
         """Let go of all pages. Closing twice is allowed."""
@@ -206,7 +206,7 @@ class StreamWords:
         # A write is seen after everything that the stream did before it.
         call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._writes), self._writes, 0)
         self._node.cells[self._node.rank][LAUNCHED] = number
-        self._node.wait_peers(LAUNCHED, number, transfer)
+        self._node.watchdog.wait_peers(LAUNCHED, number, transfer)
         before = Mark.now(self._node.device)
         call_driver(self._driver, "cuStreamBatchMemOp", stream, len(self._waits), self._waits, 0)
         self._queue.put((before, Mark.now(self._node.device), transfer))

@@ -16,7 +16,7 @@ anything may be read or written is decided by `edges`, `returns` and `engine`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,9 +36,9 @@ from equipoise.transfer.cuda_pages import CudaPager, Pin
 from equipoise.transfer.nccl import NcclGroup, choose_transport
 from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory, share_pages, share_storages, whole
 from equipoise.transfer.waits import (
-    AGREED,
     MESSAGE_BYTES,
     TAGS,
+    Agreement,
     Counters,
     Mark,
     Message,
@@ -457,8 +457,7 @@ class NodeMemory:
         count = TAGS + self.layout.num_mailboxes
         self.cells = {r: self._control.view(start[r], (count,), torch.int64).numpy() for r in self.peers}
         after, ballots = aligned(8 * count), (2, self.layout.ballot)
-        self._ballots = {r: self._control.view(start[r] + after, ballots, torch.int64).numpy() for r in self.peers}
-        self._num_agreed = 0
+        ballot_of = {r: self._control.view(start[r] + after, ballots, torch.int64).numpy() for r in self.peers}
         after = control_bytes - MESSAGE_BYTES
         messages = {r: self._control.view(start[r] + after, (MESSAGE_BYTES,), torch.uint8).numpy() for r in self.peers}
         self._pin: Pin | None = None
@@ -470,10 +469,14 @@ class NodeMemory:
         self.watchdog = Watchdog(self.cells, messages, rank=self.rank, timeout_s=options.timeout_s)
         # Twice the bound on waits: a rank that does not join is named by the watchdog, not by gloo.
         self._own_group = OwnGroup(group, timeout_s=2 * options.timeout_s)
+        is_one_node = len(self.peers) == len(self.node_R)
+        self.agreement = Agreement(
+            self._own_group, self.watchdog, cells=self.cells[self.rank], ballots=ballot_of if is_one_node else {}
+        )
         self.registrations: tuple[Registration, ...] = ()
         """Where this rank's parameters are, in layer and field order."""
         self.adopt(version=0)
-        self.agree([0], Transfer("fence", path="p2p"))
+        self.agreement.largest([0], Transfer("fence", path="p2p"))
         self.watchdog.watch_peers()
         self._nccl: NcclGroup | None = None
         if self.transport == "nccl" and nodes > 1:
@@ -539,56 +542,10 @@ class NodeMemory:
                     "call suspend() before parameters are moved or freed, and resume() after"
                 )
 
-    def wait_peers(self, cell: int, value: int, transfer: Transfer) -> None:
-        """Wait until a cell of all ranks of the node has reached a value."""
-        for peer in self.peers:
-            has_reached = lambda: bool(self.cells[peer][cell] >= value)  # noqa: B023, E731  # called here alone
-            self.watchdog.wait(has_reached, transfer._replace(peer=peer))
-
     def synchronize(self, transfer: Transfer) -> None:
         """Wait, bounded, until the device has finished the current stream's work; returns at once on a CPU."""
         if self.device.type != "cpu":
             self.watchdog.wait(Mark.now(self.device).is_reached, transfer)
-
-    def agree(self, values: Sequence[int], transfer: Transfer) -> list[int]:
-        """Return the largest of each value over all ranks. Every rank of the group must call this.
-
-        Ends within the bound, or at once where a rank of this node gives up or a process is gone.
-        """
-        self.watchdog.check(transfer)
-        if len(self.peers) < len(self.node_R):
-            return self._own_group.largest(values, partial(self._finish, transfer=transfer))
-        # One node agrees in its shared memory, without a message. Two ballots take turns: a rank that writes the same
-        # one again knows that all others have written the one between, so they have read this one.
-        self._num_agreed += 1
-        turn, count = self._num_agreed % 2, len(values)
-        # No view is kept in a variable: an error refers to this call, and would keep shared memory mapped.
-        self._ballots[self.rank][turn, :count] = values
-        self.cells[self.rank][AGREED] = self._num_agreed
-        self.wait_peers(AGREED, self._num_agreed, transfer)
-        return [int(value) for value in np.max([ballots[turn, :count] for ballots in self._ballots.values()], axis=0)]
-
-    def agree_equal(self, facts: Mapping[str, int], transfer: Transfer) -> None:
-        """Raise on all ranks if one of them has a different fact. Every rank of the group must call this."""
-        # The largest of a number and of its negative are its extremes over the ranks.
-        largest = self.agree([*facts.values(), *(-value for value in facts.values())], transfer)
-        for name, high, low in zip(facts, largest[: len(facts)], largest[len(facts) :], strict=True):
-            if high != -low:
-                raise self.watchdog.abort(
-                    f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan and run its "
-                    "layers in the same order"
-                )
-
-    def all_or_none(self, work: Callable[[], None], transfer: Transfer) -> None:
-        """Run `work` on every rank of the group, or raise on all of them what failed on one; bounded as `agree`."""
-
-        def gather(mine: tuple[Any, Any]) -> list[Any]:
-            # What failed is sent only where something did.
-            if not self.agree([mine[0] is not None], transfer)[0]:
-                return []
-            return self._own_group.gather(mine, finish=partial(self._finish, transfer=transfer))
-
-        all_or_none(work, gather)
 
     def messages(self, experts: ExpertWeights, slot: int, *, peer: int, is_leaving: bool) -> list[Message]:
         """The messages of one expert to or from another node's rank, as `exchange` takes them."""
@@ -627,7 +584,8 @@ class NodeMemory:
                 tensor.data = tensor.detach().clone()
         self.registrations = ()
         Mark.now(self.device).block()
-        self.cells, self._ballots = {}, {}
+        self.cells = {}
+        self.agreement.close()
         self.home, self._outboxes, self.mailboxes = {}, {}, {}
         self.buffers.close()
         self._own_group.close()
@@ -656,17 +614,6 @@ class NodeMemory:
             self._pin = Pin(
                 self._control.view(0, (self._control.num_bytes,), torch.uint8), name="control pages", fix=""
             )
-
-    def _finish(self, work: Any, transfer: Transfer) -> None:
-        """Wait for a collective of the own group."""
-        try:
-            self.watchdog.wait(work.is_completed, transfer)
-            work.wait()
-        except TransferError:
-            self._own_group.abandon([work])
-            raise
-        except RuntimeError as error:
-            raise self.watchdog.lost(transfer, error) from error
 
     def _map_pages(self) -> None:
         """Make this rank's pages and replica buffers, map the pages of the node, and find what lies where."""

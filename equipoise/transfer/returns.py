@@ -209,7 +209,7 @@ class Mailboxes:
         self._turns = None if rows is None else BoxTurns(rows, [-1] * (self._node.layout.depth + 1))
         if self._far is None and plan.cross_node and returns_far(plan):
             # Bounded, unlike what follows: all ranks are here from now on.
-            self._node.agree([0], Transfer("return", path="p2p"))
+            self._node.agreement.largest([0], Transfer("return", path="p2p"))
             self._far = FarReturns(self._node)
 
     def hand_in(self, plan: Plan, micro_step: int, layer: int, gradients: ExpertWeights) -> None:

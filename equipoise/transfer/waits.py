@@ -3,6 +3,7 @@
     Watchdog      bounds every wait for another rank; one that fails ends the step on all ranks of the node
     Mark, Lane    points and streams in a device's work, with `JobQueue` on top of them
     OwnGroup      the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
+    Agreement     the same bounded by the watchdog, inside a node without messages
     Counters      what the transfers of one rank moved
 
 Each rank has a row of 64-bit cells in the node's memory that only it writes, and room for one message:
@@ -13,7 +14,7 @@ Each rank has a row of 64-bit cells in the node's memory that only it writes, an
     WRITTEN      the last round of a relocation that it has written completely
     ABORTED      1 once its message says why it gave up
     LAUNCHED     the last step of mapped rows that it has launched (see `mapped_rows`)
-    AGREED       the last agreement of the node for which its ballot is written (see `NodeMemory.agree`)
+    AGREED       the last agreement of the node for which its ballot is written (see `Agreement`)
     TAGS...      one per mailbox of returned gradients (see `returns`)
 A cell is stored after the data that it announces. That is safe because x86-64 keeps the order of stores; other
 machines are refused, because a rank could see a cell before its data.
@@ -31,6 +32,7 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -126,6 +128,12 @@ class Watchdog:
             pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
         return time.monotonic() - begin
+
+    def wait_peers(self, cell: int, value: int, transfer: Transfer) -> None:
+        """Wait until a cell of all ranks of the node has reached a value."""
+        for peer in self._cells:
+            has_reached = lambda: bool(self._cells[peer][cell] >= value)  # noqa: B023, E731  # called here alone
+            self.wait(has_reached, transfer._replace(peer=peer))
 
     def check(self, transfer: Transfer) -> None:
         """Raise if a rank of this node has given up."""
@@ -461,6 +469,78 @@ def all_or_none(work: Callable[[], T], gather: Callable[[Any], list[Any]]) -> li
         if failed is not None:
             raise failed(f"rank {rank}: {value}")
     return [value for _, value in results]
+
+
+class Agreement:
+    """What all ranks of a group agree on; every one of them must make the same calls.
+
+    Each ends within the bound, or at once where a rank of this node gives up or a process is gone.
+    """
+
+    def __init__(
+        self, group: OwnGroup, watchdog: Watchdog, *, cells: np.ndarray, ballots: Mapping[int, np.ndarray]
+    ) -> None:
+        """
+        Args:
+            group: agrees where the ranks are on several nodes
+            cells: of this rank
+            ballots: int64 [2, values] of each rank, where they are all on one node; else none
+        """
+        self._group, self._watchdog = group, watchdog
+        self._cells, self._ballots = {watchdog.rank: cells}, dict(ballots)
+        self._number = 0
+
+    def largest(self, values: Sequence[int], transfer: Transfer) -> list[int]:
+        """Return the largest of each value over all ranks."""
+        self._watchdog.check(transfer)
+        if not self._ballots:
+            return self._group.largest(values, partial(self._finish, transfer=transfer))
+        # One node agrees in its shared memory, without a message. Two ballots take turns: a rank that writes the same
+        # one again knows that all others have written the one between, so they have read this one.
+        self._number += 1
+        turn, count, rank = self._number % 2, len(values), self._watchdog.rank
+        # No view is kept in a variable: an error refers to this call, and would keep shared memory mapped.
+        self._ballots[rank][turn, :count] = values
+        self._cells[rank][AGREED] = self._number
+        self._watchdog.wait_peers(AGREED, self._number, transfer)
+        return [int(value) for value in np.max([ballots[turn, :count] for ballots in self._ballots.values()], axis=0)]
+
+    def require_equal(self, facts: Mapping[str, int], transfer: Transfer) -> None:
+        """Raise on all ranks if one of them has a different fact."""
+        # The largest of a number and of its negative are its extremes over the ranks.
+        largest = self.largest([*facts.values(), *(-value for value in facts.values())], transfer)
+        for name, high, low in zip(facts, largest[: len(facts)], largest[len(facts) :], strict=True):
+            if high != -low:
+                raise self._watchdog.abort(
+                    f"{transfer}: ranks differ in {name}, {-low} and {high}; all must use the same plan and run its "
+                    "layers in the same order"
+                )
+
+    def all_or_none(self, work: Callable[[], None], transfer: Transfer) -> None:
+        """Run `work` on every rank, or raise on all of them what failed on one."""
+
+        def gather(mine: tuple[Any, Any]) -> list[Any]:
+            # What failed is sent only where something did.
+            if not self.largest([mine[0] is not None], transfer)[0]:
+                return []
+            return self._group.gather(mine, finish=partial(self._finish, transfer=transfer))
+
+        all_or_none(work, gather)
+
+    def close(self) -> None:
+        """Let go of shared memory."""
+        self._cells, self._ballots = {}, {}
+
+    def _finish(self, work: Any, transfer: Transfer) -> None:
+        """Wait for a collective of the own group."""
+        try:
+            self._watchdog.wait(work.is_completed, transfer)
+            work.wait()
+        except TransferError:
+            self._group.abandon([work])
+            raise
+        except RuntimeError as error:
+            raise self._watchdog.lost(transfer, error) from error
 
 
 @dataclass(slots=True, kw_only=True)

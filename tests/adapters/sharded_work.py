@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from equipoise.adapters import transformers_sharded as adapter
 from equipoise.adapters.transformers_routers import wrap_routers
 from equipoise.core.options import BalancerOptions
 from tests.adapters.tiny import VOCAB, build
-from tests.adapters.windowed import kept_worker, made_routes, objects, refusal
+from tests.adapters.windowed import kept_worker, made_routes, objects, refusal, run_example
 
 RANKS, STEPS, SAMPLES, TOKENS = 4, 3, 2, 12
 logging.disable_progress_bar()
@@ -182,3 +183,9 @@ def refused(group, folder):
     words["lora"] = refusal(lambda: installer(4, slots=1)(model))
     model.model.layers[0].mlp.experts = experts
     return words, objects(model) == kept
+
+
+def example(group):
+    """Run the example on this rank; return what it prints."""
+    with patch.object(adapter, "install", functools.partial(adapter.install, worker=kept_worker())):
+        return run_example(group, "transformers_sharded.py")

@@ -1,16 +1,12 @@
-"""The example of a loop of one's own runs as it says."""
+"""The example of a loop of one's own runs as it says; `tests/test_examples.py` starts one as users do."""
 
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.adapters.windowed import run_example
 
 
-def check_lines(done):
+def check_lines(lines):
     """Three windows, in each of which replicas were pulled and every row was replayed."""
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["window 0", "window 1", "window 2"]
     for number, line in enumerate(lines):
         assert ", 0 replicas pulled" not in line
@@ -18,6 +14,7 @@ def check_lines(done):
         assert line.endswith(f"{rows} of {rows} rows replayed so far")
 
 
-def test_the_loop_replays_every_row_and_moves_experts_in_every_window():
-    command = [sys.executable, "examples/transformers_loop.py"]
-    check_lines(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600))
+@pytest.mark.dist(2)
+def test_the_loop_replays_every_row_and_moves_experts_in_every_window(pool):
+    for lines in pool.run(run_example, 2, "transformers_loop.py"):
+        check_lines(lines)

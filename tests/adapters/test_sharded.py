@@ -1,15 +1,10 @@
 """transformers' own expert parallelism: a model that is sharded already trains balanced as it trains alone."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from equipoise.adapters import transformers_sharded
-from tests.adapters.sharded_pool import NEWER, NewerPool
+from tests.adapters.sharded_pool import NewerPool
 from tests.adapters.test_example import check_lines
 from tests.adapters.tiny import build
 
@@ -17,9 +12,6 @@ from tests.adapters.tiny import build
 @pytest.fixture(scope="module")
 def newer_pool(beside):
     return beside(NewerPool)
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def differing(leg, wanted, kind):
@@ -106,12 +98,5 @@ def test_a_version_that_does_not_send_tokens_is_refused_by_name():
 
 
 def test_the_example_replays_every_row_and_moves_experts_in_every_window(newer_pool):
-    done = subprocess.run(
-        [sys.executable, "examples/transformers_sharded.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{NEWER}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    check_lines(done)
+    for lines in newer_pool.call("example"):
+        check_lines(lines)

@@ -1,10 +1,16 @@
 """What ranks share in the tests of models that their framework has sharded; imports no framework."""
 
+import contextlib
 import functools
+import io
+import runpy
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+import equipoise.torch
 from equipoise.core.errors import AdapterError
 from equipoise.planning.worker import PlanWorker
 
@@ -41,3 +47,14 @@ def refusal(work):
     except AdapterError as error:
         return str(error)
     return "accepted"
+
+
+def run_example(group, name):
+    """Run a whole file of `examples` on this rank, as the ranks that it would start; return what it prints."""
+    printed = io.StringIO()
+    with (
+        patch.object(equipoise.torch, "run_ranks", lambda train, ranks: [train(group)]),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / name), run_name="__main__")
+    return printed.getvalue().splitlines()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 
-from tests.report.conftest import PATIENCE_MS, browser  # noqa: F401  # a fixture
+from tests.browser import PATIENCE_MS
 from tests.report.documents import metrics, write_run
 from tests.rl import work
 
@@ -51,7 +51,7 @@ def test_new_steps_and_warnings_are_shown_until_the_run_ends(equipoise, monkeypa
             time.sleep(0.02)
         append(run / "events.jsonl", {"kind": "end"})
 
-    writer = threading.Thread(target=go_on)
+    writer = threading.Thread(target=go_on, daemon=True)
     writer.start()
     shown = equipoise("watch", run)
     writer.join(60)
@@ -60,7 +60,7 @@ def test_new_steps_and_warnings_are_shown_until_the_run_ends(equipoise, monkeypa
 
 
 @pytest.mark.dist(2)
-def test_a_page_in_a_browser_follows_a_run_that_writes(pool, browser, tmp_path):  # noqa: F811
+def test_a_page_in_a_browser_follows_a_run_that_writes(pool, browser, tmp_path):
     from equipoise.rl.train import prepare
 
     config, out = work.small(steps=12), tmp_path / "run"

@@ -4,6 +4,7 @@ import os
 import statistics
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -13,11 +14,17 @@ from tests.megatron.layouts import LAYOUTS
 NARROW = list(LAYOUTS) if os.environ.get("MEGATRON_LAYOUTS") == "all" else list(LAYOUTS)[::3]
 
 
+@pytest.fixture(scope="module")
+def compared(megatron_pool):
+    """`compared(name, dtype)`: what ranks found in a layout, each compared once."""
+    return cache(lambda name, dtype: megatron_pool.call("compare", replace(LAYOUTS[name], dtype=dtype)))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "fp32") for name in LAYOUTS), *((name, "bf16") for name in NARROW)]
 )
-def test_placement_gives_the_same_bits_and_replicas_the_same_precision(megatron_pool, name, dtype):
-    ranks = megatron_pool.call("compare", replace(LAYOUTS[name], dtype=dtype))
+def test_placement_gives_the_same_bits_and_replicas_the_same_precision(compared, name, dtype):
+    ranks = compared(name, dtype)
     for rank in ranks:
         assert rank["differences"] == [], "losses, norms, weights, master weights and moments of three steps"
         assert rank["moved"] == [False] * 3, "parameters, main_grad, DDP's buffers and the optimizer's shards stay"
@@ -28,6 +35,17 @@ def test_placement_gives_the_same_bits_and_replicas_the_same_precision(megatron_
     ours, plain = (total([rank[which] for rank in ranks]) for which in ("errors", "plain errors"))
     # Root-mean-square errors of a layer's experts; those of single experts are below.
     assert {key: ours[key] / plain[key] for key in plain if ours[key] > 1.1**2 * plain[key]} == {}
+
+
+def test_layouts_train_the_same_model(compared):
+    """Where the same ranks see the same data, in two groups by the number of data-parallel ranks."""
+    norms = {}
+    for name in ("EP2 x DP2", "grouped experts", "EP4, TP2 + SP", "EP2 x PP2 x VPP2"):
+        ranks = compared(name, "fp32")
+        assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks), name
+        norms[name] = ranks[0]["norms"]
+    assert norms["grouped experts"] == pytest.approx(norms["EP2 x DP2"], rel=1e-6)
+    assert norms["EP2 x PP2 x VPP2"] == pytest.approx(norms["EP4, TP2 + SP"], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

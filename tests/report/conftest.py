@@ -1,35 +1,10 @@
-"""One headless Chromium for all tests of the page, and pages opened in it."""
+"""Pages opened in the browser."""
 
-import shutil
 from dataclasses import dataclass, field
 
 import pytest
 
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
-"""A browser that asks nobody anything by itself, so that every request is the page's."""
-
-PATIENCE_MS = 180_000
-"""How long a browser on a busy machine may take for anything."""
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """Chromium, where one is found."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium found on this machine, so the page was not tested in a browser")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS), timeout=PATIENCE_MS)
-        yield browser
-        browser.close()
+from tests.browser import PATIENCE_MS
 
 
 @dataclass

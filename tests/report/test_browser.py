@@ -9,7 +9,8 @@ import pytest
 
 from equipoise.report import build_page, write_page
 from equipoise.report.render import GROUND, INK, as_csv
-from tests.report.conftest import PATIENCE_MS, open_in
+from tests.browser import PATIENCE_MS
+from tests.report.conftest import open_in
 from tests.report.documents import POLICIES, metrics, rank_replay, simulation, small_analysis, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="without playwright the page is not tested in a browser")

@@ -77,11 +77,7 @@ def test_under_torchrun_this_process_is_the_rank(monkeypatch, tmp_path):
     places = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     for name, value in {**places, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
-    threads = torch.get_num_threads()
-    try:
-        assert launch(name_of_rank, work.small(ranks=1), "rank") == "rank 0 of 1"
-    finally:
-        torch.set_num_threads(threads)
+    assert launch(name_of_rank, work.small(ranks=1), "rank") == "rank 0 of 1"
 
 
 class SlowWorker:

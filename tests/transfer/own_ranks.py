@@ -3,6 +3,7 @@
 They are forked from a server that has torch loaded, so that starting a few costs little.
 """
 
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -56,6 +57,7 @@ def _serve(pipe, where, call):
     import torch
     import torch.distributed as dist
 
+    gc.freeze()
     torch.set_num_threads(1)
     rank, world_size, store, backend = where
     limit = timedelta(seconds=300)

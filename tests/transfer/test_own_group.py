@@ -69,7 +69,7 @@ def give_up_alone(group, plan, how):
             time.sleep(0.3)
             raise node.watchdog.abort("a fault of its own")
         if how == "agree":
-            node.agree([0], Transfer("collect", path="p2p"))
+            node.agreement.largest([0], Transfer("collect", path="p2p"))
         else:
             rank.engine.open_window(plan)
     except TransferError as error:

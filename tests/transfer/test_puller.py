@@ -121,7 +121,7 @@ def test_a_layer_is_collected_after_every_rank_has_stopped_pulling_from_it():
 
     engine = TransferEngine.__new__(TransferEngine)
     engine._puller = SimpleNamespace(close_layer=note("stop pulling"))
-    engine._node = SimpleNamespace(agree=note("all have"))
+    engine._node = SimpleNamespace(agreement=SimpleNamespace(largest=note("all have")))
     engine._refresher = SimpleNamespace(close_layer=note("stop writing"))
     engine._edges = SimpleNamespace(collect_layer=note("collect"))
     engine.collect_layer(3)
