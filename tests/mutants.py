@@ -58,7 +58,7 @@ TARGETS = {
         "fill_levels",
     ),
     "planner/replicas.py": (
-        "planner/test_fill.py planner/test_trade.py planner/test_reference.py",
+        "planner/test_fill.py planner/test_trade.py",
         "fill node_bound _fill_node _pick rebalance_rows _shared trade_across _best_trade _part trade_inside "
         "_best_pair _level_ranks _trade",
     ),

@@ -140,6 +140,23 @@ def test_any_array_replaced_by_something_else_is_refused_or_a_plan(tmp_path_fact
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("policy", 7, "policy is 7; it must be a str"),
+        ("cross_node", 1, "cross_node is 1; it must be a bool"),
+        ("persistent", "no", "persistent is 'no'; it must be a bool"),
+        ("objective", None, "objective is None; it must be a str"),
+        ("objective", "speed", "objective is 'speed'"),
+    ],
+)
+def test_a_fact_of_a_wrong_kind_is_named(name, value, words, tmp_path):
+    arrays = arrays_of("plain")
+    arrays["facts"] = np.array(json.dumps(json.loads(str(arrays["facts"])) | {name: value}))
+    with pytest.raises(InfeasiblePlanError, match=words):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+@pytest.mark.parametrize(
     "name",
     ["home_LE", "ns_ML", "edge_ns_2L", "edge_slow_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"],
 )
