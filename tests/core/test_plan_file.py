@@ -147,6 +147,10 @@ def test_any_array_replaced_by_something_else_is_refused_or_a_plan(tmp_path_fact
         ("persistent", "no", "persistent is 'no'; it must be a bool"),
         ("objective", None, "objective is None; it must be a str"),
         ("objective", "speed", "objective is 'speed'"),
+        ("static_seconds", -1, "static_seconds is -1; it must be a number from 0"),
+        ("static_seconds", True, "static_seconds is True; it must be a number from 0"),
+        ("estimated_share", float("inf"), "estimated_share is inf; it must be a number from 0"),
+        ("estimated_share", float("nan"), "estimated_share is nan; it must be a number from 0"),
     ],
 )
 def test_a_fact_of_a_wrong_kind_is_named(name, value, words, tmp_path):
