@@ -160,6 +160,16 @@ def test_a_fact_of_a_wrong_kind_is_named(name, value, words, tmp_path):
         load_plan(written(tmp_path / "plan.npz", arrays))
 
 
+@pytest.mark.parametrize("inner", [None, "seconds", "bytes", "cluster"])
+def test_a_fact_that_nobody_knows_is_refused(inner, tmp_path):
+    arrays = arrays_of("plain")
+    facts = json.loads(str(arrays["facts"]))
+    (facts if inner is None else facts[inner])["extra"] = 1
+    arrays["facts"] = np.array(json.dumps(facts))
+    with pytest.raises(InfeasiblePlanError, match=f"{inner or 'facts'} must be an object with "):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
 @pytest.mark.parametrize(
     "name",
     ["home_LE", "ns_ML", "edge_ns_2L", "edge_slow_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"],
