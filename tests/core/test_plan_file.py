@@ -170,6 +170,16 @@ def test_a_fact_that_nobody_knows_is_refused(inner, tmp_path):
         load_plan(written(tmp_path / "plan.npz", arrays))
 
 
+@pytest.mark.parametrize("name", ["name", "device", "profile"])
+def test_a_cluster_whose_names_are_no_text_is_refused(name, tmp_path):
+    arrays = arrays_of("plain")
+    facts = json.loads(str(arrays["facts"]))
+    facts["cluster"][name] = 7
+    arrays["facts"] = np.array(json.dumps(facts))
+    with pytest.raises(InfeasiblePlanError, match="cluster name, device and profile must be text"):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
 @pytest.mark.parametrize(
     "name",
     ["home_LE", "ns_ML", "edge_ns_2L", "edge_slow_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"],
