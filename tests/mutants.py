@@ -7,7 +7,9 @@
 A mutant is one change in one function of `TARGETS`: a comparison turned to its neighbour, `and` for `or`, a `not` left
 out, a number plus one, a `raise` or a call whose result nobody uses left out. Each is written to a copy of the project,
 and the tests named beside its file run there until the first fails. A mutant that passes them all has survived: either
-a test is missing, or the line does nothing.
+a test is missing, or the line does nothing. Before, the tests must pass on the copy as it is, or all would be noticed.
+
+Kernels run as plain Python, because a changed one would be compiled with all others.
 """
 
 import argparse
@@ -18,13 +20,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 600
-"""Of one mutant's tests; a mutant that hangs is noticed."""
+LIMIT_S = 600.0
+"""Of the tests of a file as it is."""
+LIMIT_FACTOR, LEAST_LIMIT_S = 5, 120.0
+"""A mutant's tests may take so many times as long as without it; one that hangs is noticed."""
 PER_FUNCTION = 2
 """Most mutants of one function, spread over its lines."""
 
@@ -38,15 +43,40 @@ TARGETS = {
         "decode_npy decode_base64 shape_bytes finish",
     ),
     "routes/vllm.py": ("routes/test_vllm.py", "_parts"),
-    "routes/store.py": ("routes/test_store.py", "_accept map_store open_store"),
+    "routes/store.py": (
+        "routes/test_store.py",
+        "_accept map_store open_store _is_whole _parse_file_head _parse_sample _check_payload",
+    ),
     "routes/doctor/reading.py": ("routes/doctor", "_dead_layers read num_judged judge"),
     "routes/doctor/checks.py": ("routes/doctor", "look"),
     "routes/interpret.py": ("routes/test_interpret.py", "map_recording interpret"),
     "core/model.py": ("core/test_model.py", "_moe_layer_numbers _listed_layers"),
-    "core/plan_file.py": ("core/test_plan_file.py", "read_plan write_plan load save"),
+    "core/plan_file.py": ("core/test_plan_file.py", "save_plan load_plan _read_facts _number _build _object _cluster"),
+    "core/split.py": (
+        "core/test_split.py",
+        "split_rows add_split _add_in_proportion _add_local_first _add_evenly _pair_by_node _pair fill_shares "
+        "fill_levels",
+    ),
+    "planner/replicas.py": (
+        "planner/test_fill.py planner/test_trade.py",
+        "fill node_bound _fill_node _pick rebalance_rows _shared trade_across _best_trade _part trade_inside "
+        "_best_pair _level_ranks _trade",
+    ),
+    "planner/homes.py": (
+        "planner/test_level.py planner/test_near.py",
+        "level _best_swap polish rests more_away common_multiple busiest near _fill_others _burden_after_swap",
+    ),
+    "planner/layer.py": (
+        "planner/test_layer.py planner/test_reference.py",
+        "plan_layer candidates is_good_start value_of edges_ns edge_price crossings assign_ranks level_ranks",
+    ),
     "transfer/waits.py": (
         "transfer/test_watchdog.py transfer/test_puller.py transfer/test_jobs.py",
         "wait check abort lost _check_peers is_gone drain",
+    ),
+    "transfer/host_store.py": (
+        "transfer/test_host_store.py",
+        "announce check _checksum is_complete check_store_budget complete",
     ),
     "transfer/pulls.py": (
         "transfer/test_schedule.py transfer/test_puller.py",
@@ -111,7 +141,10 @@ def changed(node: ast.AST) -> ast.AST | None:
 def mutants(file: str, functions: set[str]) -> Iterator[Mutant]:
     """Yield the mutants of the named functions of a file."""
     tree = ast.parse((ROOT / "equipoise" / file).read_text())
-    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]
+    if lost := functions - {function.name for function in found}:
+        raise SystemExit(f"equipoise/{file} has no function {', '.join(sorted(lost))}; correct TARGETS")
+    for function in found:
         # What is said in an error is not changed.
         said = {id(inner) for node in ast.walk(function) if isinstance(node, ast.Raise) for inner in ast.walk(node)}
         places = [
@@ -138,20 +171,34 @@ def _put(parent: ast.AST, field: str, at: int, node: ast.AST) -> None:
         setattr(parent, field, node)
 
 
-def is_noticed(mutant: Mutant, tests: list[str], project: Path) -> bool:
+def is_noticed(mutant: Mutant, tests: list[str], project: Path, limit_s: float) -> bool:
     """Whether a test fails, or does not end, with the mutant in place of the file."""
     path = project / "equipoise" / mutant.file
     kept = path.read_text()
     path.write_text(mutant.source)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, timeout=LIMIT_S)
-        return done.returncode != 0
+        return bool(run_tests(tests, project, limit_s).returncode)
     except subprocess.TimeoutExpired:
         return True
     finally:
         path.write_text(kept)
+
+
+def run_tests(tests: list[str], project: Path, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run tests of a copy of the project until the first fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    own = {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1", "NUMBA_DISABLE_JIT": "1"}
+    environment = {**os.environ, **own}
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=limit_s)
+
+
+def limit_of(tests: list[str], project: Path) -> float:
+    """Seconds that the tests may take with a mutant; they must pass without one."""
+    start = time.perf_counter()
+    done = run_tests(tests, project, LIMIT_S)
+    if done.returncode:
+        raise SystemExit(f"the tests {' '.join(tests)} fail without a mutant; mend them first:\n{done.stdout[-2000:]}")
+    return max(LEAST_LIMIT_S, LIMIT_FACTOR * (time.perf_counter() - start))
 
 
 def main() -> int:
@@ -166,11 +213,13 @@ def main() -> int:
         for name in ("equipoise", "tests", "pyproject.toml"):
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, project / name)
         for file in given.files or TARGETS:
-            tests, functions = TARGETS[file]
+            names, functions = TARGETS[file]
+            tests = [f"tests/{name}" for name in names.split()]
+            limit_s = 0.0 if given.list else limit_of(tests, project)
             for mutant in mutants(file, set(functions.split())):
                 if given.list:
                     print(mutant)
-                elif is_noticed(mutant, [f"tests/{test}" for test in tests.split()], project):
+                elif is_noticed(mutant, tests, project, limit_s):
                     print(f"noticed   {mutant}", flush=True)
                 else:
                     survivors.append(mutant)

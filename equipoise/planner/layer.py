@@ -132,7 +132,7 @@ def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> La
     late_22 = np.maximum(0, homes * edge_ns_22 - hides_2[:, None]) // homes
     each_2 = ((edge_ns_22 + (layers - 1) * late_22) // layers + edge_slow_22).sum(axis=0)
     cost_2 = (each_2 * 1000 * 1024 // (row.slope_ps * task.cluster.ep)).tolist()
-    patience = _patience(task.model.experts, by_skew) * task.options.effort
+    patience = _patience(task.model.experts, by_skew=by_skew, crosses=len(domains) > 1) * task.options.effort
     return LayerProblem(
         node_R=node_R,
         domain_DR=np.stack(domains),
@@ -160,13 +160,14 @@ def layer_problem(task: WindowTask, *, budget: int, is_warm: bool = False) -> La
     )
 
 
-def _patience(experts: int, by_skew: bool) -> int:
+def _patience(experts: int, *, by_skew: bool, crosses: bool) -> int:
     """States without improvement before the search for homes stops: more for few experts, whose swaps are coarse.
 
-    Skew is asked for offline, and the last permille cost most: up to 64 experts it is searched for eight times as long.
+    Skew is asked for offline, and the last permille cost most: it is searched for eight times as long. With very many
+    experts that takes long and gains little; where replicas may cross nodes, they level what homes leave.
     """
     patience = max(200, min(4000, 25 * 2**31 // experts**4))
-    return patience * 8 if by_skew and experts <= 64 else patience
+    return patience * 8 if by_skew and experts <= (64 if crosses else 256) else patience
 
 
 def owners(experts: int, ranks: int) -> np.ndarray:

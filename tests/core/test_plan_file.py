@@ -149,6 +149,47 @@ def test_any_array_replaced_by_something_else_is_refused_or_a_plan(tmp_path_fact
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("policy", 7, "policy is 7; it must be a str"),
+        ("cross_node", 1, "cross_node is 1; it must be a bool"),
+        ("persistent", "no", "persistent is 'no'; it must be a bool"),
+        ("objective", None, "objective is None; it must be a str"),
+        ("objective", "speed", "objective is 'speed'"),
+        ("static_seconds", -1, "static_seconds is -1; it must be a number from 0"),
+        ("static_seconds", True, "static_seconds is True; it must be a number from 0"),
+        ("estimated_share", float("inf"), "estimated_share is inf; it must be a number from 0"),
+        ("estimated_share", float("nan"), "estimated_share is nan; it must be a number from 0"),
+    ],
+)
+def test_a_fact_of_a_wrong_kind_is_named(name, value, words, tmp_path):
+    arrays = arrays_of("plain")
+    arrays["facts"] = np.array(json.dumps(json.loads(str(arrays["facts"])) | {name: value}))
+    with pytest.raises(InfeasiblePlanError, match=words):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+@pytest.mark.parametrize("inner", [None, "seconds", "bytes", "cluster"])
+def test_a_fact_that_nobody_knows_is_refused(inner, tmp_path):
+    arrays = arrays_of("plain")
+    facts = json.loads(str(arrays["facts"]))
+    (facts if inner is None else facts[inner])["extra"] = 1
+    arrays["facts"] = np.array(json.dumps(facts))
+    with pytest.raises(InfeasiblePlanError, match=f"{inner or 'facts'} must be an object with "):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+@pytest.mark.parametrize("name", ["name", "device", "profile"])
+def test_a_cluster_whose_names_are_no_text_is_refused(name, tmp_path):
+    arrays = arrays_of("plain")
+    facts = json.loads(str(arrays["facts"]))
+    facts["cluster"][name] = 7
+    arrays["facts"] = np.array(json.dumps(facts))
+    with pytest.raises(InfeasiblePlanError, match="cluster name, device and profile must be text"):
+        load_plan(written(tmp_path / "plan.npz", arrays))
+
+
+@pytest.mark.parametrize(
     "name",
     ["home_LE", "ns_ML", "edge_ns_2L", "edge_slow_2L", "rows_P", "load_MLRE", "stage", "facts", "format", "buffer_V"],
 )

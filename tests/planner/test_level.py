@@ -73,6 +73,23 @@ def test_compiled_polish_equals_the_plain_one(case):
     assert np.array_equal(group_E, wanted)
 
 
+@pytest.mark.parametrize("seed", [0, 4, 6])
+def test_polish_looks_at_every_pair_of_groups_again_after_a_swap(seed):
+    """No single swap is left that lowers the sum of the fullest groups."""
+    load_EM = np.random.default_rng(seed).integers(0, 1000, size=(12, 4))
+    group_E, ones_G = np.repeat([0, 1], 6), np.ones(2, dtype=np.int64)
+
+    def rows(group_E):
+        return np.stack([load_EM[group_E == g].sum(axis=0) for g in (0, 1)])
+
+    none_EG, anywhere_E = np.zeros((12, 2), dtype=np.int64), np.full(12, -1)
+    homes.polish(load_EM, group_E, rows(group_E), ones_G, none_EG, anywhere_E, 12, 10**6)
+    for e, f in itertools.product(np.flatnonzero(group_E == 0), np.flatnonzero(group_E == 1)):
+        swapped_E = group_E.copy()
+        swapped_E[e], swapped_E[f] = 1, 0
+        assert rows(swapped_E).max(axis=0).sum() >= rows(group_E).max(axis=0).sum()
+
+
 @given(groupings())
 @few
 def test_groups_keep_their_sizes_and_the_objective_never_rises(case):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import equipoise as eq
@@ -404,6 +404,36 @@ def test_an_update_window_crosses_nodes_where_that_pays_and_is_never_slower_for_
     assert across.cross_node == (rows == 20_000), "a few rows do not pay for gradients that return across nodes"
     far = across.bytes.edge_across - inside.bytes.edge_across
     assert across.seconds.total <= 0.8 * inside.seconds.total and far > 0 if across.cross_node else far == 0
+
+
+def hot_top_1_window(ranks, experts, rows, *, hot, seed):
+    """Three Switch layers: one to three experts take a tenth to six tenths of all rows, `rows` of each source."""
+    rng = np.random.default_rng(seed)
+    share_E, taken = rng.lognormal(0, 0.5, size=experts), rng.uniform(0.1, 0.6)
+    share_E *= (1 - taken) / share_E.sum()
+    share_E[rng.choice(experts, size=hot, replace=False)] += taken / hot
+    mean_MLRE = share_E * rows * rng.uniform(0.7, 1.3, size=(2, 3, 1, experts))
+    return eq.LoadMatrix(rng.poisson(mean_MLRE, size=(2, 3, ranks, experts)))
+
+
+@given(
+    st.sampled_from([(32, 32), (32, 64), (64, 64)]),
+    st.sampled_from([20, 400, 1500, 5000]),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.integers(0, 2**32 - 1),
+)
+@example((32, 32), 1500, 2, 1, 8)
+@settings(max_examples=25, deadline=None)
+def test_top_1_layers_with_hot_experts_are_never_slower_for_replicas_that_may_cross_nodes(
+    sizes, rows, hot, slots, seed
+):
+    """In the example price lines say that crossing pays, and the clock does not."""
+    loads = hot_top_1_window(*sizes, rows, hot=hot, seed=seed)
+    model = eq.ModelShape.preset("qwen3-30b-a3b", experts=sizes[1], layers=3, top_k=1)
+    given = {"cluster": eq.Cluster.preset("h200", ranks_per_node=8, ep=sizes[0]), "model": model, "slots": slots}
+    inside, across = (eq.plan(loads, **given, options=eq.PlanOptions(cross_node=cross)) for cross in (False, True))
+    assert across.seconds.total <= inside.seconds.total <= across.static_seconds
 
 
 def test_one_and_two_workers_give_the_same_bytes(tmp_path):
