@@ -199,11 +199,13 @@ def plan(
 
 def _find_window(loads: Path) -> Path:
     """Return the file, or the one update window that `convert --to loads -o FILE` wrote beside it."""
-    windows = [] if loads.exists() else sorted(loads.parent.glob(f"{loads.stem}-*-update*{loads.suffix}"))
+    from equipoise.cli.step_loads import find_windows
+
+    windows = find_windows(loads, "update")
     if len(windows) > 1:
         names = ", ".join(path.name for path in windows)
         raise LoadsError(f"{loads} does not exist, and several windows were written beside it; give one of {names}")
-    found = windows[0] if windows else loads
+    (found,) = windows
     if found.is_file() and (npz_kind(found) in ("counts", "plan") or found.suffix != ".npz"):
         raise LoadsError(
             f"{found} holds no loads; make them first: equipoise convert {found} --model MODEL --to loads --ep 8 "

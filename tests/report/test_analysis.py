@@ -34,7 +34,11 @@ def test_the_answer_has_the_documents_shares(document):
     assert f"would recover {percent(whole['saved']['share'])}" in page.answer
     assert "1 replica slot" in page.answer
     skew = document["plan"]["skew"]["update"]
-    value = {f.label: f.value for f in page.figures}["Mean skew"]
+    figures = {f.label: f for f in page.figures}
+    speed = whole["now"]["total"] / whole["planned"]["total"]
+    assert figures["Saved by a plan"].text.endswith(f"so {ratio(speed)} times as fast")
+    assert "how samples were cut" in build_page({**document, "schedule": "how samples were cut"}, title="x").conditions
+    value = figures["Mean skew"].value
     assert value == f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
 
 
@@ -129,7 +133,7 @@ def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
         "27.1 %",
         "500 ms more with a plan, every cost charged",
     )
-    assert "Recovered by a plan" not in figures
+    assert "Saved by a plan" not in figures
 
 
 def test_layers_have_whole_ticks(document):
