@@ -122,8 +122,8 @@ class PackingFlags:
     schedule: Annotated[
         str,
         typer.Option(
-            help=f"tokens:N per rank and micro-step at most, samples:N, or a schedule file (.json); tokens alone: "
-            f"{TOKEN_BUDGET}, or the longest sample's."
+            help=f"tokens:N or samples:N per rank and micro-step (tokens alone: {TOKEN_BUDGET}), or a schedule file "
+            "(.json)."
         ),
     ] = "tokens"
     mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1

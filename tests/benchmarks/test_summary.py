@@ -52,7 +52,9 @@ def test_the_readme_says_how_many_times_as_fast_the_papers_comparison_is():
         ours = [row["step_over_static"] for row in some]
         most = [row["step_over_static"] / row["step_of_balanced"] for row in some]
         said += [len(some), f"{min(ours):.2f} to {max(ours):.2f}", f"{min(most):.2f} to {max(most):.2f}"]
-    all_cases = "training is {1} times as fast in {0} cases (the most possible: {2}), and {4} times where loads shift ({5})"
+    all_cases = (
+        "training is {1} times as fast in {0} cases (the most possible: {2}), and {4} times where loads shift ({5})"
+    )
     assert all_cases.format(*said) in text
     set_up = "as in ReLibra's set-up (EP16 and EP32, log-prob pass and update, a token crosses once per node)"
     assert text.count(set_up) == text.count("ReLibra's set-up") == 1

@@ -125,7 +125,7 @@ def test_a_plan_that_saves_nothing_says_so_and_is_no_failure(equipoise, tmp_path
     eq.LoadMatrix(np.full((2, 16, 8, 64), 100)).save(path)
     outcome = equipoise("plan", path, *ARGUMENTS)
     assert outcome.code == 0
-    assert "0.000 ms: not worth it here" in outcome.out
+    assert "0.000 ms, 0.0%: not worth it here" in outcome.out
     assert "0 of 1,024 experts displaced" in outcome.out
 
 
