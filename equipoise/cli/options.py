@@ -122,8 +122,7 @@ class PackingFlags:
     schedule: Annotated[
         str,
         typer.Option(
-            help=f"tokens:N or samples:N per rank and micro-step (tokens alone: {TOKEN_BUDGET}), or a schedule file "
-            "(.json)."
+            help=f"tokens:N (N is {TOKEN_BUDGET} if left out) or samples:N per rank and micro-step, or a .json file."
         ),
     ] = "tokens"
     mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1
