@@ -130,7 +130,7 @@ def plan(
         str | None,
         typer.Option(
             "--model",
-            help=f"Model preset such as {STAND_IN}, or a HF config.json; left out, experts of {STAND_IN}'s size.",
+            help=f"Model preset such as {STAND_IN}, its HF id, or a config.json; left out, {STAND_IN}'s experts.",
         ),
     ] = None,
     machine: MachineFlags,
