@@ -27,6 +27,7 @@ from equipoise.report.page import (
     num_bytes,
     percent,
     ratio,
+    ratios,
     seconds,
 )
 
@@ -146,7 +147,7 @@ def _over_micro_steps(document: Document) -> Chart:
     stages, plan = document["stages"], document["plan"]
     steps = [step for stage in stages.values() for step in stage["skew"]["micro_steps"]]
     series = {"before": [s["mean"] for s in steps], "before, worst layer": [s["max"] for s in steps]}
-    text = f"The busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the mean load"
+    text = f"The busiest rank has {ratios(series['before'])} times the mean load"
     text += f", up to {ratio(max(series['before, worst layer']))} in single layers"
     if plan is not None:
         lengths = {name: len(stage["skew"]["micro_steps"]) for name, stage in stages.items()}

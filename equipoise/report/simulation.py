@@ -25,6 +25,7 @@ from equipoise.report.page import (
     num_bytes,
     percent,
     ratio,
+    ratios,
     seconds,
 )
 from equipoise.sim.result import RANK_PARTS, WORTH
@@ -236,11 +237,10 @@ def _sections(document: Document, views: dict[str, Document], after: Document | 
 
 def _skew(document: Document, after: Document | None) -> Chart:
     series = {"before": [float(v) for window in document["windows"] for v in window["before"]["skew_M"]]}
-    text = f"Before, the busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the "
-    text += "mean load"
+    text = f"Before, the busiest rank has {ratios(series['before'])} times the mean load"
     if after is not None:
         series["after"] = [float(v) for window in after["windows"] for v in window["after"]["skew_M"]]
-        text += f"; with {after['policy']} {ratio(min(series['after']))} to {ratio(max(series['after']))}"
+        text += f"; with {after['policy']} {ratios(series['after'])}"
     caption = f"{text}. Each point is the mean over layers of one micro-step's skew."
     return charts.skew_over_micro_steps(series, windows=_windows(document), caption=caption)
 
