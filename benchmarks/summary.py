@@ -84,6 +84,7 @@ def node_summary() -> str:
         "static, prepared": "static, prepared",
         "eplb-oracle": "EPLB oracle",
         "lplb": "LPLB",
+        "reactive": "reactive",
         "equipoise, 1 slot": "**Equipoise**",
         "uniform at random, prepared": "uniform routes, at random",
         "uniform, prepared": "uniform routes, exactly level",

@@ -1,11 +1,11 @@
-"""`Balancer`, the story of the package: the load of every micro-step is known, so every rank gets equal work.
+"""`Balancer` gives all ranks of an EP group equal work in every micro-step. Read this module first.
 
-What happens in one window, in this order, the same on every rank of an EP group:
-1. Take routes: `routes[m][l]` are the [T, K] expert ids that micro-step m and layer l replay, -1 if unknown (`submit`).
-2. Count the load they make, and
-3. plan in the background: exchange rows, share out layers, compare plans, make dispatches ahead (`planning`).
+A window is one optimizer step or one log-prob pass. Every rank does the following in each window:
+1. Take the routes: `routes[m][l]` are the [T, K] expert ids of micro-step m and layer l, -1 if unknown (`submit`).
+2. Count the rows of every expert.
+3. Plan in the background: exchange counts, plan some of the layers, compare plans, prepare dispatches (`planning`).
 4. Start publishing experts to their homes and pulling replicas (`begin`, by `transfer.engine`).
-5. Run the layers: each finds its entry of the plan by its visit, never by call order (`layer.experts`).
+5. Run the layers. A layer finds its part of the plan by its visit, not by the order of calls (`layer.experts`).
 6. Collect gradients and weights to their owners, each layer after its last visit, and report (`end`).
 
     balancer = Balancer(find_layers(net), cluster=cluster, model=shape, group=ep_group)

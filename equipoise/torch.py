@@ -5,9 +5,9 @@
     balancer = Balancer(cluster=cluster, model=adapter.inspect(model).shape, group=ep_group)
     handle = adapter.install(model, balancer)
 
-`equipoise.torch.torchtitan` is there too where torchtitan is installed, which no extra brings.
+`equipoise.torch.torchtitan` needs torchtitan, which no extra of this package installs.
 
-`import equipoise` has the other half: routes, loads, plans, simulation and reports, without torch.
+`import equipoise` has the half without torch: routes, loads, plans, simulation and reports.
 """
 
 from importlib import import_module

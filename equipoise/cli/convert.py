@@ -102,7 +102,9 @@ def convert(
 
 
 def generate(
-    model: Annotated[str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, or a HF config.json.")],
+    model: Annotated[
+        str, typer.Option("--model", help="Model preset such as qwen3-30b-a3b, its HF id, or a config.json.")
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="The store to write, for example routes.eqr.")],
     samples: Annotated[int, typer.Option(help="Samples of the step.")] = 64,
     tokens: Annotated[int, typer.Option(help="Mean tokens of a sample.")] = 2048,

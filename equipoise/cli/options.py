@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DEFAULT_CLUSTER = "h100"
 MAX_RANKS = 65536
 """Most ranks of a step: far more than any cluster has, and few enough to count."""
+TOKEN_BUDGET = 16384
+"""Most tokens of a micro-step where no number is given, as in verl's defaults."""
 GB = 1e9
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line, and no tables.")]
@@ -128,8 +130,11 @@ class PackingFlags:
     ep: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 8
     groups: Annotated[int, typer.Option(help="EP groups side by side, each with its own share of the samples.")] = 1
     schedule: Annotated[
-        str, typer.Option(help="samples:N per rank and micro-step, tokens:N budget, or a schedule file (.json).")
-    ] = "samples:1"
+        str,
+        typer.Option(
+            help=f"tokens:N (N is {TOKEN_BUDGET} if left out) or samples:N per rank and micro-step, or a .json file."
+        ),
+    ] = "tokens"
     mini_batches: Annotated[int, typer.Option(help="Optimizer steps per RL step.")] = 1
     cp: Annotated[int, typer.Option(help="Context-parallel ranks that share a sample, within the EP group.")] = 1
     sp: Annotated[int, typer.Option(help="Sequence-parallel ranks that share a micro-batch, within the group.")] = 1

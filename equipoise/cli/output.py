@@ -27,7 +27,7 @@ from rich.text import Text
 
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.files import whole_file
-from equipoise.core.value import plural
+from equipoise.core.value import STAGE_WORDS, plural
 
 if TYPE_CHECKING:
     from equipoise.cli.options import ResultFlags
@@ -222,7 +222,8 @@ def show_analysis(analysis: "Analysis", console: Console, *, source: str) -> Non
     known = f"{math.floor(analysis.coverage * 1000) / 10:g} %"
     rows = f"{_short_count(analysis.rows)} rows, {analysis.padding:.1%} of them padding"
     filled = f", {analysis.filled:.2%} of the rows filled" if analysis.filled else ""
-    console.print(f"{analysis.micro_steps} micro-steps, {rows}, routes known: {known}{filled}\n")
+    console.print(f"{plural(analysis.micro_steps, 'micro-step')}, {rows}, routes known: {known}{filled}")
+    console.print(f"{analysis.schedule}\n" if analysis.schedule else "")
     console.print(analysis_answer(analysis))
 
     console.print(_heading("Time in expert layers per step", f"{seconds_unit(analysis)}, all predicted"))
@@ -252,6 +253,9 @@ def analysis_answer(analysis: "Analysis") -> Table:
         answer["plan"] = Text(f"none tried: {analysis.no_trial}", style="yellow")
         return build_list(answer)
     saved = f"saves {_time(seconds.saved_seconds)}, {seconds.share(seconds.saved_seconds):.1%}"
+    beyond = seconds.share(seconds.saved_seconds - seconds.lost_seconds)
+    if seconds.lost_seconds and beyond >= 0.0005:
+        saved += f" (all that is lost, and {beyond:.1%} beyond it)"
     slots = plural(trial.slots, "replica slot") if trial.slots else "placement alone"
     memory = f"{slots}, {trial.buffer_bytes / MIB:.0f} MiB per GPU"
     verdict = (saved, "bold green")
@@ -263,7 +267,7 @@ def analysis_answer(analysis: "Analysis") -> Table:
     before, after = trial.skew_before(longest).mean, trial.skew_after(longest).mean
     if trial.row_page_bytes:
         answer["rows"] = f"{trial.row_page_bytes / MIB:.0f} MiB more per GPU, read in place by ranks of the node"
-    answer["skew"] = f"mean {before:.2f} now, {after:.2f} with the plan ({longest})"
+    answer["skew"] = f"mean {before:.2f} now, {after:.2f} with the plan ({STAGE_WORDS[longest]})"
     return build_list(answer)
 
 
@@ -279,7 +283,7 @@ def seconds_table(analysis: "Analysis", *, width: int) -> Group:
     rows = [["  stage", "part", "now", "balanced", "lost", "lost, %", *planned]]
     for name, stage in analysis.stages.items():
         for i, cells in enumerate(_part_rows(stage.seconds, scale)):
-            rows.append(["" if i else f"  {name}", *cells])
+            rows.append(["" if i else f"  {STAGE_WORDS[name]}", *cells])
     rows.append(["  step", "total", *_seconds_cells(analysis.seconds, "total", scale)])
     return Group(*_split_table(rows, num_text=2, width=width))
 
@@ -357,9 +361,14 @@ def _distinct_stages(analysis: "Analysis") -> list[tuple[str, "StageAnalysis", P
     """Return the stages to draw: a single one if both have the same micro-steps."""
     stages, trial = list(analysis.stages.items()), analysis.trial
     if len(stages) == 2 and stages[0][1].skew.dispatched == stages[1][1].skew.dispatched:
-        rows = [] if trial is None else [(f"planned, {name}", trial.skew_after(name)) for name, _ in stages]
+        rows = (
+            [] if trial is None else [(f"planned, {STAGE_WORDS[name]}", trial.skew_after(name)) for name, _ in stages]
+        )
         return [("both stages alike", stages[1][1], rows)]
-    return [(name, stage, [] if trial is None else [("planned", trial.skew_after(name))]) for name, stage in stages]
+    return [
+        (STAGE_WORDS[name], stage, [] if trial is None else [("planned", trial.skew_after(name))])
+        for name, stage in stages
+    ]
 
 
 def _widths_table(stage: "StageAnalysis", ep: int, planned: Planned) -> Table:
@@ -402,7 +411,7 @@ def _layers_table(stage: "StageAnalysis", numbers: Sequence[int], *, columns: in
 
 def _memory_list(memory: "MemoryForecast", group: int) -> Table:
     place, rows = memory.place, memory.rows_R
-    where = f"{place.stage} window {place.window}, micro-step {place.micro_step}, layer {place.layer}"
+    where = f"{STAGE_WORDS[place.stage]} window {place.window}, micro-step {place.micro_step}, layer {place.layer}"
     facts: dict[str, str | Text] = {
         "peak": f"{memory.peak_rows:,} rows, {memory.peak_bytes / GIB:.2f} GiB, activations {memory.activations}",
         "parts": ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.parts.items() if size) + " GiB",
@@ -430,20 +439,23 @@ def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source
         console: where to print
         source: name of the loads
     """
+    from equipoise.sim.result import WORTH
+
     cluster, loads = plan.cluster, plan.loads
     console.print(Text(f"{source}: {plan.model.name} on {cluster.name}, {plan.policy}, by {plan.objective}", "bold"))
     ranks = f"{plural(cluster.ep, 'rank')} on {plural(cluster.num_ep_nodes, 'node')}"
     size = f"{plural(loads.num_micro_steps, 'micro-step')} of {plural(loads.num_layers, 'layer')}"
-    console.print(f"{ranks}, {size}, {loads.stage}")
+    console.print(f"{ranks}, {size}, {STAGE_WORDS[loads.stage]} pass")
     if figures["pairs"] is not None:
         console.print(f"what crosses nodes is reduced by the pairs of {figures['pairs']}", soft_wrap=True)
     console.print()
 
     static_s, saved_s, entries = plan.static_seconds, plan.saved_seconds, loads.num_micro_steps * loads.num_layers
     before, after = figures["skew_before"], figures["skew_after"]
-    saved = Text(f"{saved_s * 1e3:.3f} ms: not worth it here", "bold yellow")
-    if saved_s > 0:
-        saved = Text(f"{saved_s * 1e3:.3f} ms, {saved_s / static_s:.1%}", "bold green")
+    share = saved_s / static_s if static_s else 0.0
+    saved = Text(f"{saved_s * 1e3:.3f} ms, {share:.1%}", "bold green")
+    if share < WORTH:
+        saved = Text(f"{saved_s * 1e3:.3f} ms, {share:.1%}: not worth it here, less than {WORTH:.0%}", "bold yellow")
     facts: dict[str, str | Text] = {
         "skew": f"{before:.4f} at the owners, {after:.4f} planned (mean of busiest / mean rank, in rows)",
         "seconds": f"{static_s * 1e3:.3f} ms at the owners, {plan.seconds.total * 1e3:.3f} ms planned",

@@ -148,7 +148,7 @@ def plan(
         str | None,
         typer.Option(
             "--model",
-            help=f"Model preset such as {STAND_IN}, or a HF config.json; left out, experts of {STAND_IN}'s size.",
+            help=f"Model preset such as {STAND_IN}, its HF id, or a config.json; left out, {STAND_IN}'s experts.",
         ),
     ] = None,
     machine: MachineFlags,
@@ -217,11 +217,13 @@ def plan(
 
 def _find_window(loads: Path) -> Path:
     """Return the file, or the one update window that `convert --to loads -o FILE` wrote beside it."""
-    windows = [] if loads.exists() else sorted(loads.parent.glob(f"{loads.stem}-*-update*{loads.suffix}"))
+    from equipoise.cli.step_loads import find_windows
+
+    windows = find_windows(loads, "update")
     if len(windows) > 1:
         names = ", ".join(path.name for path in windows)
         raise LoadsError(f"{loads} does not exist, and several windows were written beside it; give one of {names}")
-    found = windows[0] if windows else loads
+    (found,) = windows
     if found.is_file() and (npz_kind(found) in ("counts", "plan") or found.suffix != ".npz"):
         raise LoadsError(
             f"{found} holds no loads; make them first: equipoise convert {found} --model MODEL --to loads --ep 8 "

@@ -99,6 +99,7 @@ def analyze(
             sends=sends,
             progress=show,
         )
+    analysis = replace(analysis, schedule=source.schedule)
     name = GENERATED if dump is None else dump.name
     publish(analysis, lambda console: show_analysis(analysis, console, source=name), title=name, results=results)
     if analysis.memory.fits is False:
@@ -234,6 +235,7 @@ def simulate(
     with progress("simulating (the first run compiles for a while)") as show:
         found = simulate_case(windows, policy.names, case, progress=show)
     found, is_whole = _add_sweep(found, source, windows, axes, case, break_even=sweep.break_even)
+    found = replace(found, notes=(*found.notes, *filter(None, [source.schedule])))
 
     name = GENERATED if dump is None else dump.name
 

@@ -3,16 +3,18 @@
 A dump is one of
     routes in any format   whole samples are counted while they are read; samples that are cut need the routes
     histograms (.npz)      made by `equipoise convert --to counts`; whole samples only
-    loads (.npz)           made by `equipoise convert --to loads` or `LoadMatrix.save`: one window, already scheduled
+    loads (.npz)           made by `equipoise convert --to loads` or `LoadMatrix.save`: one window, already scheduled;
+                           the name that was given to `convert` stands for all windows that it wrote
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from equipoise.cli.options import PackingFlags, ReadingFlags, find_model, npz_kind
+from equipoise.cli.options import TOKEN_BUDGET, PackingFlags, ReadingFlags, find_model, npz_kind
 from equipoise.cli.output import progress, warn
 from equipoise.core import (
     Cluster,
@@ -59,6 +61,8 @@ class StepSource:
     """Raise, without reading or counting, if there are no such windows."""
     pair_LEE: np.ndarray | None = None
     """[L, E, E] tokens that chose both experts, if they were counted."""
+    schedule: str = ""
+    """How samples become micro-steps, as a sentence; empty for loads, which are scheduled already."""
 
 
 def open_step(
@@ -80,10 +84,11 @@ def open_step(
     """
     if (dump is None) == (demo_samples is None):
         raise RoutesError("give one of the two: a DUMP, or --demo for a generated step")
-    if dump is not None and npz_kind(dump) == "loads":
+    files = [] if dump is None else find_windows(dump)
+    if dump is not None and npz_kind(files[0]) == "loads":
         if pack_for is not None:
             raise ScheduleError(f"{dump} holds loads, which --pack cannot pack again; give the samples")
-        return _open_loads(dump, reading, packing)
+        return _open_loads(dump, files, reading, packing)
     samples: RouteCounts | Routes
     if dump is None:
         assert demo_samples is not None, "one of the two was given"
@@ -102,16 +107,25 @@ def open_step(
         windows=lambda ep, micro: count_samples(samples, packed(ep, micro), pack_for=pack_for),
         check=lambda ep, micro: check_packing(packed(ep, micro), model),
         pair_LEE=samples.pair_LEE if isinstance(samples, RouteCounts) else None,
+        schedule=say_schedule(packing, samples),
     )
 
 
-def _open_loads(dump: Path, reading: ReadingFlags, packing: PackingFlags) -> StepSource:
-    """Open the loads of one window: they can be cut into EP groups of another width, but not packed again."""
+def find_windows(dump: Path, stage: str = "*") -> list[Path]:
+    """Return the file, or the windows that `convert --to loads -o FILE` wrote in its place, in their order."""
+    windows = [] if dump.exists() else dump.parent.glob(f"{dump.stem}-*-{stage}{dump.suffix}")
+    numbered = {re.fullmatch(r"-(\d+)-(?:recompute|update)", path.stem[len(dump.stem) :]): path for path in windows}
+    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered.items() if match)] or [dump]
+
+
+def _open_loads(dump: Path, files: Sequence[Path], reading: ReadingFlags, packing: PackingFlags) -> StepSource:
+    """Open the loads of windows: they can be cut into EP groups of another width, but not packed again."""
     if packing != PackingFlags(ep=packing.ep):
         raise ScheduleError(
             f"{dump} holds loads, which are scheduled already; of the schedule's options keep only --ep"
         )
-    named, loads = find_model(reading.model, dump=dump), LoadMatrix.load(dump)
+    named, windows = find_model(reading.model, dump=files[0]), tuple(LoadMatrix.load(path) for path in files)
+    loads = windows[0]
 
     def check(ep: int, micro: int | None) -> None:
         if micro is not None:
@@ -125,7 +139,7 @@ def _open_loads(dump: Path, reading: ReadingFlags, packing: PackingFlags) -> Ste
                 "width that divides them, or the samples"
             )
 
-    return StepSource(model=model_of_loads(named, loads, dump=dump), windows=lambda _ep, _micro: (loads,), check=check)
+    return StepSource(model=model_of_loads(named, loads, dump=dump), windows=lambda _ep, _micro: windows, check=check)
 
 
 def model_of_loads(named: ModelShape, loads: LoadMatrix, *, dump: Path) -> ModelShape:
@@ -261,7 +275,7 @@ def schedule_step(
             mini_batches=packing.mini_batches,
             recompute=packing.recompute,
             policy=policy,
-            **_packing_rule(packing),
+            **_packing_rule(packing, longest=int(tokens_B.max(initial=0))),
         )
         step = tuple(slice_sequence(slice_context(window, packing.cp), packing.sp) for window in pack(whole))
     return tuple(longest_first(window) for window in step) if packing.longest_first else step
@@ -285,16 +299,29 @@ def check_packing(packing: PackingFlags, model: ModelShape) -> None:
     Cluster.preset("h100", ep=packing.ep).home_slots(model)
 
 
-def _packing_rule(packing: PackingFlags) -> dict[str, int]:
-    """Parse `samples:N` or `tokens:N` into the packer's argument."""
+def _packing_rule(packing: PackingFlags, *, longest: int = 0) -> dict[str, int]:
+    """Parse `samples:N` or `tokens:N` into the packer's argument; `tokens` alone also fits the longest sample."""
+    if packing.schedule == "tokens":
+        return {"token_budget": max(TOKEN_BUDGET, longest)}
     unit, _, number = packing.schedule.partition(":")
     arguments = {"samples": "samples_per_micro_step", "tokens": "token_budget"}
     if unit not in arguments or not (number.isascii() and number.isdigit()) or not int(number):
         raise ScheduleError(
-            f"--schedule is {packing.schedule!r}; write samples:N or tokens:N with N at least 1, or the path of a "
-            "schedule file (.json)"
+            f"--schedule is {packing.schedule!r}; write samples:N or tokens:N with N at least 1, tokens alone, or "
+            "the path of a schedule file (.json)"
         )
     return {arguments[unit]: int(number)}
+
+
+def say_schedule(packing: PackingFlags, samples: RouteCounts | Routes) -> str:
+    """Return how samples become micro-steps, as a sentence that names the option."""
+    if packing.is_file:
+        return f"Micro-steps are those of {packing.schedule}."
+    ((argument, number),) = _packing_rule(packing, longest=int(_tokens_of(samples).max(initial=0))).items()
+    unit, most = "tokens", f"at most {plural(number, 'token')}"
+    if argument == "samples_per_micro_step":
+        unit, most = "samples", plural(number, "sample")
+    return f"Each rank forwards {most} per micro-step (--schedule {unit}:{number})."
 
 
 def _read_schedule(packing: PackingFlags) -> tuple[Schedule, ...]:

@@ -28,7 +28,7 @@ from equipoise.cli import INTERRUPTED
 from equipoise.cli.options import JsonFlag, ReportOption, refuse_unwritable, require_installed
 from equipoise.cli.output import build_table, print_json, screen
 from equipoise.core import TopologyError, TrainingError
-from equipoise.core.value import plural
+from equipoise.core.value import STAGE_WORDS, plural
 
 if TYPE_CHECKING:
     from equipoise.rl.config import TrainConfig
@@ -225,7 +225,7 @@ class RunView:
             self.print(self._status + loss)
 
     def _stage(self, values: Mapping[str, Any]) -> None:
-        self._status = f"step {values['step']}: {values['name']}"
+        self._status = f"step {values['step']}: {STAGE_WORDS.get(values['name'], values['name'])}"
 
     def _memory(self, values: Mapping[str, Any]) -> None:
         """Leave it to `equipoise watch`, which reads it from the run's folder."""

@@ -1,4 +1,4 @@
-"""The nouns: frozen, self-checking value types, their options and errors, and the glossary.
+"""Value types that the whole package uses, their options and errors, and the glossary.
 
     errors.py    every error users meet
     value.py     what value types share
@@ -9,32 +9,33 @@
     options.py   PlanOptions, TransferOptions, BalancerOptions
     routes.py    SampleRoutes, Routes: recorded choices; RouteCounts: their histograms
     window.py    Schedule: who forwards which tokens when; LoadMatrix: rows per micro-step, layer, rank and expert
-    split.py     an expert's rows over its holders, by source
-    plan.py      Plan: homes, replicas, prices of one window; Itinerary: its visits in order; Explanation: what binds
+    split.py     which of an expert's rows its home and its replicas take, by source rank
+    plan.py      Plan: homes, replicas, prices of one window; Itinerary: its visits; Explanation: what limits it
     plan_file.py plans on disk
     presets/     published figures of models and clusters, one data file each
 
 Glossary:
-    expert      a logical routed expert of one MoE layer
-    route       the expert ids one token chose in one layer; its K assignments are K *rows*
-    row         one token-assignment as a GEMM sees it: T tokens make T x K rows
+    expert      a routed expert of one MoE layer, by its id in the model
+    route       the ids of the K experts that a token uses in one layer
+    row         one token at one of its experts, a row of a grouped product: T tokens make T x K rows
     load        a number of rows
-    step        one RL step; it has *stages* (`recompute`, `update`), a stage has windows
-    window      a run of micro-steps between two weight versions: the recompute stage, or one mini-batch of the update
-    micro-step  one micro-batch of all ranks, forward and, in an update, backward
-    rank, node  a process with one device; a fast-interconnect (NVLink) domain of ranks
-    owner       the rank that keeps an expert's weights and optimizer state for good
-    home        the rank where an expert computes during a window; a *displaced* expert's home is not its owner
-    slot        a place on a rank that holds one expert: home slots and replica slots
+    step        one RL step. Its *stages* are `recompute`, the log-prob pass, and `update`; each stage has windows
+    window      what one plan is for: the log-prob pass, or one optimizer step (mini-batch) of the update
+    micro-step  one micro-batch on every rank: forward and, in an update, backward
+    visit       one layer in one micro-step, forward or backward
+    rank, node  a process with one device; the ranks that NVLink connects
+    owner       the rank that always keeps an expert's weights and optimizer state
+    home        the rank that computes an expert during a window; an expert is *displaced* if its home is not its owner
+    slot        room for one expert on a rank: home slots and replica slots
     replica     a copy of an expert in a replica slot, for one micro-step of one layer
-    trade       two ranks each take, by a replica, as many rows of the other as they give
-    placement   which expert has its home where
-    split       how many rows of an expert each holder takes, per source rank
+    trade       two ranks swap equally many rows, each by a replica of the other's expert
+    placement   the homes of all experts
+    split       how many rows of an expert its home and each replica take, by source rank
     plan        placement, replicas, split and prices of one window
-    publish, collect   send weights from owner to home from a window's start on; send gradients back after a layer's
-                       last visit
-    pull, return       copy weights from home to replica ahead of use; send its gradient back
-    skew        busiest rank over mean rank, in rows, of one layer in one micro-step
+    publish, collect   send weights from owner to home when a window begins; send gradients and weights back after a
+                       layer's last visit
+    pull, return       copy weights from home to replica before they are used; send the replica's gradient to the home
+    skew        rows of the busiest rank / rows of the mean rank, of one layer in one micro-step
 
 Shape letters, one legend for the package: M micro-step, L MoE layer, R rank of the EP group, E expert, N node,
 S slot, T token, K top-k, D hidden, F expert width, B sample. An array carries them: `load_MLRE[m, l, r, e]`.

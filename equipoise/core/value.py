@@ -111,6 +111,10 @@ def require_kind(name: str, value: Any, *kinds: type, error: type[EquipoiseError
         raise error(f"{name} is a {type(value).__name__}; it must be a {wanted}")
 
 
+STAGE_WORDS = {"recompute": "log-prob", "update": "update"}
+"""What people read for a stage: to users of Megatron, recompute is activation recomputation."""
+
+
 def plural(number: int, noun: str) -> str:
     """`1 slot`, `2 slots`, `4,096 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,13 +1,12 @@
-"""`BalancedExperts`: the routed experts of one MoE layer under expert parallelism, as a plan says.
+"""`BalancedExperts`: the routed experts of one MoE layer under expert parallelism, computed where the plan says.
 
-Steps of a forward, in three stages that adapters may call one by one; `VisitRows` is what they hand on:
-1. Home weights enter the graph, best before the layer's attention (`enter`).
-2. `send`: the rows' dispatch is taken from the window where it was made ahead, else made here, with an exchange of
-   counts. Tokens are copied into rows, rows are sent to the ranks that compute them and put slot by slot. Inside a node
-   the ranks read each other's tokens instead (`mapped`).
-3. `compute`: experts compute (`expert_block`). Where a plan cuts slots into waves, rows travel in this stage, those of
+Steps of a forward pass. Adapters may call the last three one by one; `VisitRows` carries their state:
+1. `enter`: add the home weights to the autograd graph, best before the layer's attention.
+2. `send`: use the dispatch that the window prepared, or exchange counts and make it. Copy tokens into rows, send rows
+   to the ranks that compute them, and order them by slot. Ranks of a node read each other's tokens instead (`mapped`).
+3. `compute`: apply the experts (`expert_block`). If the plan cuts slots into waves, rows travel in this stage, those of
    one wave while another computes (`waves`).
-4. `receive`: rows are sent back, or read where they are, and combined into tokens.
+4. `receive`: send rows back, or read them where they are, and combine them into tokens.
 
 Every rank builds the same autograd graph and communicates in the same order, whatever its tokens and replicas.
 Placement changes no bit of outputs and input gradients; replicas change none of outputs in the deterministic mode.

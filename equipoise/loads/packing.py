@@ -106,8 +106,8 @@ def schedule_tokens(
     too_long = [b for b in chosen if length_B[b] > budget]
     if too_long:
         raise ScheduleError(
-            f"sample {too_long[0]} forwards {int(length_B[too_long[0]])} tokens; the token budget is {budget}; "
-            "raise the budget or cut long samples with context parallelism"
+            f"sample {too_long[0]} forwards {int(length_B[too_long[0]])} tokens; the token budget is {budget}; raise "
+            f"it to {int(length_B[chosen].max())}, the longest sample's, or cut long samples with context parallelism"
         )
     runs = np.array_split(chosen, require_int("ranks", ranks, low=1, error=ScheduleError))
     count = max(1, *(-(-int(length_B[run].sum()) // budget) for run in runs))

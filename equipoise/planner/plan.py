@@ -1,12 +1,12 @@
-"""`plan` and `plan_step`: from loads to plans. The story of the room.
+"""`plan` and `plan_step`: make plans from loads. Read this file of the planner first.
 
 Steps of `plan`:
-1. Check that loads, cluster and model belong together; complete unknown loads.
-2. Call the policy. For "equipoise": plan every layer on its own (`layer.plan_layer`), in threads if asked to; then
-   price the window's first visit again, whose pulls have nothing before them to hide behind.
-3. Assemble the checked plan (`assemble.build_plan`).
-4. With the seconds objective: never worse than contiguous expert parallelism, whatever the homes promised.
-5. Cut the finished plan into waves, where the options ask for them.
+1. Check that loads, cluster and model belong together; estimate unknown loads.
+2. Call the policy. "equipoise" plans every layer separately (`layer.plan_layer`), in threads if asked to. Then it
+   prices the window's first visit again, because nothing before that visit hides its pulls.
+3. Build and check the plan (`assemble.build_plan`).
+4. With the objective "seconds", use plain expert parallelism if the plan is not faster.
+5. Cut the finished plan into waves, if the options ask for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,7 +6,7 @@ Takes every figure from the document; adds up nothing that the document adds up.
 from collections.abc import Iterator
 from typing import Any
 
-from equipoise.core.value import plural
+from equipoise.core.value import STAGE_WORDS, plural
 from equipoise.report.charts import (
     activations_text,
     cost_parts,
@@ -27,6 +27,7 @@ from equipoise.report.page import (
     num_bytes,
     percent,
     ratio,
+    ratios,
     seconds,
 )
 
@@ -80,12 +81,14 @@ def _conditions(document: Document) -> Iterator[str]:
         f"{count(document['rows'])} rows, {percent(document['padding'])} of them padding; routes of "
         f"{percent(document['coverage'])} of the tokens are known."
     )
+    if document.get("schedule"):
+        yield document["schedule"]
     links = "Links: published rates and an assumed share of them."
     yield f"Expert compute: {profile['device']}, {profile['kind']}. {links}"
     if document.get("sends") is not None:
         yield f"All-to-all, assumed: {_SENT[document['sends']]}."
     left_out = "no attention, no optimizer, no rollout"
-    yield f"Seconds are those of expert layers alone: {left_out}. Recompute is the log-prob pass."
+    yield f"Seconds are those of expert layers alone: {left_out}."
     # Why more can be recovered than is lost, where that is so.
     whole = document["seconds"]
     if document["plan"] is not None and whole["saved"]["share"] > whole["lost"]["share"]:
@@ -102,14 +105,15 @@ def _figures(document: Document) -> tuple[Figure, ...]:
     found = [Figure(label="Lost", value=percent(whole["lost"]["share"]), text=text)]
     if plan is not None:
         saved, stage = whole["saved"], _longest_stage(document)
-        label, text = "Recovered by a plan", f"{seconds(saved['seconds'])}, every cost charged"
+        speed = whole["now"]["total"] / (whole["planned"]["total"] or 1.0)
+        label, text = "Saved by a plan", f"{seconds(saved['seconds'])}, so {ratio(speed)} times as fast"
         if saved["share"] < 0:
             label, text = "Slower by", f"{seconds(-saved['seconds'])} more with a plan, every cost charged"
         skew = plan["skew"][stage]
         levelled = f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
         found += [
             Figure(label=label, value=percent(abs(saved["share"])), text=text),
-            Figure(label="Mean skew", value=levelled, text=f"busiest rank / mean rank, {stage}"),
+            Figure(label="Mean skew", value=levelled, text=f"busiest rank / mean rank, {STAGE_WORDS[stage]}"),
         ]
     peak = f"received rows, rank {held['place']['rank']}, layer {held['place']['layer']}"
     return (*found, Figure(label="Peak memory", value=num_bytes(held["peak_bytes"]), text=peak))
@@ -127,7 +131,7 @@ def _parts(document: Document) -> Chart:
             parts = found["seconds"][which]
             if parts is not None:
                 names = {"compute": "compute", "all_to_all": "all-to-all", "transfers": "transfers"}
-                bars[f"{stage}, {which}"] = {label: parts[name] or 0.0 for name, label in names.items()}
+                bars[f"{STAGE_WORDS[stage]}, {which}"] = {label: parts[name] or 0.0 for name, label in names.items()}
     whole = document["seconds"]
     planned = "" if whole["planned"] is None else f", {seconds(whole['planned']['total'])} with the plan"
     return cost_parts(
@@ -143,7 +147,7 @@ def _over_micro_steps(document: Document) -> Chart:
     stages, plan = document["stages"], document["plan"]
     steps = [step for stage in stages.values() for step in stage["skew"]["micro_steps"]]
     series = {"before": [s["mean"] for s in steps], "before, worst layer": [s["max"] for s in steps]}
-    text = f"The busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the mean load"
+    text = f"The busiest rank has {ratios(series['before'])} times the mean load"
     text += f", up to {ratio(max(series['before, worst layer']))} in single layers"
     if plan is not None:
         lengths = {name: len(stage["skew"]["micro_steps"]) for name, stage in stages.items()}
@@ -151,7 +155,7 @@ def _over_micro_steps(document: Document) -> Chart:
         text += f"; with the plan {ratio(max(series['after']))} on average over each stage"
     return skew_over_micro_steps(
         series,
-        windows=[(name, len(stage["skew"]["micro_steps"])) for name, stage in stages.items()],
+        windows=[(STAGE_WORDS[name], len(stage["skew"]["micro_steps"])) for name, stage in stages.items()],
         caption=f"{text}. Lines are means over layers.",
     )
 
@@ -169,12 +173,12 @@ def _by_layer_and_width(document: Document) -> tuple[Chart, Chart]:
             {"mean": means, "max": [layer["max"] for layer in layers]},
             layers=numbers,
             caption=f"Layer {numbers[worst]} is the most uneven, {ratio(means[worst])} on average; "
-            f"the least uneven has {ratio(min(means))} ({stage}, before).",
+            f"the least uneven has {ratio(min(means))} ({STAGE_WORDS[stage]}, before).",
         ),
         skew_by_width(
             widths,
             caption=f"The same rows at other widths, before: mean {ratio(widths[min(widths)]['mean'])} at EP "
-            f"{min(widths)}, {ratio(widths[max(widths)]['mean'])} at EP {max(widths)} ({stage}).",
+            f"{min(widths)}, {ratio(widths[max(widths)]['mean'])} at EP {max(widths)} ({STAGE_WORDS[stage]}).",
         ),
     )
 
@@ -190,6 +194,6 @@ def _memory(document: Document) -> Chart:
         {"before": {"received rows": held["rank_peak_bytes"]}},
         limit_bytes=limit,
         caption=f"Rank {place['rank']} needs {num_bytes(held['peak_bytes'])} for {plural(held['peak_rows'], 'row')} in "
-        f"{place['stage']} micro-step {place['micro_step']}, layer {place['layer']}. "
+        f"{STAGE_WORDS[place['stage']]} micro-step {place['micro_step']}, layer {place['layer']}. "
         f"{activations_text(held['activations'])} {verdict}",
     )

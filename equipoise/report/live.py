@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, Literal
 
 from equipoise.core import EquipoiseError
+from equipoise.core.value import STAGE_WORDS
 from equipoise.report.page import Figure, num_bytes, percent, ratio, seconds
 
 Document = dict[str, Any]
@@ -188,7 +189,7 @@ def _doing(events: Sequence[Document], *, is_ended: bool) -> str:
         return "the run has ended"
     for event in reversed(events):
         if event["kind"] == "stage":
-            return f"step {event['step']}: {event['name']}"
+            return f"step {event['step']}: {STAGE_WORDS.get(event['name'], event['name'])}"
         if event["kind"] == "progress":
             done = f"{event['done']} of {event['total']}" if event["total"] else f"{event['done']} s"
             return f"{event['message']}: {done}"
@@ -216,7 +217,7 @@ def _figures(steps: Sequence[Document], memory: Document | None, *, total: int) 
         Figure(label="Coverage", value=percent(last["coverage"]), text="rows with known routes, last step"),
     ]
     if memory is not None:
-        at = f"step {memory['step']}, {memory['stage']}"
+        at = f"step {memory['step']}, {STAGE_WORDS[memory['stage']]}"
         peak = f"rank {memory['rank']}, micro-step {memory['micro_step']}, layer {memory['layer']}"
         text = f"{at}: received rows ({peak}) and replica slots, modelled"
         figures.append(Figure(label="Memory of the next window", value=num_bytes(_need(memory)), text=text))

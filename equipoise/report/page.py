@@ -232,6 +232,11 @@ def ratio(value: float) -> str:
     return f"{value:.2f}"
 
 
+def ratios(values: Sequence[float]) -> str:
+    """Format the least and the largest of several ratios: '1.38 to 1.56', or '1.00' where both read alike."""
+    return " to ".join(dict.fromkeys((ratio(min(values)), ratio(max(values)))))
+
+
 def digits(value: float) -> str:
     """Format a number with three significant digits: '0.00123', '1.23', '123', '1,230'."""
     if value == 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core.value import plural
+from equipoise.core.value import STAGE_WORDS, plural
 from equipoise.report import charts
 from equipoise.report.page import (
     Chart,
@@ -25,6 +25,7 @@ from equipoise.report.page import (
     num_bytes,
     percent,
     ratio,
+    ratios,
     seconds,
 )
 from equipoise.sim.result import RANK_PARTS, WORTH
@@ -143,7 +144,7 @@ def _conditions(document: Document, compared: ComparedPolicies) -> Iterator[str]
     )
     yield (
         f"Expert compute: {profile['device']}, {profile['kind']}. Shares are of the time in expert layers: compute, "
-        "all-to-all, and what moving experts and planning cost. Recompute is the log-prob pass."
+        "all-to-all, and what moving experts and planning cost."
     )
     # Why more can be recovered than is lost, where that is so.
     after, balanced = compared.after, compared.balanced
@@ -166,13 +167,13 @@ def _figures(document: Document, compared: ComparedPolicies) -> Iterator[Figure]
     if after is None:
         return
     if static is not None:
-        share, of_balanced = compared.share(after), after["of_balanced"]
+        share = compared.share(after)
         if share < 0:
             text = "more time in expert layers with the plan"
             yield Figure(label="Slower by", value=percent(-share), text=text)
         else:
-            text = "of the time in expert layers" if of_balanced is None else f"{percent(of_balanced)} of balanced"
-            yield Figure(label="Recovered", value=percent(share), text=text)
+            text = f"expert layers {ratio(static['expert_s'] / (after['expert_s'] or 1.0))} times as fast"
+            yield Figure(label="Saved by a plan", value=percent(share), text=text)
     # Means over all micro-steps; each is the mean over as many layers.
     before_M, after_M = (
         np.concatenate([window[which]["skew_M"] for window in windows])
@@ -236,11 +237,10 @@ def _sections(document: Document, views: dict[str, Document], after: Document | 
 
 def _skew(document: Document, after: Document | None) -> Chart:
     series = {"before": [float(v) for window in document["windows"] for v in window["before"]["skew_M"]]}
-    text = f"Before, the busiest rank has {ratio(min(series['before']))} to {ratio(max(series['before']))} times the "
-    text += "mean load"
+    text = f"Before, the busiest rank has {ratios(series['before'])} times the mean load"
     if after is not None:
         series["after"] = [float(v) for window in after["windows"] for v in window["after"]["skew_M"]]
-        text += f"; with {after['policy']} {ratio(min(series['after']))} to {ratio(max(series['after']))}"
+        text += f"; with {after['policy']} {ratios(series['after'])}"
     caption = f"{text}. Each point is the mean over layers of one micro-step's skew."
     return charts.skew_over_micro_steps(series, windows=_windows(document), caption=caption)
 
@@ -435,8 +435,8 @@ def _paths(document: Document, after: Document) -> Listing:
 
 
 def _windows(document: Document) -> list[tuple[str, int]]:
-    """Return name and micro-steps of each window: 'recompute', 'update 1', 'update 2'."""
-    stages = [window["stage"] for window in document["windows"]]
+    """Return name and micro-steps of each window: 'log-prob', 'update 1', 'update 2'."""
+    stages = [STAGE_WORDS[window["stage"]] for window in document["windows"]]
     names = []
     for i, stage in enumerate(stages):
         names.append(stage if stages.count(stage) == 1 else f"{stage} {stages[: i + 1].count(stage)}")
@@ -444,7 +444,7 @@ def _windows(document: Document) -> list[tuple[str, int]]:
 
 
 def _shown_micro_step(document: Document) -> str:
-    """Name the micro-step whose byte matrix and timeline the document holds: 'micro-step 0 of recompute'."""
+    """Name the micro-step whose byte matrix and timeline the document holds: 'micro-step 0 of log-prob'."""
     shown = document["shown"]
     return f"micro-step {shown['micro_step']} of {_windows(document)[shown['window']][0]}"
 

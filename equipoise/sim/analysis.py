@@ -11,6 +11,7 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
 `Analysis.to_dict()`, written by `equipoise analyze` as JSON:
     format      "equipoise-analysis-2"
     model, cluster, ep, layer_numbers, micro_steps, rows
+    schedule    how samples became micro-steps, in words; empty if the loads were given
     coverage    share of forwarded tokens whose experts are known
     padding     share of the rows that are padding
     filled      share of the rows, of last and padding tokens, whose experts no route says: the least loaded ones
@@ -323,6 +324,8 @@ class Analysis(Value):
     memory: MemoryForecast
     memory_group: int
     """EP group of the memory's peak."""
+    schedule: str = ""
+    """How samples became micro-steps, in words; empty if the loads were given."""
 
     @property
     def seconds(self) -> Prediction:
@@ -349,6 +352,7 @@ class Analysis(Value):
             "coverage": self.coverage,
             "padding": self.padding,
             "filled": self.filled,
+            "schedule": self.schedule,
             "sends": self.sends,
             "profile": {"device": self.profile.device, "kind": self.profile.kind},
             "stages": {name: stage.to_dict() for name, stage in self.stages.items()},

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from equipoise.core.value import plural
+from equipoise.core.value import STAGE_WORDS, plural
 from equipoise.cost import Profile
 from equipoise.cost.waves import SLOWED_PERMILLE
 from equipoise.cost.work import REACTIVE_PLAN_NS, REACTIVE_PUSH_NS
@@ -185,7 +185,7 @@ def _head(document: dict[str, Any], title: str) -> Iterator[str]:
         size = f"{plural(window['micro_steps'], 'micro-step')}, {tokens} per rank and micro-step"
         shown = f" (EP group {document['shown']['group']} of 0 to {window['groups'] - 1})"
         of_group = shown if window["groups"] > 1 else ""
-        yield f"  {window['stage']}: {size}, mean skew {sum(skew_M) / len(skew_M):.2f}{of_group}"
+        yield f"  {STAGE_WORDS[window['stage']]}: {size}, mean skew {sum(skew_M) / len(skew_M):.2f}{of_group}"
 
 
 def _answer(policies: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -194,11 +194,12 @@ def _answer(policies: Sequence[dict[str, Any]]) -> Iterator[str]:
     if ours is None or ours["speedup"] is None:
         return
     slots, size = plural(ours["slots"], "slot"), ours["memory"]["replicas_bytes"] / MIB
-    saved, step_saved = 1 - 1 / ours["speedup"], 1 - 1 / ours["step_speedup"]
-    less, step_less = (f"{abs(share):.1%} {'more' if share < 0 else 'less'}" for share in (saved, step_saved))
+    saved = 1 - 1 / ours["speedup"]
+    less = f"{abs(saved):.1%} {'more' if saved < 0 else 'less'} time"
     yield (
-        f"Equipoise, {slots} ({size:,.{0 if size >= 10 else 2}f} MiB per GPU): {less} time in expert "
-        f"layers, {step_less} for the whole step; exposed overhead {ours['exposed_share']:.2%}."
+        f"Equipoise, {slots} ({size:,.{0 if size >= 10 else 2}f} MiB per GPU): expert layers {ours['speedup']:.2f} "
+        f"times as fast ({less}), the whole step {ours['step_speedup']:.2f} times; exposed overhead "
+        f"{ours['exposed_share']:.2%}."
         f"{'' if saved >= WORTH else ' Not worth it here.'}"
     )
     yield ""

@@ -1,16 +1,16 @@
 """`TransferEngine`: moves the experts of one EP group, window by window, beside the layers that use them.
 
-The order of a window, the same on every rank:
+Every rank does the following in each window:
 1. `open_window(plan)`: check that parameters are where they were registered, announce a version, and start publishing
-   layer after layer in the background (`publish_layer`). A published layer may be pulled.
-2. A layer that runs waits for its own home weights and for nothing else (`wait_for`), asks for its replicas (`weights`
-   or `joined`), hands in their gradients and adds those that its own replicas returned.
-3. A layer whose last visit is over (`layer_done`) is collected in the background, while others compute
-   (`collect_layer`). If it runs again after all, it is published again: late, counted as exposed, and right.
-4. `close_window()`: stop pulling, wait until all ranks of the node have, collect what is left.
+   one layer after another in the background (`publish_layer`). A published layer may be pulled.
+2. Each layer waits only for its own home weights (`wait_for`), gets its replicas (`weights` or `joined`), sends their
+   gradients home, and adds the gradients that its own replicas returned.
+3. After its last visit (`layer_done`), a layer is collected in the background while others compute (`collect_layer`).
+   If it runs again nevertheless, it is published again; the wait counts as exposed.
+4. `close_window()`: stop pulling, wait until all ranks of the node have stopped, collect what is left.
 
-A transfer that does not finish raises on every rank within the bound, naming rank, layer, expert and path. After
-`close`, also after a failure, parameters live in memory of their own and nothing shared is left.
+If a transfer does not finish within its time-out, every rank raises an error that names rank, layer, expert and path.
+After `close`, also after a failure, parameters are in ordinary memory and no shared memory is left.
 """
 
 from collections import deque

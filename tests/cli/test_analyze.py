@@ -41,7 +41,7 @@ def tokens_of(routes) -> np.ndarray:
 
 
 def test_figures_are_those_of_the_rooms_below(equipoise, routes, store):
-    outcome = equipoise("analyze", store, "--ep", "4", "--mini-batches", "2", "--json")
+    outcome = equipoise("analyze", store, "--ep", "4", "--mini-batches", "2", "--schedule", "samples:1", "--json")
     recompute, *update = count_step(
         routes, step_schedules(tokens_of(routes), ranks=4, mini_batches=2, samples_per_micro_step=1)
     )
@@ -82,7 +82,9 @@ def test_histograms_of_another_model_are_refused(equipoise, routes, tmp_path):
 
 
 def test_slices_are_counted_from_the_routes(equipoise, routes, store):
-    outcome = equipoise("analyze", store, "--cp", "2", "--sp", "2", "--no-recompute", "--json")
+    outcome = equipoise(
+        "analyze", store, "--cp", "2", "--sp", "2", "--schedule", "samples:1", "--no-recompute", "--json"
+    )
     (window,) = step_schedules(tokens_of(routes), ranks=2, samples_per_micro_step=1, recompute=False)
     loads = count_loads(routes, slice_sequence(slice_context(window, 2), 2))
     assert outcome.document["stages"]["update"]["skew"] == skew(loads).to_dict()
@@ -94,7 +96,7 @@ def test_the_longest_micro_step_can_run_first(equipoise, routes, store, tmp_path
     write_schedules([window], tmp_path / "schedule.json")
     ordered = count_loads(routes, longest_first(window)).load_MLRE
     assert not np.array_equal(ordered, count_loads(routes, window).load_MLRE), "the order given must be another one"
-    for way in (("--no-recompute",), ("--schedule", tmp_path / "schedule.json")):
+    for way in (("--no-recompute", "--schedule", "samples:1"), ("--schedule", tmp_path / "schedule.json")):
         given = (
             "convert",
             store,
@@ -145,7 +147,9 @@ def test_recorded_last_tokens_are_forwarded_from_histograms(equipoise, tmp_path)
 
 @pytest.mark.parametrize("slots", [0, 2])
 def test_the_plan_is_the_planners_with_as_many_slots_as_asked_for(equipoise, routes, store, slots):
-    outcome = equipoise("analyze", store, "--ep", "4", "--cluster", "h200", "--slots", slots, "--json")
+    outcome = equipoise(
+        "analyze", store, "--ep", "4", "--cluster", "h200", "--slots", slots, "--schedule", "samples:1", "--json"
+    )
     windows = count_step(routes, step_schedules(tokens_of(routes), ranks=4, samples_per_micro_step=1))
     options = PlanOptions(sends="tokens")
     plans = plan_step(windows, cluster=Cluster.preset("h200", ep=4), model=MODEL, slots=slots, options=options)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_stages_with_the_same_micro_steps_are_drawn_once():
     alike = shown([LoadMatrix(load, stage="recompute"), LoadMatrix(load)])
     assert alike.count("Skew by layer") == 1 and "both stages alike" in alike
     apart = shown([LoadMatrix(load, stage="recompute"), LoadMatrix(hot_load(9))])
-    assert "Skew by layer, recompute" in apart and "Skew by layer, update" in apart
+    assert "Skew by layer, log-prob" in apart and "Skew by layer, update" in apart
 
 
 def test_the_worst_skew_stands_in_the_table():
@@ -162,6 +163,25 @@ def test_the_answer_names_lost_saved_memory_and_skew():
     assert f"{analysis.trial.row_page_bytes / 2**20:.0f} MiB more per GPU" in rows
     before, after = figures(skews)
     assert before == pytest.approx(analysis.stages["update"].skew.mean, abs=0.01) and 1 <= after < before
+
+
+@pytest.mark.parametrize(("less_s", "is_more"), [(0.0, False), (-0.1, True)])
+def test_what_is_saved_beyond_what_is_lost_is_said_apart(less_s, is_more):
+    analysis = analyzed(hot_loads())
+    first = analysis.stages["update"].seconds
+    compute = first.balanced.compute * (1 + less_s)
+    planned = replace(first.balanced, compute=compute)
+    stage = replace(analysis.stages["update"], seconds=replace(first, planned=planned))
+    text = " ".join(drawn(analysis_answer(replace(analysis, stages={"update": stage})), width=200).split())
+    share = (first.balanced.compute - compute) / first.now.total
+    assert (f"(all that is lost, and {share:.1%} beyond it)" in text) is is_more
+
+
+@pytest.mark.parametrize("schedule", ["", "Each rank forwards at most 99 tokens."])
+def test_the_schedule_is_said_before_the_answer(schedule):
+    console = Console(file=io.StringIO(), width=80)
+    show_analysis(replace(analyzed(hot_loads()), schedule=schedule), console, source="here")
+    assert console.file.getvalue().splitlines()[3] == schedule
 
 
 def test_columns_add_up_to_the_step():

@@ -125,7 +125,7 @@ def test_a_plan_that_saves_nothing_says_so_and_is_no_failure(equipoise, tmp_path
     eq.LoadMatrix(np.full((2, 16, 8, 64), 100)).save(path)
     outcome = equipoise("plan", path, *ARGUMENTS)
     assert outcome.code == 0
-    assert "0.000 ms: not worth it here" in outcome.out
+    assert "0.000 ms, 0.0%: not worth it here" in outcome.out
     assert "0 of 1,024 experts displaced" in outcome.out
 
 
@@ -304,6 +304,20 @@ def test_loads_writes_one_file_per_window_which_plan_takes(equipoise, tmp_path):
     assert (again.code, "already exists" in again.err) == (2, True)
 
 
+@pytest.mark.parametrize("verb", ["analyze", "simulate"])
+def test_the_name_given_to_convert_stands_for_all_its_windows(equipoise, tmp_path, verb):
+    dump, loads = tmp_path / "routes.eqr", tmp_path / "loads.npz"
+    write_routes(generate_routes(MODEL, samples=16, mean_tokens=40, seed=1), dump, format="equipoise")
+    schedule = ("--ep", "4", "--mini-batches", "2")
+    assert equipoise("convert", dump, "--to", "loads", *schedule, "-o", loads).code == 0
+    (tmp_path / "loads-3-other.npz").touch()
+    options = ("--policies", "static", "--no-break-even") if verb == "simulate" else ("--no-plan",)
+    of_samples = equipoise(verb, dump, *schedule, *options, "--json").document
+    of_loads = equipoise(verb, loads, "--model", "olmoe", "--ep", "4", *options, "--json").document
+    key = "windows" if verb == "simulate" else "stages"
+    assert of_loads[key] == of_samples[key]
+
+
 def test_loads_are_not_scheduled_again(equipoise, loads_file, tmp_path):
     outcome = equipoise("convert", loads_file, "--to", "loads", "--model", "olmoe", "-o", tmp_path / "again.npz")
     assert (outcome.code, "holds loads, which are scheduled already" in outcome.err) == (2, True)
@@ -315,7 +329,7 @@ def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):
     write_routes(generate_routes(MODEL, samples=8, mean_tokens=40, seed=1), dump, format="equipoise")
     outcome = equipoise("convert", dump, "--to", "loads", "--ep", "4", "--no-recompute", "-o", tmp_path / "loads.npz")
     assert outcome.code == 0
-    assert "update, 2 micro-steps, 2 layers, 4 ranks" in outcome.out
+    assert "update, 1 micro-step, 2 layers, 4 ranks" in outcome.out
     short = equipoise(
         "convert",
         dump,
@@ -324,19 +338,19 @@ def test_loads_of_one_window_keep_the_name(equipoise, tmp_path):
         "--ep",
         "4",
         "--schedule",
-        "samples:2",
+        "samples:1",
         "--no-recompute",
         "-o",
         tmp_path / "1.npz",
     )
-    assert "update, 1 micro-step, 2 layers, 4 ranks" in short.out
+    assert "update, 2 micro-steps, 2 layers, 4 ranks" in short.out
     assert eq.LoadMatrix.load(tmp_path / "loads.npz").num_ranks == 4
 
 
 def test_loads_of_shared_samples_are_counted_from_the_routes(equipoise, tmp_path):
     routes = generate_routes(MODEL, samples=8, mean_tokens=40, seed=1)
     write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
-    given = ("--ep", "4", "--cp", "2", "--no-recompute", "-o", tmp_path / "loads.npz")
+    given = ("--ep", "4", "--cp", "2", "--schedule", "samples:1", "--no-recompute", "-o", tmp_path / "loads.npz")
     assert equipoise("convert", tmp_path / "routes.eqr", "--to", "loads", *given).code == 0
     tokens_B = np.array([sample.num_tokens for sample in routes])
     (window,) = step_schedules(tokens_B, ranks=2, samples_per_micro_step=1, recompute=False)
@@ -347,7 +361,7 @@ def test_groups_side_by_side_share_the_samples_of_a_step(equipoise, tmp_path):
     model = MODEL.replace(experts=4, top_k=2)
     routes = generate_routes(model, samples=16, mean_tokens=40, seed=1)
     write_routes(routes, tmp_path / "routes.eqr", format="equipoise")
-    given = ("--no-recompute", "-o", tmp_path / "loads.npz")
+    given = ("--schedule", "samples:1", "--no-recompute", "-o", tmp_path / "loads.npz")
     assert (
         "4 experts of 'olmoe' do not divide by 8 ranks"
         in equipoise("convert", tmp_path / "routes.eqr", "--to", "loads", *given).err
@@ -361,7 +375,7 @@ def test_groups_side_by_side_share_the_samples_of_a_step(equipoise, tmp_path):
     for g, group in enumerate(loads.split_groups(4)):
         assert eq.LoadMatrix.load(tmp_path / f"loads-group{g}.npz") == group
     assert "4 ranks" in equipoise("plan", tmp_path / "loads-group1.npz").out
-    options = ("--no-recompute", "--policies", "static", "--no-break-even", "--json")
+    options = ("--schedule", "samples:1", "--no-recompute", "--policies", "static", "--no-break-even", "--json")
     found = equipoise("simulate", tmp_path / "routes.eqr", *groups, *options).document
     setting = eq.StepSetting(sends="tokens")
     wanted = eq.simulate([loads], "static", cluster=eq.Cluster.preset("h100", ep=4), model=model, setting=setting)

@@ -31,7 +31,7 @@ def store(routes, tmp_path):
 def test_figures_are_those_of_the_room_below(equipoise, routes, store):
     tokens_B = np.array([sample.num_tokens for sample in routes])
     windows = count_step(routes, step_schedules(tokens_B, ranks=4, samples_per_micro_step=1))
-    given = ("--ep", 4, "--ranks-per-node", 2, "--rollout-s", 9, "--no-break-even", "--json")
+    given = ("--ep", 4, "--ranks-per-node", 2, "--schedule", "samples:1", "--rollout-s", 9, "--no-break-even", "--json")
     found = equipoise("simulate", store, "--policies", "static,equipoise", *given)
     assert found.code == 0, found.err
     cluster = Cluster.preset("h100", ep=4, ranks_per_node=2)
@@ -229,7 +229,7 @@ def test_a_step_without_rows_has_no_break_even_and_says_so(equipoise, save_loads
 
 
 def test_the_timeline_is_of_the_window_micro_step_and_layers_asked_for(equipoise, store):
-    given = ("--ep", 4, "--policies", "equipoise", "--no-break-even", "--json")
+    given = ("--ep", 4, "--schedule", "samples:1", "--policies", "equipoise", "--no-break-even", "--json")
     shown = ("--timeline-layers", 2, "--shown-window", 1, "--shown-micro-step", 3)
     found = equipoise("simulate", store, *given, *shown, "--sweep", "micro=4")
     assert found.code == 0, found.err
@@ -294,7 +294,7 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
         (("--demo", "--shown-window", "2"), "equipoise: --shown-window is 2; it must be from 0 to 1"),
         (("--demo", "--shown-group", "1"), "equipoise: --shown-group is 1; it must be from 0 to 0"),
         (
-            ("--demo", "--ep", "16", "--shown-micro-step", "16"),
+            ("--demo", "--ep", "16", "--schedule", "samples:1", "--shown-micro-step", "16"),
             "equipoise: --shown-micro-step is 16; it must be from 0 to 15",
         ),
         (("--demo", "--policies", "static,static"), "named twice"),

@@ -34,7 +34,11 @@ def test_the_answer_has_the_documents_shares(document):
     assert f"would recover {percent(whole['saved']['share'])}" in page.answer
     assert "1 replica slot" in page.answer
     skew = document["plan"]["skew"]["update"]
-    value = {f.label: f.value for f in page.figures}["Mean skew"]
+    figures = {f.label: f for f in page.figures}
+    speed = whole["now"]["total"] / whole["planned"]["total"]
+    assert figures["Saved by a plan"].text.endswith(f"so {ratio(speed)} times as fast")
+    assert "how samples were cut" in build_page({**document, "schedule": "how samples were cut"}, title="x").conditions
+    value = figures["Mean skew"].value
     assert value == f"{ratio(skew['before']['mean'])} to {ratio(skew['after']['mean'])}"
 
 
@@ -81,9 +85,9 @@ def test_charts_hold_the_documents_figures(document):
     assert before["y"] == pytest.approx([s["mean"] for s in steps])
     assert worst["y"] == pytest.approx([s["max"] for s in steps])
     bars = {row[0]: sum(row[2:]) for row in chart(page, "cost-parts").data.rows}
-    for stage, found in document["stages"].items():
+    for name, found in zip(("log-prob", "update"), document["stages"].values(), strict=True):
         for which in ("now", "planned", "balanced"):
-            assert bars[f"{stage}, {which}"] == pytest.approx(found["seconds"][which]["total"])
+            assert bars[f"{name}, {which}"] == pytest.approx(found["seconds"][which]["total"])
     layers = chart(page, "skew-by-layer").traces[0]
     assert layers["y"] == pytest.approx([x["mean"] for x in document["stages"]["update"]["skew"]["layers"]])
 
@@ -129,7 +133,7 @@ def test_a_plan_that_takes_longer_is_never_said_to_recover(document):
         "27.1 %",
         "500 ms more with a plan, every cost charged",
     )
-    assert "Recovered by a plan" not in figures
+    assert "Saved by a plan" not in figures
 
 
 def test_layers_have_whole_ticks(document):

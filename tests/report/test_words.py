@@ -25,6 +25,11 @@ def test_shares(share, text):
     assert page.percent(share) == text
 
 
+@pytest.mark.parametrize(("values", "text"), [([1.5, 1.38], "1.38 to 1.50"), ([1.001, 1.004], "1.00")])
+def test_a_range_that_reads_alike_at_both_ends_is_one_figure(values, text):
+    assert page.ratios(values) == text
+
+
 def test_nothing_is_lost_where_balanced_takes_as_long_or_longer():
     assert page.lost(0.09) == "9.0 % of the time in expert layers is lost to uneven experts"
     assert page.lost(0.0) == page.lost(-0.208) == "Balanced ranks would not be faster here"
