@@ -68,18 +68,18 @@ def refused(group, case):
     return words_of(lambda: balancer_of(SmallStack(case, group), case, group, rows="mapped"))[1]
 
 
-def _begin(group, case, timeout_s):
+def _begin(group, case, timeout_s, **options):
     """A stack, its balancer with an open window, and what the window's micro-steps forward."""
     net, window = SmallStack(case, group), window_inputs(case, 0, group.rank())
-    balancer = balancer_of(net, case, group, rows="mapped", timeout_s=timeout_s)
+    balancer = balancer_of(net, case, group, timeout_s=timeout_s, **{"rows": "mapped", **options})
     balancer.submit(routes_of(window))
     balancer.begin()
     return net, balancer, [inputs.to(case.device) for inputs in window]
 
 
-def die_in_a_window(group, case, timeout_s):
+def die_in_a_window(group, case, timeout_s, options=()):
     """Rank 1 is killed between two layers; what the others are told, and whether their device goes on."""
-    net, balancer, window = _begin(group, case, timeout_s)
+    net, balancer, window = _begin(group, case, timeout_s, **dict(options))
     try:
         for micro_step, inputs in enumerate(window):
             if micro_step == 1 and group.rank() == 1:

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from equipoise.core.plan import wave_cuts
 from equipoise.layer.dispatch import SourceSplit, WaveCuts, assign_slots, build_dispatch, sort_rows
 from equipoise.layer.experts import LayerOptions
+from tests.layer import mapped_work
 from tests.layer.cases import random_plan, random_routing, with_gaps
 from tests.layer.stack import MODES, Run, run_forward_only, run_stack
 from tests.layer.test_experts import EVERYTHING, EXACT, crossed_case, near_reference, same_bits
+from tests.parity.case import ParityCase
+from tests.transfer.own_ranks import KILLED, run_ranks
 
 
 def in_waves(plan, waves):
@@ -93,6 +96,15 @@ def test_a_forward_without_a_graph(pool):
     whole = pool.run(run_forward_only, 2, plan, routing, Run())
     for got, wanted in zip(pool.run(run_forward_only, 2, in_waves(plan, 2), routing, Run()), whole, strict=True):
         assert all(map(torch.equal, got, wanted))
+
+
+def test_a_rank_that_is_killed_ends_the_others():
+    case = ParityCase(ranks=4, nodes=2, slots=1, layers=2, tokens=12)
+    options = {"rows": "collective", "waves": 2}
+    said = run_ranks(mapped_work.die_in_a_window, 4, case, 60.0, options)
+    assert said[1] == KILLED
+    for words in (said[0], said[2], said[3]):
+        assert "is gone" in words or "rows could not be exchanged with the other 3 ranks" in words
 
 
 @settings(max_examples=60, deadline=None)
