@@ -54,11 +54,11 @@ def test_small_and_empty_windows_keep_one_wave():
 
 
 def test_waves_that_would_be_uneven_are_not_made():
-    """One expert has all of its rank's rows: whatever the cut, one wave has all of them."""
+    """One expert has all of its rank's rows, so one wave has them: forward nothing runs beside it."""
     hot = 8 * WIDE.load_MLRE * (np.arange(128) % 8 == 0)
     given = {"cluster": CLUSTER, "model": MODEL, "policy": "static"}
     found = [
-        plan(LoadMatrix(load), options=PlanOptions(waves="auto", sends="rows"), **given)
+        plan(LoadMatrix(load, stage="recompute"), options=PlanOptions(waves="auto", sends="rows"), **given)
         for load in (hot, WIDE.load_MLRE)
     ]
     assert found[0].waves == 1 < found[1].waves
