@@ -13,8 +13,9 @@ Priced:
    the rows: a token that crosses to a node once may cross again in the next wave. An uneven wave's part is between
    those of no rows, of a level wave and of all rows, by its rows on the rank that has most of them.
 Assumed:
-4. Half of a rank's backward pass makes input gradients, the other half weight gradients.
-5. An exchange slows the compute beside it by SLOWED_PERMILLE of its time, in the open.
+4. All ranks meet in every part of an exchange: none begins the next part before the slowest has ended this one.
+5. Half of a rank's backward pass makes input gradients, the other half weight gradients.
+6. An exchange slows the compute beside it by SLOWED_PERMILLE of its time, in the open.
 Not modelled: waves of rows that ranks of a node read where they are (`TransferOptions.rows`).
 
 Invariants (asserted by the tests):
