@@ -10,15 +10,15 @@ Update windows on 8-GPU H200 nodes with 400 Gb/s per GPU, 8 MoE layers of each m
     generated   "mixed" of `benchmarks.paper_cases`: four domains, in the shape of a published model
     real        "real, whole samples" of `benchmarks.paper_cases`: answers of gpt-oss-20b, four layers of 32 experts
                 side by side as one of 128; a token chooses 16 experts there and reaches every node: only rows are shown
-    real        DeepSeek-V2-Lite, four domains, as `benchmarks.packing` schedules them as given; 64 experts: to EP32
+    real        DeepSeek-V2-Lite, four domains, as `benchmarks.packing` schedules them as given; 64 experts
 Plans are made once, for one wave, and then cut into 1 to 4. `balanced` computes the mean on every rank and spreads rows
-evenly, in level waves; it is shown in one wave and in its own best number of waves, so that it is as fast as a rival can be. Waves
-have the rows of the plan's own cuts, of contiguous slots; how uneven these are is `cut`: the largest wave's share of a
-rank's rows times the number of waves, in the mean over micro-steps, layers and ranks, and the worst one. All ranks meet
-in every part of an exchange, which is the slow end of what networks do: a rank that has its part could go on. The fast
-end, and the most that better cuts could give, are `level` waves. `sorted` are waves of slots that a rank would take in the best order for
-each micro-step (the fullest slot to the emptiest wave); layers cannot do that, because slots lie one after another.
-Ranks of a node that read rows where they are do not send them, and have no waves.
+evenly, in level waves; it is shown in one wave and in its own best number of waves, so that it is as fast as a rival
+can be. Waves have the rows of the plan's own cuts, of contiguous slots; how uneven these are is `cut`: the largest
+wave's share of a rank's rows times the number of waves, in the mean over micro-steps, layers and ranks, and the worst
+one. All ranks meet in every part of an exchange, which is the slow end of what networks do: a rank that has its part
+could go on. The fast end, and the most that better cuts could give, are `level` waves. `sorted` are waves of slots that
+a rank would take in the best order for each micro-step (the fullest slot to the emptiest wave); layers cannot do that,
+because slots lie one after another. Ranks of a node that read rows where they are do not send them, and have no waves.
 """
 
 import argparse
