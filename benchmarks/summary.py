@@ -239,6 +239,20 @@ def packing_table() -> str:
     return _table(header, [[*case, *(cells[name] for name in plans)] for case, cells in found.items()])
 
 
+def waves_table() -> str:
+    """Percent of balanced's throughput in one wave: the plan in one and in its best waves, and what cuts could give."""
+    lines = []
+    for row in _read("waves_simulated")["rows"]:
+        best = f"{row['waves_' + str(row['best'])]:.0f} ({row['best']})"
+        could = [f"{row[key]:.0f}" for key in ("sorted", "level")]
+        rival = f"{row['balanced_best']:.0f} ({row['balanced_waves']})"
+        cut = f"{row['cut_2']:.2f}, {row['worst_2']:.2f}"
+        case = [row["case"], f"EP{row['EP']}", row["crossing"], f"{row['static']:.0f}", f"{row['waves_1']:.0f}"]
+        lines.append([*case, best, *could, rival, cut])
+    header = ["case", "EP", "what crosses", "static", "one wave", "best waves", "slots in order", "level waves"]
+    return _table([*header, "balanced, best waves", "cut"], lines)
+
+
 def bound_table() -> str:
     """Percent of rows that cross nodes in small batches: by chance, packed, and the least possible."""
     lines = []
@@ -310,6 +324,7 @@ JUDGED = (
     "paper_shifting",
     "packing_simulated",
     "coverage_simulated",
+    "waves_simulated",
 )
 """Reports whose limits are listed where they are missed."""
 BOUNDS = {"at_least": "at least", "at_most": "at most"}
@@ -326,6 +341,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shifting": shifting_table,
     "packing": packing_table,
     "packing bound": bound_table,
+    "waves": waves_table,
     "coverage": coverage_table,
     "stale": stale_table,
     "memory": memory_table,

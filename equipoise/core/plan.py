@@ -25,8 +25,8 @@ import numpy as np
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.model import ModelShape
-from equipoise.core.split import BLIND, shares, split_rows
-from equipoise.core.value import Value, frozen_array, int64_array, plural, require_int
+from equipoise.core.split import BLIND, cut_rows, shares, split_rows
+from equipoise.core.value import Value, frozen_array, int64_array, numbered, plural, require_int
 from equipoise.core.window import LoadMatrix
 
 Phase = Literal["forward", "backward"]
@@ -514,33 +514,40 @@ class Plan(Value):
 def wave_cuts(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
     """Return [R, waves + 1] local slots where the waves of each rank begin: 0 first, home slots + slots last.
 
-    Wave w of a rank has the slots from cut w up to cut w + 1, or none. Cut w is the first slot before which
-    the rank has the number of planned rows that is nearest to w / waves of all its rows.
+    Wave w of a rank has the slots from cut w up to cut w + 1, or none. Cut w is the first slot before which the rank
+    has the number of planned rows that is nearest to w / waves of all its rows.
     """
-    end_RS = np.cumsum(_slot_rows_RS(plan, micro_step, layer), axis=1)
-    before_R1S = np.concatenate([np.zeros_like(end_RS[:, :1]), end_RS], axis=1)[:, None, :]
-    wanted_RW1 = np.arange(plan.waves + 1)[None, :, None] * before_R1S[..., -1:]
-    cut_RW: np.ndarray = np.abs(plan.waves * before_R1S - wanted_RW1).argmin(axis=2)
-    # Slots without rows at the end belong to the last wave.
-    cut_RW[:, -1] = end_RS.shape[1]
-    return cut_RW
-
-
-def _slot_rows_RS(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
-    """[R, S] planned rows of every rank's local slots: home slots, then replicas in the plan's order."""
     if plan.persistent:
         raise InfeasiblePlanError(
             f"the plan of policy {plan.policy!r} keeps replicas for the whole window and is not executed, so its slots "
             "are not cut into waves; plan with policy 'equipoise'"
         )
-    quota_ER, home_E = plan.quota_ER(micro_step, layer), plan.home_LE[layer]
-    rows_RS = np.zeros((plan.cluster.ep, plan.home_slots + plan.slots), dtype=np.int64)
-    rows_RS[home_E, plan.home_slot_LE[layer]] = quota_ER[np.arange(len(home_E)), home_E]
-    next_R = np.full(plan.cluster.ep, plan.home_slots)
-    for expert, rank in plan.replicas(micro_step, layer):
-        rows_RS[rank, next_R[rank]] = quota_ER[expert, rank]
-        next_R[rank] += 1
-    return rows_RS
+    plan._entry(micro_step, layer)
+    return cut_rows(slot_rows(plan, micro_step * plan.loads.num_layers + layer, 1)[0], plan.waves)
+
+
+def slot_rows(plan: Plan, first: int, count: int) -> np.ndarray:
+    """Return [X, R, S] planned rows of every rank's local slots: home slots, then replicas in the plan's order.
+
+    Args:
+        plan: of any policy; replicas that stay for the window are behind all slots that homes may have
+        first: entry, micro-step * L + layer, where X begins
+        count: how many entries there are
+    """
+    layers, ranks, table = plan.loads.num_layers, plan.cluster.ep, plan.replica_table
+    start_X = table.start_ML[first : first + count + 1]
+    cut, entry_P = slice(int(start_X[0]), int(start_X[-1])), np.repeat(np.arange(count), np.diff(start_X))
+    expert_P, rank_P, rows_P = table.expert_P[cut], table.rank_P[cut], table.rows_P[cut]
+    home_XE = plan.loads.load_MLRE.reshape(-1, ranks, plan.loads.num_experts)[first : first + count].sum(axis=1)
+    np.subtract.at(home_XE, (entry_P, expert_P), rows_P)
+    layer_X, entry_X1 = np.arange(first, first + count) % layers, np.arange(count)[:, None]
+    width = plan.home_slots + plan.slots
+    # Replicas that stay may be in all slots that homes leave free; here they have slots of their own.
+    behind, last = (width, 2 * width) if plan.persistent else (plan.home_slots, width)
+    rows_XRS = np.zeros((count, ranks, last), dtype=np.int64)
+    rows_XRS[entry_X1, plan.home_LE[layer_X], plan.home_slot_LE[layer_X]] = home_XE
+    rows_XRS[entry_P, rank_P, behind + numbered(entry_P * ranks + rank_P)] = rows_P
+    return rows_XRS
 
 
 Binds = Literal["nothing", "node", "gate", "slots", "homes"]

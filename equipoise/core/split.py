@@ -1,4 +1,5 @@
 """How an expert's rows split over its holders, by source rank: the one rule that plans, prices and replays share.
+And how a rank's slots are cut into waves (`cut_rows`).
 
 Plans are dispatched local first, whoever made them. The policies in `BLIND` draw a copy for each token without asking
 where the token is: every source splits its rows over the holders in proportion to their quotas.
@@ -54,6 +55,17 @@ def split_rows(
     split_RER = np.zeros((ranks, experts, ranks), dtype=np.int64)
     add_split(split_RER, load_RE, quota_ER, nodes_of(node_R), in_proportion)
     return split_RER
+
+
+def cut_rows(rows_XS: np.ndarray, waves: int) -> np.ndarray:
+    """Return [X, waves + 1] slots where waves begin, given the rows of every slot; the rule of `wave_cuts`."""
+    before_XS = np.concatenate([np.zeros_like(rows_XS[:, :1]), np.cumsum(rows_XS, axis=1)], axis=1)
+    cut_XW = np.zeros((len(rows_XS), waves + 1), dtype=np.int64)
+    for wave in range(1, waves):
+        cut_XW[:, wave] = np.abs(waves * before_XS - wave * before_XS[:, -1:]).argmin(axis=1)
+    # Slots without rows at the end belong to the last wave.
+    cut_XW[:, -1] = rows_XS.shape[1]
+    return cut_XW
 
 
 def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, in_proportion: bool) -> np.ndarray:

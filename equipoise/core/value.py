@@ -118,3 +118,11 @@ STAGE_WORDS = {"recompute": "log-prob", "update": "update"}
 def plural(number: int, noun: str) -> str:
     """`1 slot`, `2 slots`, `4,096 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def numbered(place_P: np.ndarray) -> np.ndarray:
+    """Return [P] how many earlier entries of `place_P` equal each."""
+    order_P = np.argsort(place_P, kind="stable")
+    sorted_P, number_P = place_P[order_P], np.zeros(len(place_P), dtype=np.int64)
+    number_P[order_P] = np.arange(len(place_P)) - np.searchsorted(sorted_P, sorted_P)
+    return number_P

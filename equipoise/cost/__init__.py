@@ -5,8 +5,8 @@
     links.py     rows on links, and which link is busiest, compiled; the split itself is `core.split`
     kernels.py   the price of one (micro-step, layer), compiled, for the planner's inner loops
     window.py    prices of whole windows by the same kernels: entries, ranks, visits, edges
+    waves.py     prices of layers whose exchanges run beside the experts
     work.py      what every rank does in a window under one decision
-    waves.py     the same where exchanges run beside the experts
     clock.py     a window run visit by visit: the one predictor of its seconds
     profiles/    h200 (measured by equipoise calibrate), h100, a100 and b200 (derived by benchmarks/derive_profile.py)
 

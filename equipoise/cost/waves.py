@@ -1,4 +1,4 @@
-"""`in_waves`: what a window takes if one wave of slots computes while the rows of another are exchanged.
+"""`in_waves`: what layers take if the experts of one wave of slots compute while the rows of another are exchanged.
 
 `core.plan.wave_cuts` cuts every rank's slots into waves. A layer forward: the parts of the dispatch are exchanged one
 after another; the experts of a wave begin when its part has arrived; its outputs are exchanged when all ranks have
@@ -6,91 +6,153 @@ computed it and the network is free, after all parts of the dispatch. Backward i
 wave by wave, each wave's input gradients are sent when they are computed, and the gradients of all weights are computed
 at the end, once for all slots, beside what is left of that exchange.
 
+Priced:
+1. A wave has the rows and non-empty slots that the plan's cuts give it on each rank; with none given, waves are level.
+2. Its experts cost what the table says of so few rows and slots, and all waves together no less than one call.
+3. Every part of an exchange pays its fixed time. A level wave's busiest link is counted as in one wave, of its share of
+   the rows: a token that crosses to a node once may cross again in the next wave. An uneven wave's part is between
+   those of no rows, of a level wave and of all rows, by its rows on the rank that has most of them.
 Assumed:
-1. Waves are level: each has the same share of every rank's rows and non-empty slots, rounded up, and of every link's.
-2. Every part of an exchange pays its fixed time; experts of a wave cost what the table says of so few rows and slots,
-   and all waves together no less than one call.
-3. Half of a rank's backward pass makes input gradients, the other half weight gradients.
-4. An exchange slows the compute beside it by SLOWED_PERMILLE of its time, in the open.
+4. All ranks meet in every part of an exchange: none begins the next part before the slowest has ended this one.
+5. Half of a rank's backward pass makes input gradients, the other half weight gradients.
+6. An exchange slows the compute beside it by SLOWED_PERMILLE of its time, in the open.
 Not modelled: waves of rows that ranks of a node read where they are (`TransferOptions.rows`).
 
 Invariants (asserted by the tests):
-1. Same times as the reference that moves wave by wave (`tests/cost/wave_events.py`).
+1. Same times as the reference that moves one layer's waves one after another (`tests/cost/wave_events.py`).
 2. A layer is never faster than its exchanges alone, nor than its experts alone.
-3. Nothing is faster for more rows, busier slots or more bytes.
+3. No layer is faster for a longer wave or a longer part.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from equipoise.core.split import cut_rows
 from equipoise.cost.model import CostModel
-from equipoise.cost.window import visit_ns
-from equipoise.cost.work import Work
+from equipoise.cost.window import VisitNs, visit_ns
 
 SLOWED_PERMILLE = 152
 """What an exchange takes of the compute beside it, assumed and not measured: DeepEP's kernels occupy 20 of 132
 multiprocessors of an H100 by default (`Buffer.num_sms`)."""
 
 
-def in_waves(cost: CostModel, work: Work, waves: int) -> Work:
-    """Return what the ranks do if every layer's slots are cut into waves; with one wave, the work as it is."""
-    if waves == 1:
-        return work
-    fixed = cost.tables(1).exchange_fixed_ns
-    part_ML = fixed + -(-(work.exchange_ML - fixed) // waves)
-    rows_MLR, busy_MLR = -(-work.rows_MLR // waves), -(-work.busy_MLR // waves)
-    one = visit_ns(cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=np.zeros_like(rows_MLR))
-    # A table may say that smaller calls take less together; cutting a call makes nothing faster.
-    wave_MLR = np.maximum(one.forward_MLR, -(-work.forward_MLR // waves))
-    inputs_MLR = np.maximum(-(-one.backward_MLR // 2), -(-work.backward_MLR // (2 * waves)))
-    forward = Piped.of(part_ML, wave_MLR, np.zeros_like(wave_MLR), waves)
-    backward = Piped.of(part_ML, inputs_MLR, work.backward_MLR // 2, waves)
-    return replace(
-        work,
-        forward_MLR=forward.compute_MLR,
-        backward_MLR=backward.compute_MLR if work.has_backward else work.backward_MLR,
-        exchange_ML=part_ML,
-        tail_ML2=np.stack([forward.tail_ML, backward.tail_ML], axis=2),
-        hidden_ML2=np.stack([forward.hidden_ML, backward.hidden_ML], axis=2),
+class WaveRows(NamedTuple):
+    """What every rank computes in every wave."""
+
+    rows_MLWR: np.ndarray
+    busy_MLWR: np.ndarray
+    """[M, L, W, R] slots that have rows."""
+
+    @classmethod
+    def level(cls, rows_MLR: np.ndarray, busy_MLR: np.ndarray, waves: int) -> "WaveRows":
+        """Give every wave the same share, rounded up."""
+        whole = (-(-array[:, :, None] // waves) for array in (rows_MLR, busy_MLR))
+        return cls(*(np.repeat(array, waves, axis=2) for array in whole))
+
+    @classmethod
+    def of(cls, rows_MLRS: np.ndarray, waves: int) -> "WaveRows":
+        """Cut the slots of every rank as `core.plan.wave_cuts` does."""
+        micro_steps, layers, ranks, slots = rows_MLRS.shape
+        rows_XS = rows_MLRS.reshape(-1, slots)
+        cut_XW, found = cut_rows(rows_XS, waves), []
+        for array_XS in (rows_XS, (rows_XS > 0).astype(np.int64)):
+            before_XS = np.concatenate([np.zeros_like(array_XS[:, :1]), np.cumsum(array_XS, axis=1)], axis=1)
+            wave_XW = np.diff(np.take_along_axis(before_XS, cut_XW, axis=1), axis=1)
+            found.append(np.ascontiguousarray(wave_XW.reshape(micro_steps, layers, ranks, waves).swapaxes(2, 3)))
+        return cls(*found)
+
+
+class LayerNs(NamedTuple):
+    """Nanoseconds of every layer, as `work.Work` has them."""
+
+    forward_MLR: np.ndarray
+    backward_MLR: np.ndarray
+    exchange_ML: np.ndarray
+    tail_ML2: np.ndarray
+    hidden_ML2: np.ndarray
+
+    @classmethod
+    def whole(cls, visits: VisitNs, exchange_ML: np.ndarray) -> "LayerNs":
+        """Return those of one wave."""
+        tail_ML2 = np.stack([exchange_ML, exchange_ML], axis=2)
+        return cls(visits.forward_MLR, visits.backward_MLR, exchange_ML, tail_ML2, np.zeros_like(tail_ML2))
+
+
+def in_waves(cost: CostModel, whole: VisitNs, whole_ML: np.ndarray, wave_ML: np.ndarray, rows: WaveRows) -> LayerNs:
+    """Price a window in waves.
+
+    Args:
+        cost: prices of the window's stage
+        whole: the same window in one wave
+        whole_ML: nanoseconds of all rows on their busiest link
+        wave_ML: of those of a level wave
+        rows: of every wave
+    """
+    micro_steps, layers, waves, ranks = rows.rows_MLWR.shape
+    rows_XWR, busy_XWR = (array.reshape(micro_steps * layers, waves, ranks) for array in rows)
+    one = visit_ns(cost, rows_MLR=rows_XWR, busy_MLR=busy_XWR, sent_MLR=np.zeros_like(rows_XWR))
+    forward_XR, backward_XR = (array.reshape(-1, ranks) for array in (whole.forward_MLR, whole.backward_MLR))
+    part_XW = cost.tables(1).exchange_fixed_ns + _wire_ns(whole_ML.reshape(-1, 1), wave_ML.reshape(-1, 1), rows_XWR)
+    forward = Piped.of(part_XW, _at_least(one.forward_MLR, forward_XR), np.zeros_like(forward_XR))
+    inputs_XWR = _at_least(-(-one.backward_MLR // 2), -(-backward_XR // 2))
+    backward = Piped.of(part_XW, inputs_XWR, backward_XR // 2)
+    shape_ML, is_update = (micro_steps, layers), cost.stage == "update"
+    return LayerNs(
+        forward_MLR=forward.compute_XR.reshape(*shape_ML, ranks),
+        backward_MLR=backward.compute_XR.reshape(*shape_ML, ranks) * is_update,
+        exchange_ML=part_XW[:, 0].reshape(shape_ML),
+        tail_ML2=np.stack([forward.tail_X, backward.tail_X], axis=1).reshape(*shape_ML, 2),
+        hidden_ML2=np.stack([forward.hidden_X, backward.hidden_X], axis=1).reshape(*shape_ML, 2),
     )
 
 
-class Piped(NamedTuple):
-    """One direction of every (micro-step, layer): nanoseconds after the first part of the first exchange."""
+def _wire_ns(whole_X1: np.ndarray, wave_X1: np.ndarray, rows_XWR: np.ndarray) -> np.ndarray:
+    """[X, W] nanoseconds of every part's rows on the busiest link."""
+    waves, most_XW = rows_XWR.shape[1], rows_XWR.max(axis=2)
+    all_X1 = np.maximum(1, rows_XWR.sum(axis=1).max(axis=1))[:, None]
+    # What a wave has more than its share is on the line from a level wave to all rows.
+    over_XW = np.maximum(0, waves * most_XW - all_X1)
+    more_XW = np.maximum(0, whole_X1 - wave_X1) * over_XW // ((waves - 1) * all_X1)
+    less_XW: np.ndarray = wave_X1 * np.minimum(waves * most_XW, all_X1) // all_X1 + more_XW
+    return less_XW
 
-    compute_MLR: np.ndarray
+
+def _at_least(wave_XWR: np.ndarray, call_XR: np.ndarray) -> np.ndarray:
+    """The same waves, the last one prolonged where all take less than one call: cutting makes nothing faster."""
+    longer_XWR = wave_XWR.copy()
+    longer_XWR[:, -1] += np.maximum(0, call_XR - wave_XWR.sum(axis=1))
+    return longer_XWR
+
+
+class Piped(NamedTuple):
+    """One direction of every layer; nanoseconds."""
+
+    compute_XR: np.ndarray
     """Experts of each rank, slowed by what is exchanged beside them."""
-    tail_ML: np.ndarray
-    """Exchanges that the slowest rank's experts do not hide, without the first part."""
-    hidden_ML: np.ndarray
+    tail_X: np.ndarray
+    """Exchanges that the slowest rank's experts do not hide, but for the first part of the first one."""
+    hidden_X: np.ndarray
     """Exchanges that they hide."""
 
     @classmethod
-    def of(cls, part_ML: np.ndarray, wave_MLR: np.ndarray, rest_MLR: np.ndarray, waves: int) -> "Piped":
-        """Run waves of equal length.
+    def of(cls, part_XW: np.ndarray, wave_XWR: np.ndarray, rest_XR: np.ndarray) -> "Piped":
+        """Run two exchanges, part by part, with a wave of experts between each part of the one and of the other.
 
         Args:
-            part_ML: one part of an exchange
-            wave_MLR: experts of one wave, of each rank
-            rest_MLR: what each rank computes after all waves, while their results are still exchanged
-            waves: how many there are
+            part_XW: parts of an exchange
+            wave_XWR: experts of every wave, of each rank
+            rest_XR: what each rank computes after all waves, while their results are still exchanged
         """
-        # Step 1: the end of the longest chain of parts and waves, each of which waits for the one before it. Chains of
-        # a rank are longest if they leave a row of parts for the row of waves at its first or at its last wave.
-        alone_MLR, part_ML1 = waves * wave_MLR + rest_MLR, part_ML[..., None]
-        chain_MLR = np.maximum.reduce(
-            [
-                (waves + 1) * part_ML1 + wave_MLR,
-                2 * part_ML1 + waves * wave_MLR,
-                waves * part_ML1 + wave_MLR + rest_MLR,
-                part_ML1 + alone_MLR,
-            ]
-        )
-        network_ML, level_ML = 2 * waves * part_ML, alone_MLR.max(axis=2)
-        end_ML = np.maximum(network_ML, chain_MLR.max(axis=2))
-        # Step 2: what runs beside the slowest rank's experts, and what it takes of them.
-        hidden_ML = network_ML + level_ML - end_ML
-        slowed_ML = hidden_ML * SLOWED_PERMILLE // 1000
-        return cls(alone_MLR + slowed_ML[..., None], end_ML - level_ML - part_ML, hidden_ML)
+        arrived_XW = np.cumsum(part_XW, axis=1)
+        network_X, free_XR = arrived_XW[:, -1], np.zeros_like(rest_XR)
+        for wave in range(part_XW.shape[1]):
+            free_XR = np.maximum(free_XR, arrived_XW[:, wave, None]) + wave_XWR[:, wave]
+            network_X = np.maximum(network_X, free_XR.max(axis=1)) + part_XW[:, wave]
+        end_X = np.maximum(network_X, (free_XR + rest_XR).max(axis=1))
+        # What runs beside the slowest rank's experts slows them.
+        alone_XR = wave_XWR.sum(axis=1) + rest_XR
+        exposed_X = end_X - alone_XR.max(axis=1)
+        hidden_X = 2 * part_XW.sum(axis=1) - exposed_X
+        slowed_X1 = (hidden_X * SLOWED_PERMILLE // 1000)[:, None]
+        return cls(alone_XR + slowed_X1, exposed_X - part_XW[:, 0], hidden_X)

@@ -159,6 +159,9 @@ class RankWork(NamedTuple):
     inside_M: np.ndarray
     """[M] rows of the busiest link inside nodes."""
     across_M: np.ndarray
+    wave_inside_M: np.ndarray
+    """[M] the same of one of so many level waves; a token that crosses in several is sent in each of them."""
+    wave_across_M: np.ndarray
 
 
 @compiled
@@ -172,17 +175,21 @@ def rank_work(
     in_proportion: bool,
     top_k: int,
     forwards: bool,
+    waves: int = 1,
 ) -> RankWork:
     """Settle every micro-step of one layer; arguments as in `kernels.price`, with M in front.
 
     `in_proportion`: rows split as quotas are, not local first.
     `forwards`: a token crosses to each node once and is handed on over the links inside, once to each rank.
+    `waves`: how many there are.
     """
     micro_steps, ranks = load_MRE.shape[:2]
     rows_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
     busy_MR = np.zeros((micro_steps, ranks), dtype=np.int64)
     inside_M = np.zeros(micro_steps, dtype=np.int64)
     across_M = np.zeros(micro_steps, dtype=np.int64)
+    wave_inside_M = np.zeros(micro_steps, dtype=np.int64)
+    wave_across_M = np.zeros(micro_steps, dtype=np.int64)
     mask_NE, nodes = home_nodes(home_E, node_R), nodes_of(node_R)
     for m in range(micro_steps):
         base = link_rows(load_MRE[m], home_E, node_R, mask_NE, forwards)
@@ -192,11 +199,21 @@ def rank_work(
         busy_MR[m] = work.busy_R
         found = busiest(work.link_R4, work.to_RN, base.row_R, nodes, keep_permille_N, top_k)
         inside_M[m], across_M[m] = found.inside, found.across
-    return RankWork(rows_MR, busy_MR, inside_M, across_M)
+        if waves > 1:
+            link_R4, to_RN = -(-work.link_R4 // waves), -(-work.to_RN // waves)
+            found = busiest(link_R4, to_RN, base.row_R, nodes, _kept_in_wave(keep_permille_N, waves), top_k)
+        wave_inside_M[m], wave_across_M[m] = found.inside, found.across
+    return RankWork(rows_MR, busy_MR, inside_M, across_M, wave_inside_M, wave_across_M)
+
+
+@compiled
+def _kept_in_wave(keep_permille_N: np.ndarray, waves: int) -> np.ndarray:
+    """Of a token's pairs of experts in a node, one in `waves` is in one wave, and saves a row there."""
+    return 1000 - (1000 - keep_permille_N) // waves
 
 
 def level_work(
-    load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards: bool, keep_permille: int = 1000
+    load_MRE: np.ndarray, node_R: np.ndarray, *, top_k: int, forwards: bool, keep_permille: int = 1000, waves: int = 1
 ) -> RankWork:
     """What the ranks do if all compute the mean and every source sends everyone the same: the policy `balanced`.
 
@@ -206,21 +223,25 @@ def level_work(
     ranks = load_MRE.shape[1]
     row_MR, busy_M1 = load_MRE.sum(axis=2), level_slots(load_MRE.sum(axis=1), ranks)[:, None]
     mean_M1 = -(-row_MR.sum(axis=1, keepdims=True) // ranks)
-    links_M = level_links(row_MR, node_R, top_k, forwards, keep_permille=keep_permille)
+    links_M, wave_links_M = (
+        level_links(row_MR, node_R, top_k, forwards, keep_permille=keep_permille, waves=count) for count in (1, waves)
+    )
     return RankWork(
         rows_MR=np.broadcast_to(mean_M1, row_MR.shape).copy(),
         busy_MR=np.broadcast_to(busy_M1, row_MR.shape).copy(),
         inside_M=np.array([links.inside for links in links_M]),
         across_M=np.array([links.across for links in links_M]),
+        wave_inside_M=np.array([links.inside for links in wave_links_M]),
+        wave_across_M=np.array([links.across for links in wave_links_M]),
     )
 
 
 def level_links(
-    row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool, *, keep_permille: int = 1000
+    row_MR: np.ndarray, node_R: np.ndarray, top_k: int, forwards: bool, *, keep_permille: int = 1000, waves: int = 1
 ) -> list[Busiest]:
-    """The busiest links of each micro-step if every source sends everyone the same."""
+    """The busiest links of each micro-step if every source sends everyone the same, in one of `waves` waves."""
     ranks, ranks_N, nodes = len(node_R), np.bincount(node_R), nodes_of(node_R)
-    near_R, keep_N = ranks_N[node_R], np.full(len(ranks_N), keep_permille)
+    near_R, keep_N = ranks_N[node_R], _kept_in_wave(np.full(len(ranks_N), keep_permille), waves)
     found = []
     for row_R in row_MR:
         node_N = np.bincount(node_R, weights=row_R).astype(np.int64)
@@ -234,6 +255,7 @@ def level_links(
             axis=1,
         )
         to_RN = row_R[:, None] * ranks_N // ranks if forwards else np.zeros((0, len(ranks_N)), dtype=np.int64)
+        link_R4, to_RN = -(-link_R4 // waves), -(-to_RN // waves)
         found.append(busiest(link_R4, to_RN, np.ascontiguousarray(row_R), nodes, keep_N, top_k))
     return found
 

@@ -1,21 +1,23 @@
 """`Work`: what every rank does in a window under one decision, in nanoseconds; what the clock runs.
 
 `works_of` makes it from loads, homes and replicas: rows and busy slots of every rank and the rows of the busiest links
-(`window.rank_work`), their prices, what policies that react are charged, and the transfers.
+(`window.rank_work`), their prices, in waves where the decision has several (`waves.py`), what policies that react are
+charged, and the transfers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from equipoise.core import LoadMatrix, Stage
-from equipoise.core.plan import Itinerary, ReplicaTable
+from equipoise.core.plan import Itinerary, Plan, ReplicaTable, slot_rows
 from equipoise.core.split import BLIND
-from equipoise.core.value import Value
+from equipoise.core.value import Value, numbered
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import CostModel, Tables
+from equipoise.cost.waves import LayerNs, WaveRows, in_waves
 from equipoise.cost.window import Edges, RankWork, level_work, rank_work, visit_ns
 
 REACTIVE_PLAN_NS, REACTIVE_PUSH_NS = 80_000, 255_000
@@ -74,8 +76,6 @@ class Work(Value):
     """Whether backward repeats the forward pass."""
     rows_MLR: np.ndarray
     """[M, L, R] rows of each rank."""
-    busy_MLR: np.ndarray
-    """[M, L, R] slots of each rank that have rows."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -101,6 +101,18 @@ class Decision(NamedTuple):
     """Publish and collect of each layer."""
     persistent: bool = False
     """Replicas stay for the whole window, so nothing is pulled or returned in it."""
+    waves: int = 1
+    rows_MLRS: np.ndarray | None = None
+    """[M, L, R, S] rows of every rank's slots, where there are several waves; None: waves are level."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Decision":
+        """Read a plan."""
+        edges, rows_MLRS = Edges(plan.edge_ns_2L, plan.edge_slow_2L), None
+        if plan.waves > 1 and plan.policy != "balanced":
+            rows_XRS = slot_rows(plan, 0, plan.ns_ML.size)
+            rows_MLRS = rows_XRS.reshape(*plan.ns_ML.shape, *rows_XRS.shape[1:])
+        return cls(plan.policy, plan.home_LE, plan.replica_table, edges, plan.persistent, plan.waves, rows_MLRS)
 
 
 def works_of(
@@ -129,12 +141,19 @@ def works_of(
     works = []
     # Step 1: rows and busy slots of every rank, and the rows of the busiest links.
     for decision, found in zip(decisions, _rank_works(cost, loads, decisions, pair_LEE), strict=True):
-        policy, home_LE, replicas, edges, persistent = decision
-        rows_MLR, busy_MLR, inside_ML, across_ML = (np.stack(arrays, axis=1) for arrays in zip(*found, strict=True))
+        policy, home_LE, replicas, edges, persistent, waves, rows_MLRS = decision
+        rows_MLR, busy_MLR, *links_ML = (np.stack(arrays, axis=1) for arrays in zip(*found, strict=True))
         # Step 2: their prices.
         visits = visit_ns(cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=sent_MLR)
-        inside_ps_ML, across_ps_ML = inside_ML * tables.inside_ps, across_ML * tables.across_ps
-        exchange_ML = tables.exchange_fixed_ns + np.maximum(inside_ps_ML, across_ps_ML) // 1000
+        inside_ps_ML, across_ps_ML, *wave_ps_ML = (
+            rows_ML * ps for rows_ML, ps in zip(links_ML, 2 * (tables.inside_ps, tables.across_ps), strict=True)
+        )
+        whole_ML = np.maximum(inside_ps_ML, across_ps_ML) // 1000
+        layers = LayerNs.whole(visits, tables.exchange_fixed_ns + whole_ML)
+        if waves > 1:
+            level = WaveRows.level(rows_MLR, busy_MLR, waves)
+            rows = level if rows_MLRS is None else WaveRows.of(rows_MLRS, waves)
+            layers = in_waves(cost, visits, whole_ML, np.maximum(*wave_ps_ML) // 1000, rows)
         # Step 3: charges between router and dispatch, of policies that plan there.
         has_replicas_ML = np.diff(replicas.start_ML).reshape(shape_ML) > 0
         charges = {"reactive": (REACTIVE_PLAN_NS, REACTIVE_PUSH_NS), "lplb": (LPLB_PLAN_NS, 0)}
@@ -145,10 +164,9 @@ def works_of(
             Work(
                 stage=loads.stage,
                 itinerary=itinerary,
-                **visits._asdict(),
-                exchange_ML=exchange_ML,
-                tail_ML2=np.stack([exchange_ML, exchange_ML], axis=2),
-                hidden_ML2=np.zeros((*shape_ML, 2), dtype=np.int64),
+                **layers._asdict(),
+                attention_MLR=visits.attention_MLR,
+                attention_backward_MLR=visits.attention_backward_MLR,
                 is_across_ML=across_ps_ML > inside_ps_ML,
                 planning_ML=np.full(shape_ML, plan_ns),
                 push_ML=has_replicas_ML * push_ns,
@@ -164,7 +182,6 @@ def works_of(
                 edge_slow_2L=edges.slow_2L,
                 repeats_forward=repeats_forward,
                 rows_MLR=rows_MLR,
-                busy_MLR=busy_MLR,
             )
         )
     return works
@@ -189,21 +206,20 @@ def _rank_works(
             if decision.policy == "balanced":
                 # Tokens choose as many experts together as they do at the owners.
                 mean_keep = int(keep_N.mean())
-                works.append(level_work(load_MRE, node_R, top_k=top_k, forwards=by_tokens, keep_permille=mean_keep))
+                given: dict[str, Any] = {"top_k": top_k, "forwards": by_tokens, "waves": decision.waves}
+                works.append(level_work(load_MRE, node_R, **given, keep_permille=mean_keep))
             else:
                 held = (np.array(array_MLRS[:, layer]) for array_MLRS in slots_2)
                 is_blind = decision.policy in BLIND
-                works.append(rank_work(load_MRE, home_E, node_R, *held, keep_N, is_blind, top_k, by_tokens))
+                how = (is_blind, top_k, by_tokens, decision.waves)
+                works.append(rank_work(load_MRE, home_E, node_R, *held, keep_N, *how))
     return found
 
 
 def replica_slots(replicas: ReplicaTable, shape_MLR: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Replica slots of a window: ([M, L, R, S] expert, -1 where empty; [M, L, R, S] rows)."""
     place_P = replicas.entry_P * shape_MLR[2] + replicas.rank_P
-    # A replica's slot is how many replicas of the same rank and entry are listed before it.
-    order_P = np.argsort(place_P, kind="stable")
-    sorted_P, slot_P = place_P[order_P], np.zeros(len(place_P), dtype=np.int64)
-    slot_P[order_P] = np.arange(len(place_P)) - np.searchsorted(sorted_P, sorted_P)
+    slot_P = numbered(place_P)
     width = int(slot_P.max(initial=-1)) + 1
     expert_XS = np.full((int(np.prod(shape_MLR)), width), -1)
     rows_XS = np.zeros_like(expert_XS)

@@ -23,7 +23,6 @@ from equipoise.cost.kernels import (
     INSIDE,
     PEER_PULLS,
 )
-from equipoise.cost.waves import in_waves
 from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges
 from equipoise.cost.work import Decision, works_of
 
@@ -245,10 +244,9 @@ def choose_waves(task: WindowTask, made: Plan) -> Plan:
     itinerary = made.itinerary
     if itinerary is None:
         itinerary = build_itinerary(task.loads.stage, np.zeros(made.ns_ML.shape, dtype=np.bool_), task.options)
-    edges = Edges(made.edge_ns_2L, made.edge_slow_2L)
-    decided = Decision(made.policy, made.home_LE, made.replica_table, edges, made.persistent)
-    [work] = works_of(task.cost, task.loads, itinerary, [decided], pair_LEE=task.pair_LEE)
-    found = {count: replay([in_waves(task.cost, work, count)]).seconds for count in tried}
+    decisions = [Decision.of(replace(made, waves=count)) for count in tried]
+    works = works_of(task.cost, task.loads, itinerary, decisions, pair_LEE=task.pair_LEE)
+    found = {count: replay([work]).seconds for count, work in zip(tried, works, strict=True)}
     # The fewest of equally fast ones.
     best = min(found, key=lambda count: found[count].total)
     return replace(made, waves=best, seconds=found[best])

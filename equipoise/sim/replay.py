@@ -31,8 +31,6 @@ from equipoise.cost.clock import (
     replay,
 )
 from equipoise.cost.links import rows_between, tokens_between
-from equipoise.cost.waves import in_waves
-from equipoise.cost.window import Edges
 from equipoise.cost.work import Decision, Transfers, Work, works_of
 from equipoise.loads.skew import skew_ML
 from equipoise.planner.assemble import build_itinerary
@@ -90,17 +88,17 @@ def plan_work(
         live: the rows that really come, where they are not the planned ones; replicas take what `live_rows` says
     """
     stage, itinerary = plan.loads.stage, plan.itinerary
-    loads, replicas = plan.loads, plan.replica_table
+    loads, decision = plan.loads, Decision.of(plan)
     if live is not None:
-        loads, replicas = live, replace(replicas, rows_P=live_rows(plan, live))
+        # Waves of other rows than the planned ones are taken to be level.
+        replicas = replace(plan.replica_table, rows_P=live_rows(plan, live))
+        loads, decision = live, decision._replace(replicas=replicas, rows_MLRS=None)
     if itinerary is None:
         itinerary = build_itinerary(stage, np.zeros(plan.ns_ML.shape, dtype=np.bool_), options or PlanOptions())
-    edges = Edges(plan.edge_ns_2L, plan.edge_slow_2L)
-    decision = Decision(plan.policy, plan.home_LE, replicas, edges, plan.persistent)
     cost = CostModel.of(plan.cluster, plan.model, stage=stage, sends=sends)
     repeats_forward = activations == "recomputed" and stage == "update"
     [work] = works_of(cost, loads, itinerary, [decision], pair_LEE=pair_LEE, repeats_forward=repeats_forward)
-    return in_waves(cost, work, plan.waves)
+    return work
 
 
 def live_rows(plan: Plan, live: LoadMatrix) -> np.ndarray:

@@ -66,6 +66,19 @@ def test_the_plan_that_is_written_is_the_planners(equipoise, loads_file, tmp_pat
     assert found["rank_capacity_factor"] == eq.Capacities.of(wanted).rank_factor() > 1
 
 
+def test_a_plan_in_waves_says_how_many_and_what_they_save(equipoise, tmp_path):
+    load = np.random.default_rng(0).integers(3000, 3300, size=(2, 16, 8, 64))
+    eq.LoadMatrix(load).save(tmp_path / "even.npz")
+    given = ["plan", tmp_path / "even.npz", *ARGUMENTS, "--sends", "rows"]
+    one, two, best = (equipoise(*given, "--waves", waves, "--json").document for waves in ("1", "2", "auto"))
+    assert (one["waves"], two["waves"]) == (1, 2) and best["waves"] in (2, 3, 4)
+    assert one["one_wave_seconds"] == two["one_wave_seconds"] == one["seconds"]["total"]
+    assert best["seconds"]["total"] <= two["seconds"]["total"] < one["seconds"]["total"]
+    shown = " ".join(equipoise(*given, "--waves", "2").out.split())
+    saved = 1e3 * (one["seconds"]["total"] - two["seconds"]["total"])
+    assert f"waves 2, which save {saved:.3f} ms of that; never run on a GPU" in shown
+
+
 def test_where_routes_are_unknown_the_summary_says_what_a_wrong_plan_can_cost(equipoise, loads_file):
     loads = eq.LoadMatrix.load(loads_file)
     assert "if wrong" not in equipoise("plan", loads_file, *ARGUMENTS).out
@@ -181,6 +194,8 @@ def test_baselines_can_be_planned(equipoise, loads_file, policy):
             "ep is 8, more than the 4 ranks of 1 node; give 2 nodes, or leave nodes out",
         ),
         (["--slots", "-1"], "slots is -1"),
+        (["--waves", "many"], "--waves is 'many'; write a number from 1 to 8, or auto"),
+        (["--waves", "9"], "--waves is 9; it must be from 1 to 8"),
         (["--policy", "eplb-history"], "add --history"),
         (["--history", "absent.npz"], "--history absent.npz is for the policy eplb-history"),
         (["--cluster", "abacus"], "no cluster preset 'abacus'"),

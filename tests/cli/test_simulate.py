@@ -298,6 +298,7 @@ def test_words_that_make_no_sense_are_named(words, sweep, error, message):
             "equipoise: --shown-micro-step is 16; it must be from 0 to 15",
         ),
         (("--demo", "--policies", "static,static"), "named twice"),
+        (("--demo", "--waves", "0"), "equipoise: --waves is 0; it must be from 1 to 8"),
         (("--demo", "--policies", "static", "--history", "l.npz"), "--history l.npz is for the policy eplb-history"),
     ],
 )

@@ -1,164 +1,210 @@
 """Waves: their times against the reference, bounds of what they can gain, and one wave as before there were any."""
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import Cluster
+from equipoise.core.split import cut_rows
 from equipoise.cost import CostModel
 from equipoise.cost.clock import ACROSS, COMPUTE, INSIDE, draw, replay
-from equipoise.cost.waves import SLOWED_PERMILLE, Piped, in_waves
-from equipoise.cost.window import visit_ns
+from equipoise.cost.waves import SLOWED_PERMILLE, LayerNs, Piped, WaveRows, in_waves
+from equipoise.cost.window import level_work, rank_work, visit_ns
+from equipoise.cost.work import Work
 from tests.cost.events import play
 from tests.cost.wave_events import run_waves
 from tests.cost.works import TINY, in_pipeline, random_work
 
 some = settings(max_examples=80, deadline=None)
 lengths = st.sampled_from([0, 1, 7, 1000, 60_000]).flatmap(lambda most: st.integers(0, most))
-ranks = st.lists(st.tuples(lengths, lengths), min_size=1, max_size=4)
-"""(one wave, what follows all waves) of each rank."""
 
 
-def piped(part, ranks, waves):
+@st.composite
+def layers(draw):
+    """(parts of an exchange, [wave][rank] experts, [rank] what follows) of one layer in one direction."""
+    waves, ranks = draw(st.integers(2, 5)), draw(st.integers(1, 4))
+    part_W = draw(st.lists(lengths, min_size=waves, max_size=waves))
+    wave_WR = [draw(st.lists(lengths, min_size=ranks, max_size=ranks)) for _ in range(waves)]
+    return part_W, wave_WR, draw(st.lists(lengths, min_size=ranks, max_size=ranks))
+
+
+def piped(part_W, wave_WR, rest_R):
     """(compute of each rank, tail, hidden) of one layer in one direction."""
-    wave_R, rest_R = (np.array(column, dtype=np.int64).reshape(1, 1, -1) for column in zip(*ranks, strict=True))
-    found = Piped.of(np.array([[part]]), wave_R, rest_R, waves)
-    return found.compute_MLR[0, 0].tolist(), int(found.tail_ML[0, 0]), int(found.hidden_ML[0, 0])
+    found = Piped.of(*(np.array([array], dtype=np.int64) for array in (part_W, wave_WR, rest_R)))
+    return found.compute_XR[0].tolist(), int(found.tail_X[0]), int(found.hidden_X[0])
 
 
-@given(lengths, ranks, st.integers(2, 8))
+def took(layer):
+    compute_R, tail, _ = piped(*layer)
+    return layer[0][0] + max(compute_R) + tail
+
+
+@given(layers())
 @some
-def test_waves_take_as_long_as_the_reference_and_what_they_slow(part, ranks, waves):
-    compute_R, tail, hidden = piped(part, ranks, waves)
-    reference = run_waves(part, *map(list, zip(*ranks, strict=True)), waves)
-    slowed = hidden * SLOWED_PERMILLE // 1000
-    assert part + max(compute_R) + tail == reference.end + slowed
+def test_waves_take_as_long_as_the_reference_and_what_they_slow(layer):
+    compute_R, tail, hidden = piped(*layer)
+    reference, slowed = run_waves(*layer), hidden * SLOWED_PERMILLE // 1000
+    assert took(layer) == reference.end + slowed
     assert compute_R == [computed + slowed for computed in reference.computed_R]
-    assert min(tail, hidden) >= 0 and part + hidden + tail == 2 * waves * part, "exposed or hidden, all is exchanged"
+    assert min(tail, hidden) >= 0 and layer[0][0] + hidden + tail == 2 * sum(layer[0]), "all of it is exchanged"
 
 
-@given(lengths, ranks, st.integers(2, 8))
+@given(layers())
 @some
-def test_a_layer_is_never_faster_than_its_exchanges_alone_nor_than_its_experts_alone(part, ranks, waves):
-    compute_R, tail, hidden = piped(part, ranks, waves)
-    took = part + max(compute_R) + tail
-    assert took >= 2 * waves * part
-    assert took >= max(waves * wave + rest for wave, rest in ranks) + part
+def test_a_layer_is_never_faster_than_its_exchanges_alone_nor_than_its_experts_alone(layer):
+    part_W, wave_WR, rest_R = layer
+    compute_R, _, hidden = piped(*layer)
+    alone_R = [sum(wave_R[rank] for wave_R in wave_WR) + rest for rank, rest in enumerate(rest_R)]
+    assert took(layer) >= max(2 * sum(part_W), part_W[0] + max(alone_R))
     assert hidden <= max(compute_R), "what is hidden fits beside the experts"
 
 
-@given(lengths, ranks, st.integers(2, 8), st.integers(0, 3), st.integers(1, 5000), st.booleans())
+@given(layers(), st.integers(0, 99), st.integers(0, 99), st.integers(1, 5000))
 @some
-def test_a_layer_is_never_faster_for_longer_parts_or_longer_waves(part, ranks, waves, at, more, in_rest):
-    def took(part, ranks):
-        compute_R, tail, _ = piped(part, ranks, waves)
-        return part + max(compute_R) + tail
-
-    wave, rest = ranks[at % len(ranks)]
-    longer = list(ranks)
-    longer[at % len(ranks)] = (wave, rest + more) if in_rest else (wave + more, rest)
-    assert took(part, longer) >= took(part, ranks)
-    assert took(part + more, ranks) >= took(part, ranks)
+def test_no_layer_is_faster_for_a_longer_part_or_a_longer_wave(layer, w, r, more):
+    part_W, wave_WR, rest_R = layer
+    w, r = w % len(part_W), r % len(rest_R)
+    longer_W = [part + more * (i == w) for i, part in enumerate(part_W)]
+    longer_WR = [[ns + more * ((i, j) == (w, r)) for j, ns in enumerate(wave_R)] for i, wave_R in enumerate(wave_WR)]
+    longer_R = [rest + more * (j == r) for j, rest in enumerate(rest_R)]
+    for longer in ((longer_W, wave_WR, rest_R), (part_W, longer_WR, rest_R), (part_W, wave_WR, longer_R)):
+        assert took(longer) >= took(layer)
 
 
-def priced_work(seed, stage="update", most_rows=9000, **shape):
-    """A cost model and random work whose experts and exchanges have the prices of their rows."""
+class Window(NamedTuple):
+    """What is priced of a window, and random work around it."""
+
+    cost: CostModel
+    work: Work
+    rows_MLR: np.ndarray
+    busy_MLR: np.ndarray
+    wire_ML: np.ndarray
+
+    def cut(self, waves, rows=None):
+        """The work in waves; level ones if no rows are given."""
+        visits = visit_ns(self.cost, rows_MLR=self.rows_MLR, busy_MLR=self.busy_MLR, sent_MLR=0 * self.rows_MLR)
+        found = LayerNs.whole(visits, self.work.tables.exchange_fixed_ns + self.wire_ML)
+        if waves > 1:
+            wave_ML = -(-self.wire_ML // waves)
+            level = WaveRows.level(self.rows_MLR, self.busy_MLR, waves)
+            found = in_waves(self.cost, visits, self.wire_ML, wave_ML, level if rows is None else rows)
+        return replace(self.work, **found._asdict())
+
+
+def window_of(seed, stage="update", most_rows=9000, **shape):
+    """A window with random rows, whose experts and exchanges have their prices."""
     rng = np.random.default_rng(seed)
     work = random_work(rng, stage=stage, **shape)
     cost = CostModel.of(Cluster.preset("h200", ep=work.shape[2]), TINY, stage=stage)
     rows_MLR, busy_MLR = rng.integers(0, most_rows, work.shape), rng.integers(1, 9, work.shape)
-    return cost, priced(cost, work, rows_MLR, busy_MLR, rng.integers(0, most_rows * 50, work.shape[:2]))
-
-
-def priced(cost, work, rows_MLR, busy_MLR, wire_ML):
-    """The same work with other rows and bytes: wire_ML nanoseconds on the busiest link."""
-    exchange_ML = work.tables.exchange_fixed_ns + wire_ML
-    visits = visit_ns(cost, rows_MLR=rows_MLR, busy_MLR=busy_MLR, sent_MLR=np.zeros_like(rows_MLR))
-    return replace(
-        work,
-        forward_MLR=visits.forward_MLR,
-        backward_MLR=visits.backward_MLR,
-        rows_MLR=rows_MLR,
-        busy_MLR=busy_MLR,
-        exchange_ML=exchange_ML,
-        tail_ML2=np.stack([exchange_ML, exchange_ML], axis=2),
-    )
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=10, deadline=None)
-def test_one_wave_is_the_work_as_it_is(seed):
-    cost, work = priced_work(seed)
-    assert in_waves(cost, work, 1) is work
+    return Window(cost, work, rows_MLR, busy_MLR, rng.integers(0, most_rows * 50, work.shape[:2]))
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(["update", "recompute"]))
 @some
 def test_waves_move_the_same_bytes_and_experts_take_no_less_than_in_one_call(seed, waves, stage):
-    cost, work = priced_work(seed, stage)
-    cut = in_waves(cost, work, waves)
-    fixed = work.tables.exchange_fixed_ns
-    wire_ML2 = (cut.exchange_ML[..., None] + cut.tail_ML2 + cut.hidden_ML2 - 2 * waves * fixed)[
-        ..., : 1 + (stage == "update")
-    ]
-    whole_ML1 = 2 * (work.exchange_ML - fixed)[..., None]
-    assert (wire_ML2 >= whole_ML1).all() and (wire_ML2 < whole_ML1 + 2 * waves).all()
-    assert (cut.forward_MLR >= work.forward_MLR).all() and (cut.backward_MLR >= work.backward_MLR).all()
-    if stage == "recompute":
-        assert not cut.backward_MLR.any()
+    window = window_of(seed, stage)
+    whole, cut = window.cut(1), window.cut(waves)
+    fixed, phases = window.work.tables.exchange_fixed_ns, 1 + (stage == "update")
+    network_ML2 = (cut.exchange_ML[..., None] + cut.tail_ML2 + cut.hidden_ML2)[..., :phases]
+    wire_ML2, whole_ML1 = network_ML2 - 2 * waves * fixed, 2 * window.wire_ML[..., None]
+    assert (np.abs(wire_ML2 - whole_ML1) <= 2 * waves**2).all(), "but for rounding"
+    assert (cut.forward_MLR >= whole.forward_MLR).all() and (cut.backward_MLR >= whole.backward_MLR).all()
+    assert stage == "update" or not cut.backward_MLR.any()
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4))
 @some
-def test_a_window_in_waves_is_never_faster_than_its_network_or_its_experts_nor_for_more_to_do(seed, waves):
-    cost, work = priced_work(seed, replicas=0)
-    total = replay([in_waves(cost, work, waves)]).total
-    assert total >= 4 * (work.exchange_ML - work.tables.exchange_fixed_ns).sum()
-    assert total >= (work.forward_MLR.max(axis=2) + work.backward_MLR.max(axis=2)).sum()
-    wire_ML = work.exchange_ML - work.tables.exchange_fixed_ns
-    for rows, busy, wire in ((500, 0, 0), (0, 1, 0), (0, 0, 9000)):
-        more = priced(cost, work, work.rows_MLR + rows, work.busy_MLR + busy, wire_ML + wire)
-        assert replay([in_waves(cost, more, waves)]).total >= total
+def test_a_window_in_level_waves_is_never_faster_than_its_network_or_experts_nor_for_more_to_do(seed, waves):
+    window = window_of(seed, replicas=0)
+    total, whole = replay([window.cut(waves)]).total, window.cut(1)
+    assert total >= 4 * (window.wire_ML - waves).sum()
+    assert total >= (whole.forward_MLR.max(axis=2) + whole.backward_MLR.max(axis=2)).sum()
+    longer = window._replace(wire_ML=window.wire_ML + 9000)
+    assert replay([longer.cut(waves)]).total >= total
+    fuller = window._replace(rows_MLR=window.rows_MLR * 2, busy_MLR=window.busy_MLR + 1)
+    assert replay([fuller.cut(waves)]).total >= total
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 6), st.integers(0, 5))
+@some
+def test_waves_of_slots_have_the_rows_between_their_cuts(seed, waves, slots, zeros):
+    rng = np.random.default_rng(seed)
+    rows_MLRS = rng.integers(0, 50, (2, 3, 4, slots)) * (rng.integers(0, 6, (2, 3, 4, slots)) >= zeros)
+    found = WaveRows.of(rows_MLRS, waves)
+    assert found.rows_MLWR.shape == (2, 3, waves, 4)
+    for m, layer, rank in np.ndindex(2, 3, 4):
+        own_S = rows_MLRS[m, layer, rank]
+        cut_W = cut_rows(own_S[None], waves)[0]
+        cuts = list(pairwise(cut_W.tolist()))
+        assert found.rows_MLWR[m, layer, :, rank].tolist() == [own_S[low:high].sum() for low, high in cuts]
+        assert found.busy_MLWR[m, layer, :, rank].tolist() == [(own_S[low:high] > 0).sum() for low, high in cuts]
+
+
+@given(st.integers(0, 10**6), st.integers(2, 4))
+@some
+def test_uneven_waves_take_no_less_of_the_network_than_level_ones(seed, waves):
+    window = window_of(seed)
+    rows_MLRS = np.random.default_rng(seed).multinomial(9000, np.full(5, 0.2), size=window.work.shape)
+    window = window._replace(rows_MLR=rows_MLRS.sum(axis=3), busy_MLR=(rows_MLRS > 0).sum(axis=3))
+    level, real = (window.cut(waves, rows) for rows in (None, WaveRows.of(rows_MLRS, waves)))
+    network_ML2, level_ML2 = (work.exchange_ML[..., None] + work.tail_ML2 + work.hidden_ML2 for work in (real, level))
+    assert (network_ML2 >= level_ML2 - 2 * waves).all()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 2), st.integers(1, 3), st.booleans(), st.integers(2, 4))
 @some
 def test_the_clock_equals_the_event_level_one_in_waves(seed, stages, depth, repeats, waves):
     """Lanes stand still while what is hidden runs; ranks are released before it ends."""
-    works = []
-    for p in range(stages):
-        cost, work = priced_work(seed + p, replicas=4, most_rows=[300, 9000][seed % 2], repeats_forward=repeats)
-        works.append(in_waves(cost, work, waves))
-    works = in_pipeline(works, depth=depth)
+    shape = {"replicas": 4, "most_rows": [300, 9000][seed % 2], "repeats_forward": repeats}
+    works = in_pipeline([window_of(seed + p, **shape).cut(waves) for p in range(stages)], depth=depth)
     assert replay(works).total == play(works).total
     (work,) = in_pipeline(works[:1], depth=depth)
-    (bars, _), played = draw(work), play([work])
+    (bars, _), played, done = draw(work), play([work]), replay([work])
     assert bars == sorted(bar for _, bar in played.bars)
-    done = replay([work])
     assert done.part_QC.sum() == done.total == played.total
 
 
 def test_exchanges_hide_behind_long_experts_and_are_exposed_but_for_the_compute_behind_short_ones():
-    cost, work = priced_work(3, replicas=0)
-    still = {"edge_ns_2L": 0 * work.edge_ns_2L, "edge_slow_2L": 0 * work.edge_slow_2L}
-    long = priced(cost, replace(work, **still), 0 * work.rows_MLR + 10**6, work.busy_MLR, 0 * work.exchange_ML + 10**6)
-    done, before = replay([in_waves(cost, long, 4)]), replay([long])
+    window = window_of(3, replicas=0)
+    work = replace(window.work, edge_ns_2L=0 * window.work.edge_ns_2L, edge_slow_2L=0 * window.work.edge_slow_2L)
+    fixed, entries, wire_ML = work.tables.exchange_fixed_ns, window.wire_ML.size, np.full_like(window.wire_ML, 10**6)
+    long = window._replace(work=work, rows_MLR=np.full_like(window.rows_MLR, 10**6), wire_ML=wire_ML)
+    cut = long.cut(4)
+    done, before = replay([cut]), replay([long.cut(1)])
     exposed, whole = (int(each.part_QC[0, [INSIDE, ACROSS]].sum()) for each in (done, before))
-    part = long.tables.exchange_fixed_ns + 10**6 // 4
     # Forward the first and the last part are exposed, backward the first alone: weight gradients hide the last one.
-    assert exposed == 3 * part * work.exchange_ML.size
-    assert whole == 4 * (long.tables.exchange_fixed_ns + 10**6) * work.exchange_ML.size
-    slowed = int((in_waves(cost, long, 4).hidden_ML2 * SLOWED_PERMILLE // 1000).sum())
+    assert exposed == 3 * (fixed + 10**6 // 4) * entries
+    assert whole == 4 * (fixed + 10**6) * entries
+    slowed = int((cut.hidden_ML2 * SLOWED_PERMILLE // 1000).sum())
     compute = int(done.part_QC[0, COMPUTE] - before.part_QC[0, COMPUTE])
     assert slowed < compute < 1.3 * slowed, "experts are slowed, and smaller calls cost a little more"
-    short = priced(cost, long, 0 * work.rows_MLR + 1, work.busy_MLR, 0 * work.exchange_ML + 10**9)
-    assert replay([in_waves(cost, short, 2)]).total >= 4 * 10**9 * work.exchange_ML.size
+    short = long._replace(rows_MLR=np.ones_like(window.rows_MLR), wire_ML=1000 * wire_ML)
+    assert replay([short.cut(2)]).total >= 4 * 10**9 * entries
 
 
 def test_waves_of_few_rows_lose_because_every_part_has_its_fixed_time():
-    cost, work = priced_work(1, replicas=0)
-    few = priced(cost, work, 0 * work.rows_MLR + 8, work.busy_MLR, 0 * work.exchange_ML + 10)
-    totals = [replay([in_waves(cost, few, waves)]).total for waves in (1, 2, 4, 8)]
+    window = window_of(1, replicas=0)
+    few = window._replace(rows_MLR=np.full_like(window.rows_MLR, 8), wire_ML=np.full_like(window.wire_ML, 10))
+    totals = [replay([few.cut(waves)]).total for waves in (1, 2, 4, 8)]
     assert totals == sorted(totals) and len(set(totals)) == 4
+
+
+def test_a_token_that_crosses_in_two_waves_is_sent_twice():
+    """Rows are cut in two; of tokens sent once per node, most are in both halves."""
+    load_MRE = np.full((1, 4, 8), 800)
+    node_R, keep_N = np.array([0, 0, 1, 1]), np.full(2, 1000)
+    none_MRS = np.zeros((1, 4, 0), dtype=np.int64)
+    for forwards, least in ((False, 0.5), (True, 0.9)):
+        given = (load_MRE, np.arange(8) // 2, node_R, none_MRS, none_MRS, keep_N, False, 8, forwards)
+        whole, half = rank_work(*given), rank_work(*given, 2)
+        assert half.across_M[0] == whole.across_M[0] == whole.wave_across_M[0]
+        assert half.wave_across_M[0] == pytest.approx(least * whole.across_M[0], rel=0.01)
+        level = [level_work(load_MRE, node_R, top_k=8, forwards=forwards, waves=waves) for waves in (1, 2)]
+        assert level[1].wave_across_M[0] == pytest.approx(least * level[0].across_M[0], rel=0.01)
+        assert np.array_equal(half.rows_MR, whole.rows_MR)

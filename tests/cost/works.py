@@ -56,7 +56,6 @@ def random_work(
         "edge_slow_2L": rng.integers(0, most_ns // 3, (2, layers)) * rng.choice([0, 1], (2, layers)),
         "repeats_forward": False,
         "rows_MLR": np.ones(shape, dtype=np.int64),
-        "busy_MLR": np.ones(shape, dtype=np.int64),
         "hidden_ML2": np.zeros((*shape[:2], 2), dtype=np.int64),
     }
     values |= changes

@@ -15,6 +15,7 @@ from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
 from equipoise.sim import StepSetting, simulate
 from equipoise.sim.result import Shown
+from equipoise.sim.summary import summary
 from equipoise.sim.windows import PolicyPlans, StepCase, stage_layers
 from tests.cost.reference import by_relay
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
@@ -45,6 +46,21 @@ def test_parts_are_the_planners_own_seconds(policy, stage):
     assert round(exchanged * 1e9) == round(made.seconds.all_to_all * 1e9)
     assert round(parts.experts * 1e9) == round(made.seconds.total * 1e9)
     assert parts.bubble == 0
+
+
+def test_waves_are_told_with_what_they_save_and_change_nothing_else():
+    even = LoadMatrix(np.random.default_rng(1).integers(9000, 9900, size=(2, MODEL.layers, 8, MODEL.experts)))
+    given = {"cluster": cluster_of(), "model": MODEL, "setting": StepSetting(sends="rows")}
+    one, two = (simulate(even, ["static", "balanced"], options=PlanOptions(waves=n), **given) for n in (1, 2))
+    for before, after in zip(one.policies, two.policies, strict=True):
+        (whole,), (cut,) = before.windows, after.windows
+        assert (whole.waves, whole.waves_saved_s, cut.waves) == (1, 0.0, 2)
+        assert cut.waves_saved_s == pytest.approx(whole.seconds.total - cut.seconds.total) and cut.waves_saved_s > 0
+        assert cut.seconds.attention == whole.seconds.attention and np.array_equal(cut.byte_RR, whole.byte_RR)
+        assert cut.rank_s_CGX.sum(axis=0) == pytest.approx(cut.seconds.total)
+    text = summary(two, title="even")
+    assert "Waves, and what they save of the step: static 2 (" in text and "never run on a GPU" in text
+    assert "Waves" not in summary(one, title="even")
 
 
 def test_pairs_make_the_exchange_cheaper_just_as_the_planner_has_it(loads):
