@@ -261,11 +261,12 @@ def build_schedule(
 ) -> Schedule:
     micro_steps = max(1, *(len(bins) for bins in bins_R))
     padding_MR = np.zeros((micro_steps, len(bins_R)), dtype=np.int64)
-    places = [(group, m, rank) for rank, bins in enumerate(bins_R) for m, group in enumerate(bins)]
-    for group, m, rank in places:
-        padding_MR[m, rank] = count_padding(length_B[group], policy)
-    sample_P = np.concatenate([group for group, *_ in places])
-    step_P, rank_P = np.repeat([place[1:] for place in places], [len(group) for group, *_ in places], axis=0).T
+    places = [(m, rank) for rank, bins in enumerate(bins_R) for m in range(len(bins))]
+    for m, rank in places:
+        padding_MR[m, rank] = count_padding(length_B[bins_R[rank][m]], policy)
+    counts = np.array([len(bins_R[rank][m]) for m, rank in places], dtype=np.int64)
+    step_P, rank_P = np.repeat(np.array(places, dtype=np.int64).reshape(-1, 2), counts, axis=0).T
+    sample_P = np.concatenate([np.empty(0, dtype=np.int64), *(group for bins in bins_R for group in bins)])
     pieces = np.stack([sample_P, np.zeros_like(sample_P), length_B[sample_P], step_P, rank_P], axis=1)
     return Schedule(
         pieces=pieces,
