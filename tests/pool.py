@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import pytest
 
 from equipoise.launch import end_with_parent
+from equipoise.planning.worker import PlanWorker
 
 SIZES = (1, 2, 4, 8)
 """World sizes that tests may ask for."""
@@ -161,6 +163,12 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, backend: str) -> 
         except Exception:  # noqa: BLE001  # the test shows it, whatever it is
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
+
+
+@cache
+def kept_worker() -> PlanWorker:
+    """One planning process for all tests of this rank, and it ends with the rank: starting one takes seconds."""
+    return PlanWorker()
 
 
 @pytest.fixture(scope="session")

@@ -249,7 +249,3 @@ def checkpoint_tensors(model: Any, state: Mapping[str, Tensor]) -> Iterator[tupl
         if name not in model.all_tied_weights_keys:
             # One at a time: no expert's tensor needs another's.
             yield from revert_weight_conversion(model, {name: tensor}).items()
-
-
-SUPPORTED = tuple(FAMILIES)
-"""The `model_type`s that can be balanced."""

@@ -128,10 +128,6 @@ class HostStore:
                 "step and load the last checkpoint"
             )
 
-    def is_complete(self, version: int) -> bool:
-        """Whether the store holds every expert's weights of this version."""
-        return bool((self._version_LE >= version).all())
-
     def close(self) -> None:
         """Let go of the memory; tensors made of it keep theirs, unpinned. Closing twice is allowed."""
         if self._pin is not None:

@@ -17,7 +17,8 @@ from equipoise.adapters import transformers_sharded as adapter
 from equipoise.adapters.transformers_routers import wrap_routers
 from equipoise.core.options import BalancerOptions
 from tests.adapters.tiny import VOCAB, build
-from tests.adapters.windowed import kept_worker, made_routes, objects, refusal, run_example
+from tests.adapters.windowed import made_routes, objects, refusal, run_example
+from tests.pool import kept_worker
 
 RANKS, STEPS, SAMPLES, TOKENS = 4, 3, 2, 12
 logging.disable_progress_bar()

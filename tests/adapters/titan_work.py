@@ -20,7 +20,8 @@ from equipoise.adapters import torchtitan as adapter
 from equipoise.core.options import BalancerOptions
 from tests.adapters import titan_model
 from tests.adapters.titan_model import VOCAB, build, known_to_gloo, precise_experts, replayed
-from tests.adapters.windowed import kept_worker, made_routes, objects, refusal
+from tests.adapters.windowed import made_routes, objects, refusal
+from tests.pool import kept_worker
 
 STEPS, SAMPLES, TOKENS = 2, 2, 12
 

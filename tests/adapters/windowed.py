@@ -1,7 +1,6 @@
 """What ranks share in the tests of models that their framework has sharded; imports no framework."""
 
 import contextlib
-import functools
 import io
 import runpy
 from pathlib import Path
@@ -12,13 +11,6 @@ import torch.distributed as dist
 
 import equipoise.torch
 from equipoise.core.errors import AdapterError
-from equipoise.planning.worker import PlanWorker
-
-
-@functools.cache
-def kept_worker():
-    """One planning process for all tests of this rank; it ends with the rank."""
-    return PlanWorker()
 
 
 def made_routes(shape, *, step, micro_steps, tokens):

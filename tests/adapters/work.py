@@ -13,16 +13,10 @@ from equipoise import Cluster
 from equipoise.adapters import transformers as adapter
 from equipoise.balancer import Balancer, BalancerOptions
 from equipoise.core.errors import EquipoiseError
-from equipoise.planning.worker import PlanWorker
 from tests.adapters.tiny import VOCAB, build
+from tests.pool import kept_worker
 
 MICRO_STEPS, SAMPLES, TOKENS = 2, 2, 12
-
-
-@functools.cache
-def kept_worker():
-    """One planning process for all tests of this rank; it ends with the rank."""
-    return PlanWorker()
 
 
 @dataclass

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from equipoise.adapters import transformers as adapter
 from equipoise.core.errors import EquipoiseError
 from tests.adapters.tiny import build
-from tests.adapters.work import kept_worker, loss_of, make_balancer, other_routes, tokens_of
+from tests.adapters.work import loss_of, make_balancer, other_routes, tokens_of
+from tests.pool import kept_worker
 
 WINDOWS, RATE = 2, 0.1
 

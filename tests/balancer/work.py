@@ -20,14 +20,9 @@ from equipoise.planning.worker import PlanWorker
 from tests.parity import run
 from tests.parity.run import recompute_window, routes_of, run_window, train
 from tests.parity.stack import SmallStack, window_inputs
+from tests.pool import kept_worker
 from tests.transfer.test_memory import held, is_back
 from tests.transfer.windows import no_transfers
-
-
-@functools.cache
-def kept_worker():
-    """One planning process for all tests of this rank; it ends with the rank."""
-    return PlanWorker()
 
 
 def balancer_of(net, case, group, *, worker=None, enabled=True, given=(), **figures):

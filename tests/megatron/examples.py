@@ -20,7 +20,8 @@ from tests.megatron.hooks import Trainer, planned_by_kept_worker
 from tests.megatron.layouts import LAYOUTS
 from tests.megatron.model import build, kept_groups, parallel
 from tests.megatron.trainer import EngineRegistry, TriedEngine, cpu_verl, made_by
-from tests.megatron.work import kept_worker, prepare
+from tests.megatron.work import prepare
+from tests.pool import kept_worker
 
 FOLDER = Path(__file__).parents[2] / "examples"
 

@@ -37,7 +37,8 @@ from tests.megatron.model import (
     parallel,
     update,
 )
-from tests.megatron.work import kept_worker, prepare
+from tests.megatron.work import prepare
+from tests.pool import kept_worker
 
 PADDED = 3
 """Rows of padding at the end of every micro-step."""

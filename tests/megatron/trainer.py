@@ -42,7 +42,7 @@ from tests.megatron import model, shims
 from tests.megatron.layouts import Layout
 from tests.megatron.life import attributes
 from tests.megatron.model import SEED, VOCABULARY, Run, Trained, build, masters, moments, parallel
-from tests.megatron.work import kept_worker
+from tests.pool import kept_worker
 
 LENGTHS = (9, 14, 6, 11)
 """Tokens of the samples of a rank, two per micro-step."""

@@ -1,6 +1,5 @@
 """What the tests of this room run on every rank."""
 
-import functools
 import sys
 import time
 from collections import Counter
@@ -19,7 +18,6 @@ from equipoise.adapters import megatron
 from equipoise.adapters.megatron import MegatronHandle
 from equipoise.balancer import BalancerOptions
 from equipoise.core import Cluster, ModelShape
-from equipoise.planning.worker import PlanWorker
 from equipoise.routes import read_routes, write_routes
 from tests.megatron import model, shims
 from tests.megatron.layouts import Layout
@@ -37,14 +35,9 @@ from tests.megatron.model import (
     record,
     update,
 )
+from tests.pool import kept_worker
 
 STEPS = 3
-
-
-@functools.cache
-def kept_worker() -> PlanWorker:
-    """One planning process for all tests of this rank; it ends with the rank."""
-    return PlanWorker()
 
 
 def stored(run: Run, recorded: Sequence[Ids]) -> list[Ids]:

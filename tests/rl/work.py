@@ -4,14 +4,12 @@ import errno
 import os
 import resource
 import threading
-from functools import lru_cache
 from unittest import mock
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from equipoise.core import EquipoiseError
-from equipoise.planning.worker import PlanWorker
 from equipoise.rl import learner as learner_module
 from equipoise.rl import train
 from equipoise.rl.checkpoint import Checkpoints
@@ -22,6 +20,7 @@ from equipoise.rl.metrics import ignore
 from equipoise.rl.model import build_like, build_model
 from equipoise.rl.task import CharTokenizer, open_task
 from equipoise.rl.train import Places, Trainer, build_ranks, run
+from tests.pool import kept_worker
 
 SMALL = {
     "steps": 2,
@@ -52,12 +51,6 @@ def small(**changes):
         else:
             content[name] = value
     return build_config(content)
-
-
-@lru_cache(maxsize=1)
-def kept_worker():
-    """One planning process per rank of the pool: starting one takes seconds."""
-    return PlanWorker()
 
 
 def train_run(group, config, out, *, record=None, is_resumed=False, show=ignore):
