@@ -7,8 +7,8 @@ One core: `workers=1`, no threads. Skew is the mean over micro-steps and layers 
 
 Method:
 1. Skew: `objective="skew"` with at least 4 home experts per rank; one domain (8 to 16 micro-steps) and 32 micro-steps
-   of four unmixed domains. Loads are multiplied by 24 (about 24,000 tokens a micro-step, as in the limits; the traces
-   have 1,024), so that whole rows do not hide the plan.
+   of four unmixed domains, at EP64 also with 2 home experts per rank. Loads are multiplied by 24 (about 24,000 tokens
+   a micro-step, as in the limits; the traces have 1,024), so that whole rows do not hide the plan.
 2. Seconds: `objective="seconds"`, all policies with the same slots, at several token counts per micro-step (multiplied
    loads). Predicted by the cost model: composed of measured kernels and a modelled all-to-all, no cluster was run.
    `eplb-history` knows the first half of the window.
@@ -40,6 +40,7 @@ LIMITS = {
     "one domain, 2 slots": {8: 1.0005, 16: 1.0015, 32: 1.004, 64: 1.013},
     "one domain, 1 slots": {8: 1.001, 16: 1.002, 32: 1.005, 64: 1.014},
     "four unmixed domains, 2 slots": {8: 1.001, 16: 1.004, 32: 1.013, 64: 1.030},
+    "four unmixed domains, two homes per rank, 2 slots": {64: 1.030},
 }
 
 WIDE = {(64, 256): 64, (72, 288): 72, (128, 256): 8, (128, 512): 8, (256, 256): 8, (256, 512): 8}
@@ -76,10 +77,16 @@ def measure_skew(traces: Sequence[Trace], *, quick: bool) -> tuple[list[Row], li
             rows += _skew_rows("one domain", trace, loads, slots=(2, 1))
         widths = [experts for experts in (64, 128, 256) if experts >= 4 * ranks][: 1 if quick else None]
         for experts in widths:
-            four = [t if t.model.experts == experts else stacked(t, experts) for t in traces[:4]]
-            loads = scaled(joined([t.loads(ranks, micro_steps=8) for t in four]), SKEW_FACTOR)
-            rows += _skew_rows("four unmixed domains", four[0], loads, slots=(2,))
+            rows += _skew_rows("four unmixed domains", *_four_domains(traces, ranks, experts), slots=(2,))
+        if ranks == 64:
+            rows += _skew_rows("four unmixed domains, two homes per rank", *_four_domains(traces, 64, 128), slots=(2,))
     return rows, [*_skew_limits(rows), _bound_limit(rows)]
+
+
+def _four_domains(traces: Sequence[Trace], ranks: int, experts: int) -> tuple[Trace, LoadMatrix]:
+    """32 micro-steps, each of one domain."""
+    four = [t if t.model.experts == experts else stacked(t, experts) for t in traces[:4]]
+    return four[0], scaled(joined([t.loads(ranks, micro_steps=8) for t in four]), SKEW_FACTOR)
 
 
 def _skew_rows(table: str, trace: Trace, loads: LoadMatrix, *, slots: Iterable[int]) -> Iterator[Row]:

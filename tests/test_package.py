@@ -13,6 +13,7 @@ import pytest
 
 import equipoise
 from equipoise.core import errors
+from tests import mutants
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -248,3 +249,10 @@ def test_every_module_opens_with_its_docstring_in_plain_ascii(path):
     text = path.read_text(encoding="utf-8")
     assert text.isascii(), f"{path} holds a character that is not ASCII"
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("file", mutants.TARGETS)
+def test_the_functions_that_mutants_change_and_the_tests_that_must_notice_are_there(file):
+    tests, functions = mutants.TARGETS[file]
+    assert str(next(mutants.mutants(file, set(functions.split())))).startswith(file)
+    assert [test for test in tests.split() if not (ROOT / "tests" / test).exists()] == []
