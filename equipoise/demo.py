@@ -21,6 +21,7 @@ import numpy as np
 from equipoise.core import Cluster, ModelShape
 from equipoise.report import write_report
 from equipoise.report.comparison import DEMO_FORMAT, measured_answer, measured_conditions
+from equipoise.sim.summary import wrap_text
 
 if TYPE_CHECKING:
     from equipoise.rl.compare import Comparison
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from equipoise.sim.analysis import Analysis
 
 RANKS, LARGEST_SHARE = 2, 0.95
+WIDTH = 80
+"""Columns of a line in the terminal."""
 SETTINGS: dict[str, Any] = {
     "steps": 6,
     "ranks": RANKS,
@@ -115,7 +118,7 @@ def run(path: Path, out: TextIO) -> None:
     """Play the three acts and write the page."""
 
     def say(*lines: str) -> None:
-        out.write("".join(f"{line}\n" for line in lines))
+        out.write("".join(f"{line}\n" for line in wrap_text(lines, WIDTH)))
         out.flush()
 
     say("Act 1. A step of Qwen3-30B-A3B with the measured properties of real routing, on 16 H100s (predicted) ...")
@@ -123,12 +126,13 @@ def run(path: Path, out: TextIO) -> None:
     document = analysis.to_dict()
     from equipoise.report.analysis import analysis_page
 
-    trial = analysis.trial
-    assert trial is not None, "a plan was asked for"
+    trial, seconds = analysis.trial, analysis.seconds
+    assert trial is not None and seconds.planned is not None, "a plan was asked for"
     before, after = trial.skew_before("update").mean, trial.skew_after("update").mean
     say(
         f"  {analysis_page(document, title='').answer}",
-        f"  The busiest GPU has {before:.2f} times the mean load now, {after:.2f} times with the plan.",
+        f"  The busiest GPU has {before:.2f} times the mean load now, {after:.2f} times with the plan: expert layers "
+        f"would be {seconds.now.total / seconds.planned.total:.2f} times as fast.",
         "",
         f"Act 2. Real training on {RANKS} ranks of this machine, routes as uneven as in act 1 (measured) ...",
     )
@@ -143,7 +147,9 @@ def run(path: Path, out: TextIO) -> None:
     say(*(f"  {line}" for line in measured_conditions(measured)), "")
 
     write_report({"format": DEMO_FORMAT, "analysis": document, "comparison": measured}, path, title="the demo")
-    say("Act 3. One page with both; it opens in any browser, without a network:", str(path.resolve()))
+    say("Act 3. One page with both; it opens in any browser, without a network:")
+    # Not wrapped: a path may hold spaces.
+    out.write(f"{path.resolve()}\n")
     if not comparison.is_good:
         raise SystemExit(1)
 
@@ -151,8 +157,8 @@ def run(path: Path, out: TextIO) -> None:
 def measured_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the speed of every mode and the sentence about them; whatever was measured is said."""
     lines = [
-        f"{leg['name']:>24}{leg['step_s']:>9.2f} s per step{leg['tokens_per_s']:>9,.0f} tokens/s"
-        f"   busiest rank {leg['skew']:.2f} times the mean"
+        f"{leg['name']:>22}{leg['step_s']:>7.2f} s/step{leg['tokens_per_s']:>8,.0f} tokens/s"
+        f"  busiest/mean rank {leg['skew']:.2f}"
         for leg in document["legs"]
     ]
     slow, fast = document["legs"][0], document["legs"][1]

@@ -70,8 +70,11 @@ def test_the_last_act_says_what_was_measured_and_ends_with_the_page(monkeypatch,
     monkeypatch.setattr(demo, "train", lambda settings, *, skew, show: compared(balanced_s))
     demo.run(path, out)
     lines = out.getvalue().splitlines()
-    assert lines[-1] == str(path) and len(lines) < 20
+    assert lines[-1] == str(path) and len(lines) < 25 and max(map(len, lines[:-1])) <= 80
     assert sum(line.startswith("Act ") for line in lines) == 3
-    assert words in out.getvalue() and ("did not pay" in out.getvalue()) == (balanced_s > 2)
+    said = " ".join(out.getvalue().split())
+    assert words in said and ("did not pay" in said) == (balanced_s > 2)
+    times = analysis.seconds.now.total / analysis.seconds.planned.total
+    assert f"expert layers would be {times:.2f} times as fast" in said
     text = path.read_text()
     assert words in text and "recover" in text and "measured-seconds" in text and "cost-parts" in text

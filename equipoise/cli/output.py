@@ -457,8 +457,8 @@ def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source
     if share < WORTH:
         saved = Text(f"{saved_s * 1e3:.3f} ms, {share:.1%}: not worth it here, less than {WORTH:.0%}", "bold yellow")
     facts: dict[str, str | Text] = {
-        "skew": f"{before:.4f} at the owners, {after:.4f} planned (mean of busiest / mean rank, in rows)",
-        "seconds": f"{static_s * 1e3:.3f} ms at the owners, {plan.seconds.total * 1e3:.3f} ms planned",
+        "skew": f"{before:.4f} now, {after:.4f} planned (mean of busiest / mean rank, in rows)",
+        "seconds": f"{static_s * 1e3:.3f} ms now, {plan.seconds.total * 1e3:.3f} ms planned",
         "saved": saved,
         "homes": f"{figures['displaced']:,} of {plan.displaced_LE.size:,} experts displaced",
         "replicas": f"{figures['replicas']:,} in {entries:,} micro-steps and layers",

@@ -191,7 +191,11 @@ class ModelShape(Value):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise TopologyError(f"no model config at {path}; give a preset name or a HF config.json") from error
+            known = ", ".join(preset_names())
+            raise TopologyError(
+                f"no model config at {path}, and no preset of that name; give one of {known}, a config.json, or the "
+                "folder of a checkpoint"
+            ) from error
         except (ValueError, OSError, RecursionError) as error:
             raise TopologyError(f"{path} is not a readable JSON file: {error}") from error
         if not isinstance(content, Mapping):

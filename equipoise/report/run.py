@@ -82,7 +82,7 @@ def run_page(document: Document, *, title: str) -> Page:
 
 _NOT_COMPARED = Missing(
     title="Measured speed-up, equal losses",
-    text="A run has nothing to be compared with. The same steps, trained in several modes, tell both:",
+    text="A single run has nothing to compare with. Train the same steps in several modes:",
     command="equipoise train --compare static,equipoise --report report.html",
 )
 
@@ -96,8 +96,8 @@ _MISSING = (
 
 _NOT_TIMED = Missing(
     title="Measured seconds of expert layers",
-    text="Not measured: a run times its steps, stages and waits, not its expert layers, and its predicted seconds are "
-    "those of the described cluster, which this machine is not. A rank replay on one GPU measures both:",
+    text="Not measured: a run times its steps, stages and waits, but not its expert layers, and its predicted seconds "
+    "are for the described cluster, not for this machine. A rank replay on one GPU measures both:",
     command="python -m benchmarks.rank_replay --work WORK -o REPLAY; python -m benchmarks.validate REPLAY",
 )
 
@@ -110,7 +110,9 @@ def _answer(steps: Steps, *, has_after: bool) -> str:
         return (
             f"Every rank had all experts; spread over ranks, the busiest would have {before} times the mean. {measured}"
         )
-    levelled = f"The busiest rank had {ratio(_mean(steps, 'skew_after'))} times the mean load, {before} at the owners"
+    levelled = (
+        f"The busiest rank had {ratio(_mean(steps, 'skew_after'))} times the mean load, {before} without balancing"
+    )
     if not static:
         return f"{levelled}. {measured}"
     saved = _mean(steps, "saved_s")
@@ -151,10 +153,10 @@ def _figures(steps: Steps, *, has_after: bool) -> tuple[Figure, ...]:
     if static:
         text = f"expert layers, {seconds(static)} to {seconds(static - saved)} per step"
         found.append(Figure(label="Predicted speed-up", value=f"{ratio(static / (static - saved))} x", text=text))
-    stood = f"{percent(waited / spent)} for plans, {percent(exposed / spent)} for transfers"
+    causes = f"{percent(waited / spent)} for plans, {percent(exposed / spent)} for transfers"
     return (
         *found,
-        Figure(label="Stood still", value=percent((waited + exposed) / spent), text=stood),
+        Figure(label="Waited", value=percent((waited + exposed) / spent), text=causes),
         Figure(label="Reward", value=f"{ratio(first)} to {ratio(last)}", text="first and last quarter"),
     )
 
@@ -178,7 +180,7 @@ def _reward(steps: Steps) -> Chart:
 
 def _skew(steps: Steps, *, has_after: bool) -> Chart:
     names = {"before": "skew_before", **({"after": "skew_after"} if has_after else {})}
-    text = f"Before: recorded routes at the owners, {ratio(_mean(steps, 'skew_before'))} on average."
+    text = f"Before: recorded routes without balancing, {ratio(_mean(steps, 'skew_before'))} on average."
     after = f" After: rows that arrived, {ratio(_mean(steps, 'skew_after'))}." if has_after else ""
     return _lines(
         steps,
@@ -195,16 +197,16 @@ def _skew(steps: Steps, *, has_after: bool) -> Chart:
 def _predicted(steps: Steps, objective: str | None) -> Chart:
     static, saved = (sum(step[name] for step in steps) for name in ("static_s", "saved_s"))
     drawn = [{**step, "planned_s": step["static_s"] - step["saved_s"]} for step in steps]
-    change = f"{percent(abs(saved / static))} {'less' if saved >= 0 else 'more'} than at the owners"
+    change = f"{percent(abs(saved / static))} {'less' if saved >= 0 else 'more'} than without balancing"
     # Without this a reader takes a plan that costs more for one that was meant to save.
-    why = " The run was told to level rows whatever it costs (balance.objective = skew)." if objective == "skew" else ""
+    why = " The run balances rows at any cost (balance.objective = skew)." if objective == "skew" else ""
     return _lines(
         drawn,
         {"before": "static_s", "after": "planned_s"},
         styles=STYLES,
         name="predicted-seconds",
         title="Predicted seconds of expert layers",
-        caption=f"Promised on the described cluster, not measured on this machine: {change}, over all steps.{why}",
+        caption=f"Predicted for the described cluster, not measured on this machine: {change}, over all steps.{why}",
         y="seconds, predicted",
         from_zero=True,
         terms=("predicted", "before", "after", "saved"),

@@ -263,13 +263,13 @@ def _policies(document: Document) -> Chart:
     elif static is not None:
         said.append(f"Expert layers take {seconds(static['expert_s'])} with static")
     if balanced is not None:
-        said.append(f"balanced, which is even ranks and no plan, would take {seconds(balanced['expert_s'])}")
+        said.append(f"with equally many rows on every rank (balanced) they would take {seconds(balanced['expert_s'])}")
     text = "; ".join(said)
     defined = (name for name in DEFINED if any(p["policy"].startswith(name) for p in document["policies"]))
     return charts.cost_parts(
         bars,
         title="Policies by cost part",
-        caption=f"{text[0].upper()}{text[1:]}. Transfers count only as far as nothing hides them.",
+        caption=f"{text[0].upper()}{text[1:]}. Transfers count only if nothing hides them.",
         terms=("exposed", *defined),
         focus=[LABELS.get(part, part) for part in EXPERT_PARTS],
         texts=(texts[0], texts[1]),
@@ -303,15 +303,15 @@ def _rank_loads(document: Document, after: Document | None) -> Iterator[Chart]:
     yield charts.rank_heat_map(
         by_step,
         skew=skew,
-        caption="Rows over the mean rank's, all layers of a micro-step added up; single layers are more uneven than "
-        f"this. No colour means average, the strongest the step's mean skew or more.{_stages_added(document)}",
+        caption="Rows of a rank / rows of the mean rank, all layers of a micro-step added up; single layers are more "
+        f"uneven. No colour means average, the strongest colour the step's mean skew or more.{_stages_added(document)}",
     )
     yield charts.layer_heat_map(
         by_layer,
         layers=document["layer_numbers"],
         skew=skew,
-        caption=f"Rows over the mean rank's, all micro-steps of {_windows(document)[window][0]} added up: layers are "
-        "uneven in different ways.",
+        caption=f"Rows of a rank / rows of the mean rank, all micro-steps of {_windows(document)[window][0]} added up: "
+        "layers are uneven in different ways.",
     )
 
 
@@ -324,8 +324,8 @@ def _experts(document: Document) -> Chart:
     return charts.expert_heat_map(
         {"load": load_LE},
         layers=document["layer_numbers"],
-        caption=f"Rows over the mean expert of the layer, {_windows(document)[window][0]}. The hottest expert, "
-        f"{int(load_LE[hottest].argmax())} of layer {number}, takes {percent(share)} of its layer's rows.",
+        caption=f"Rows of an expert / rows of the layer's mean expert, {_windows(document)[window][0]}. The hottest "
+        f"expert, {int(load_LE[hottest].argmax())} of layer {number}, takes {percent(share)} of its layer's rows.",
     )
 
 
@@ -343,8 +343,8 @@ def _rank_seconds(document: Document, views: dict[str, Document]) -> Chart:
     planning = " and planning" if any(policy["seconds"]["planning"] for policy in views.values()) else ""
     return charts.rank_seconds(
         drawn,
-        caption=f"Ranks wait {' and '.join(waits)}, of the time of group {group}'s ranks together: for the busiest "
-        f"one, and for transfers{planning} that nothing hides.{_stages_counted(document)}",
+        caption=f"Ranks of group {group} wait {' and '.join(waits)} of their time: for the busiest rank, and for "
+        f"transfers{planning} that nothing hides.{_stages_counted(document)}",
     )
 
 
@@ -380,7 +380,7 @@ def _memory(document: Document, views: dict[str, Document]) -> Chart:
     fixed = {view: m["experts_bytes"] + m["replicas_bytes"] + pages[view] for view, m in held.items()}
     peaks = {view: fixed[view] + max(m["received_bytes_X"]) for view, m in held.items()}
     text = ", ".join(f"{num_bytes(peak)} {view}" for view, peak in peaks.items())
-    text += f", of {num_bytes(limit)} that it has" if limit else ""
+    text += f", of {num_bytes(limit)}" if limit else ""
     return charts.memory(
         {
             view: {
@@ -392,7 +392,7 @@ def _memory(document: Document, views: dict[str, Document]) -> Chart:
             for view, m in held.items()
         },
         limit_bytes=limit or None,
-        caption=f"What expert parallelism takes of a rank at worst: {text}. "
+        caption=f"Memory of the fullest rank: {text}. "
         f"{charts.activations_text(setting['activations'], stages=setting['pipeline_stages'])} Attention, optimizer "
         f"and the rest are not counted.{_stages_counted(document)}",
     )
@@ -409,7 +409,7 @@ def _sweep(found: Document) -> Iterator[Chart]:
         yield charts.sweep(points, axes=found["axes"], caption=caption)
     if found["break_even"] is not None:
         curves = found["break_even"]["curves"]
-        starts = ["never with those tried" if c["tokens"] is None else f"from {c['tokens']:,} on" for c in curves]
+        starts = ["never with the numbers tried" if c["tokens"] is None else f"from {c['tokens']:,} on" for c in curves]
         text = [f"skew {ratio(c['skew'])}: {start}" for c, start in zip(curves, starts, strict=True)]
         worth = found["break_even"]["worth"]
         caption = f"Tokens per rank and micro-step from which on a plan saves at least {percent(worth)}. "

@@ -195,7 +195,7 @@ def download(page, name, *, clicks=6):
 
 def test_definitions_are_one_click_away(opened):
     section = opened.page.locator("#section-skew-over-micro-steps")
-    words = section.locator("dd", has_text="Busiest rank over mean rank")
+    words = section.locator("dd", has_text="Rows of the busiest rank / rows of the mean rank")
     assert not words.is_visible()
     section.locator("summary").click()
     assert words.is_visible()

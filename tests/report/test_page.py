@@ -90,7 +90,7 @@ def test_definitions_say_what_is_computed():
     for term, rule in {
         "eplb-history": "the first half of each window's own micro-steps",
         "break-even": "at least the share that the dashed line shows",
-        "received rows": "those of earlier layers and of micro-steps in flight count",
+        "received rows": "those of earlier layers and of micro-steps in flight are included",
     }.items():
         assert rule in DEFINITIONS[term]
     assert not [term for term, words in DEFINITIONS.items() if "ceiling" in words]

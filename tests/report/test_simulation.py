@@ -123,7 +123,7 @@ def test_traffic_memory_and_ranks_are_those_of_the_shown_window_and_group(docume
     assert held["received rows"] == memory["received_bytes_X"][3]
     assert held["replica slots"] == memory["replicas_bytes"]
     assert "shapes" not in chart(page, "memory").layout, "80 GiB over bars of 11 GiB are out of sight"
-    assert "GiB after, of 80.0 GiB that it has." in chart(page, "memory").caption
+    assert "GiB after, of 80.0 GiB." in chart(page, "memory").caption
     waits = next(t for t in chart(page, "rank-seconds").traces if t["name"] == "waiting")
     assert waits["y"][2] == pytest.approx(sum(w["ranks"]["wait"][0][2] for w in of(document, "static")["windows"]))
 
@@ -225,7 +225,7 @@ def test_sweep_and_break_even_name_where_it_pays(page):
     assert [t["name"] for t in chart(page, "sweep").traces] == ["slots 0", "slots 1", "slots 2"]
     assert "At most 26.0 %, at EP 32 with 2 slots" in chart(page, "sweep").caption
     words = chart(page, "break-even").caption
-    assert "Skew 1.20: from 4,096 on; skew 2.00: from 1,024 on; skew 1.01: never with those tried." in words
+    assert "Skew 1.20: from 4,096 on; skew 2.00: from 1,024 on; skew 1.01: never with the numbers tried." in words
     assert chart(page, "break-even").layout["shapes"][0]["y0"] == pytest.approx(1.0)
 
 
@@ -332,7 +332,7 @@ def test_planning_is_charged_apart_from_moving(document, page):
 def test_the_fastest_plan_is_named_beside_balanced_which_is_none(page):
     assert chart(page, "cost-parts").caption.startswith(
         "The fastest plan is equipoise with 1.43 s in expert layers, 1.26 times static's speed and 97.6 % of "
-        "balanced's speed; balanced, which is even ranks and no plan, would take 1.40 s. "
+        "balanced's speed; with equally many rows on every rank (balanced) they would take 1.40 s. "
     )
 
 

@@ -325,5 +325,6 @@ def test_a_model_may_be_named_by_its_hub_id(name):
 
 
 def test_an_unknown_hub_id_is_refused():
-    with pytest.raises(TopologyError, match="no model config at Qwen/Qwen9-30B"):
+    words = r"no model config at Qwen/Qwen9-30B, and no preset of that name; give one of .*qwen3-30b-a3b"
+    with pytest.raises(TopologyError, match=words):
         resolve_model("Qwen/Qwen9-30B")
