@@ -25,7 +25,7 @@ import numpy as np
 from equipoise.core.cluster import Cluster
 from equipoise.core.errors import InfeasiblePlanError
 from equipoise.core.model import ModelShape
-from equipoise.core.split import BLIND, cut_rows, shares, split_rows
+from equipoise.core.split import BLIND, Cuts, cut_rows, shares, split_rows
 from equipoise.core.value import Value, frozen_array, int64_array, numbered, plural, require_int
 from equipoise.core.window import LoadMatrix
 
@@ -511,12 +511,8 @@ class Plan(Value):
         return hasher.hexdigest()
 
 
-def wave_cuts(plan: Plan, micro_step: int, layer: int) -> np.ndarray:
-    """Return [R, waves + 1] local slots where the waves of each rank begin: 0 first, home slots + slots last.
-
-    Wave w of a rank has the slots from cut w up to cut w + 1, or none. Cut w is the first slot before which the rank
-    has the number of planned rows that is nearest to w / waves of all its rows.
-    """
+def wave_cuts(plan: Plan, micro_step: int, layer: int) -> Cuts:
+    """Return where the waves of each rank begin: each has as many of the rank's planned rows, in slot order."""
     if plan.persistent:
         raise InfeasiblePlanError(
             f"the plan of policy {plan.policy!r} keeps replicas for the whole window and is not executed, so its slots "

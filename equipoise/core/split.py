@@ -57,15 +57,26 @@ def split_rows(
     return split_RER
 
 
-def cut_rows(rows_XS: np.ndarray, waves: int) -> np.ndarray:
-    """Return [X, waves + 1] slots where waves begin, given the rows of every slot; the rule of `wave_cuts`."""
-    before_XS = np.concatenate([np.zeros_like(rows_XS[:, :1]), np.cumsum(rows_XS, axis=1)], axis=1)
-    cut_XW = np.zeros((len(rows_XS), waves + 1), dtype=np.int64)
-    for wave in range(1, waves):
-        cut_XW[:, wave] = np.abs(waves * before_XS - wave * before_XS[:, -1:]).argmin(axis=1)
-    # Slots without rows at the end belong to the last wave.
-    cut_XW[:, -1] = rows_XS.shape[1]
-    return cut_XW
+class Cuts(NamedTuple):
+    """Where the waves of some ranks begin, all but the first. A cut may divide the rows of a slot."""
+
+    slot_XW: np.ndarray
+    """[X, waves - 1] slot in which each wave begins."""
+    before_XW: np.ndarray
+    """[X, waves - 1] rows of this slot that belong to the waves before. Example: slot 3, before 10 of rows 14: the wave
+    has the last 4 rows of slot 3, and further slots."""
+    rows_XW: np.ndarray
+    """[X, waves - 1] rows of this slot."""
+
+
+def cut_rows(rows_XS: np.ndarray, waves: int) -> Cuts:
+    """Cut the rows of every slot, in slot order, into waves of as many rows, rounded down."""
+    end_XS = np.cumsum(rows_XS, axis=1)
+    begin_XW = np.arange(1, waves) * end_XS[:, -1:] // waves
+    # The first slot that ends behind the cut. Where there are no rows, it is the last slot.
+    slot_XW = (end_XS[:, None, :] <= begin_XW[:, :, None]).sum(axis=2).clip(max=rows_XS.shape[1] - 1)
+    cut_XW = np.take_along_axis(rows_XS, slot_XW, axis=1)
+    return Cuts(slot_XW, begin_XW - np.take_along_axis(end_XS, slot_XW, axis=1) + cut_XW, cut_XW)
 
 
 def rows_between(load_RE: np.ndarray, quota_ER: np.ndarray, node_R: np.ndarray, in_proportion: bool) -> np.ndarray:

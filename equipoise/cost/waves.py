@@ -1,10 +1,10 @@
 """`in_waves`: what layers take if the experts of one wave of slots compute while the rows of another are exchanged.
 
-`core.plan.wave_cuts` cuts every rank's slots into waves. A layer forward: the parts of the dispatch are exchanged one
-after another; the experts of a wave begin when its part has arrived; its outputs are exchanged when all ranks have
-computed it and the network is free, after all parts of the dispatch. Backward is the mirror: output gradients arrive
-wave by wave, each wave's input gradients are sent when they are computed, and the gradients of all weights are computed
-at the end, once for all slots, beside what is left of that exchange.
+`core.plan.wave_cuts` cuts every rank's rows into waves, slot by slot. A layer forward: the parts of the dispatch are
+exchanged one after another; the experts of a wave begin when its part has arrived; its outputs are exchanged when all
+ranks have computed it and the network is free, after all parts of the dispatch. Backward is the mirror: output gradients
+arrive wave by wave, each wave's input gradients are sent when they are computed, and the gradients of all weights are
+computed at the end, once for all slots, beside what is left of that exchange.
 
 Priced:
 1. A wave has the rows and non-empty slots that the plan's cuts give it on each rank; with none given, waves are level.
@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from equipoise.core.split import cut_rows
 from equipoise.cost.model import CostModel
 from equipoise.cost.window import VisitNs, visit_ns
 
@@ -52,15 +51,16 @@ class WaveRows(NamedTuple):
 
     @classmethod
     def of(cls, rows_MLRS: np.ndarray, waves: int) -> "WaveRows":
-        """Cut the slots of every rank as `core.plan.wave_cuts` does."""
+        """Cut the rows of every rank as `core.plan.wave_cuts` does."""
         micro_steps, layers, ranks, slots = rows_MLRS.shape
-        rows_XS = rows_MLRS.reshape(-1, slots)
-        cut_XW, found = cut_rows(rows_XS, waves), []
-        for array_XS in (rows_XS, (rows_XS > 0).astype(np.int64)):
-            before_XS = np.concatenate([np.zeros_like(array_XS[:, :1]), np.cumsum(array_XS, axis=1)], axis=1)
-            wave_XW = np.diff(np.take_along_axis(before_XS, cut_XW, axis=1), axis=1)
-            found.append(np.ascontiguousarray(wave_XW.reshape(micro_steps, layers, ranks, waves).swapaxes(2, 3)))
-        return cls(*found)
+        end_XS = np.cumsum(rows_MLRS.reshape(-1, slots), axis=1)
+        begin_XS = end_XS - rows_MLRS.reshape(-1, slots)
+        begin_XW = np.arange(waves + 1) * end_XS[:, -1:] // waves
+        wave_XWS = np.minimum(end_XS[:, None], begin_XW[:, 1:, None]) - np.maximum(
+            begin_XS[:, None], begin_XW[:, :-1, None]
+        )
+        found = (np.diff(begin_XW, axis=1), (wave_XWS > 0).sum(axis=2))
+        return cls(*(np.ascontiguousarray(a.reshape(micro_steps, layers, ranks, waves).swapaxes(2, 3)) for a in found))
 
 
 class LayerNs(NamedTuple):

@@ -170,43 +170,47 @@ def assign_slots(ids_TK: Tensor, split: SourceSplit, *, has_gaps: bool = False) 
 
 
 class WaveCuts(NamedTuple):
-    """Where the waves of one (micro-step, layer) begin, as one rank sees it."""
+    """Where the waves of one (micro-step, layer) begin, all but the first; see `core.split.Cuts`."""
 
-    begin_RW: Tensor
-    """[R, waves + 1] first local slot of each wave on each rank, and one past the last slot."""
+    slot_RW: Tensor
+    before_RW: Tensor
+    rows_RW: Tensor
     own_W: list[int]
-    """This rank's row of it, on the host."""
+    """Slots of this rank in which they begin, on the host."""
+    rank: int
 
     @classmethod
     def of(cls, plan: Plan, micro_step: int, layer: int, *, rank: int, device: str = "cpu") -> "WaveCuts":
-        """Read one entry of a plan."""
-        begin_RW = wave_cuts(plan, micro_step, layer)
-        return cls(torch.from_numpy(begin_RW).to(device), begin_RW[rank].tolist())
+        """Read one entry of a plan as `rank` sees it."""
+        cuts = wave_cuts(plan, micro_step, layer)
+        slot_RW, before_RW, rows_RW = (torch.from_numpy(array).to(device) for array in cuts)
+        return cls(slot_RW, before_RW, rows_RW, cuts.slot_XW[rank].tolist(), rank)
 
-    def sums(self, count_RS: Tensor) -> Tensor:
-        """[R, waves] sums of counts over the slots of each wave."""
-        before_RS = torch.nn.functional.pad(count_RS.cumsum(1), (1, 0))
-        return before_RS.gather(1, self.begin_RW).diff(dim=1)
+    def split(self, count_RS: Tensor, *, is_own: bool = False) -> Tensor:
+        """[R, S, waves] rows of each wave, of the rows that one source sends to every slot.
 
-    def position_S(self, width: int) -> Tensor:
-        """[R * width] place of each physical slot in sending order: by wave, then rank, then slot."""
-        slot_S = torch.arange(width, device=self.begin_RW.device).expand(len(self.begin_RW), -1).contiguous()
-        wave_S = torch.searchsorted(self.begin_RW[:, 1:-1].contiguous(), slot_S, right=True).reshape(-1)
-        order_S = torch.argsort(wave_S, stable=True)
-        position_S = torch.empty_like(order_S)
-        position_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        return position_S
+        The source's first rows for a slot that is cut belong to the wave before, in the proportion of the plan.
+
+        Args:
+            is_own: `count_RS` are the rows that every source sends to this rank
+        """
+        ranks = slice(self.rank, self.rank + 1) if is_own else slice(None)
+        slot_R1W, before_R1W, rows_R1W = (table_RW[ranks, None] for table_RW in self[:3])
+        slot_S1, count_RS1 = torch.arange(count_RS.shape[1], device=count_RS.device)[:, None], count_RS[..., None]
+        divided_RSW = torch.where(slot_S1 == slot_R1W, count_RS1 * before_R1W // rows_R1W.clamp(min=1), 0)
+        ahead_RSW = torch.where(slot_S1 < slot_R1W, count_RS1, divided_RSW)
+        return torch.cat([torch.zeros_like(count_RS1), ahead_RSW, count_RS1], dim=2).diff(dim=2)
 
 
 class Wave(NamedTuple):
-    """Slots of this rank whose rows travel together, and compute while those of the next wave travel."""
+    """Rows that travel together, and compute while those of the next wave travel."""
 
     slots: slice
-    """Local slots, home slots first."""
+    """Local slots of these rows, home slots first. The last one may be the next wave's first, too."""
     rows: slice
-    """Their rows in the slot-major buffer."""
+    """Their places in the slot-major buffer."""
     send_R: list[int]
-    """Rows sent to the slots of this wave on each rank."""
+    """Rows sent to this wave on each rank."""
     receive_R: list[int]
     """Rows received from each rank."""
 
@@ -352,18 +356,22 @@ def sort_rows(slots_TK: Tensor, *, num_ranks: int, width: int, cuts: WaveCuts | 
         cuts: where waves begin; None: all rows travel at once
     """
     # What is no row is sorted behind all slots, and counted nowhere.
-    slots_N = torch.where(slots_TK < 0, num_ranks * width, slots_TK).reshape(-1)
-    position_S = None if cuts is None else cuts.position_S(width)
-    if position_S is not None:
-        slots_N = torch.cat([position_S, position_S.new_full((1,), len(position_S))])[slots_N]
-    order_N = stable_order(slots_N, below=num_ranks * width + 1)
+    num_slots = num_ranks * width
+    slots_N = torch.where(slots_TK < 0, num_slots, slots_TK).reshape(-1)
+    order_N = stable_order(slots_N, below=num_slots + 1)
     sorted_N = slots_N[order_N]
+    # Unlike bincount, which looks for the largest value, this does not wait for a device.
+    start_S = torch.searchsorted(sorted_N, torch.arange(num_slots + 1, device=slots_N.device))
+    count_RS = start_S.diff().view(num_ranks, width)
+    if cuts is not None:
+        # Waves of the rows of each slot, and one behind them for what is no row.
+        end_SW = cuts.split(count_RS).cumsum(dim=2).view(num_slots, -1)
+        end_SW = torch.cat([end_SW, end_SW.new_zeros((1, end_SW.shape[1]))])
+        number_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - start_S[sorted_N]
+        wave_N = (number_N[:, None] >= end_SW[sorted_N]).sum(dim=1)
+        order_N = order_N[stable_order(wave_N, below=end_SW.shape[1] + 1)]
     index_N = torch.empty_like(order_N)
     index_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-    # Unlike bincount, which looks for the largest value, this does not wait for a device.
-    bound_S = torch.arange(num_ranks * width + 1, device=slots_N.device)
-    count_S = torch.searchsorted(sorted_N, bound_S).diff()
-    count_RS = (count_S if position_S is None else count_S[position_S]).view(num_ranks, width)
     return SendSide(token_N=order_N // slots_TK.shape[1], index_TK=index_N.view(slots_TK.shape), count_RS=count_RS)
 
 
@@ -388,27 +396,41 @@ def build_dispatch(
     """
     receive_RS = receive_RS.to(send.token_N.device)
     num_ranks, width = receive_RS.shape
-    length_S = (receive_RS.sum(dim=0) + pad - 1) // pad * pad
-    end_S = length_S.cumsum(0)
-    # A source's rows for a slot follow those of the sources before it.
-    start_RS = (end_S - length_S) + receive_RS.cumsum(0) - receive_RS
-    # The host needs the splits: this is the one place where a dispatch made in the layer waits for the device.
-    slots = [slice(*pair) for pair in pairwise([0, width] if cuts is None else cuts.own_W)]
-    send_WR = send.count_RS.sum(dim=1) if cuts is None else cuts.sums(send.count_RS).t()
-    receive_WR = [receive_RS[:, part].sum(dim=1) for part in slots]
-    sums = torch.cat([send_WR.reshape(-1), *receive_WR, end_S]).tolist()
-    splits, ends = [sums[i : i + num_ranks] for i in range(0, len(sums) - width, num_ranks)], [0, *sums[-width:]]
-    rows = [slice(ends[part.start], ends[part.stop]) for part in slots]
-    waves = tuple(map(Wave, slots, rows, splits[: len(slots)], splits[len(slots) :]))
-    tables = [_place_rows(receive_RS, start_RS, wave) for wave in waves]
+    # Step 1: groups of rows that lie behind one another: slots, or the part of each wave in its slots. A slot that is
+    # cut has a part in both waves, so that group g of wave w is slot g - w.
+    begin_W, receive_RG, send_WR = [0], receive_RS, send.count_RS.sum(dim=1)
+    if cuts is not None:
+        begin_W += [slot + wave for wave, slot in enumerate(cuts.own_W, start=1)]
+        receive_RSW, send_WR = cuts.split(receive_RS, is_own=True), cuts.split(send.count_RS).sum(dim=1).t()
+        receive_RG = receive_RS.new_zeros((num_ranks, width + len(cuts.own_W)))
+        for wave, part_RS in enumerate(receive_RSW.unbind(2)):
+            receive_RG[:, wave : wave + width] += part_RS
+    groups_W = [slice(*pair) for pair in pairwise([*begin_W, receive_RG.shape[1]])]
+    length_G = (receive_RG.sum(dim=0) + pad - 1) // pad * pad
+    end_G = length_G.cumsum(0)
+    # A source's rows for a group follow those of the sources before it.
+    start_RG = (end_G - length_G) + receive_RG.cumsum(0) - receive_RG
+    # Step 2: the host needs the splits. This is the one place where a dispatch made in the layer waits for the device.
+    receive_WR = [receive_RG[:, groups].sum(dim=1) for groups in groups_W]
+    sums = torch.cat([send_WR.reshape(-1), *receive_WR, end_G]).tolist()
+    num_splits = 2 * len(groups_W) * num_ranks
+    splits, ends = [sums[i : i + num_ranks] for i in range(0, num_splits, num_ranks)], [0, *sums[num_splits:]]
+    waves = tuple(
+        Wave(slice(g.start - w, g.stop - w), slice(ends[g.start], ends[g.stop]), splits[w], splits[len(groups_W) + w])
+        for w, g in enumerate(groups_W)
+    )
+    # Step 3: the tables, wave by wave. A slot ends with its part in the last wave that has one.
+    tables = [_place_rows(receive_RG[:, g], start_RG[:, g], wave) for g, wave in zip(groups_W, waves, strict=True)]
     place_N, source_P = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
-    home_rows, all_rows = ends[home_slots], ends[-1]
+    last_S = [slot + sum(begin - wave <= slot for wave, begin in enumerate(begin_W)) - 1 for slot in range(width)]
+    end_S, slot_ends = (end_G if cuts is None else end_G[last_S]), [ends[last + 1] for last in last_S]
+    home_rows, all_rows = slot_ends[home_slots - 1], ends[-1]
     groups = Groups(
         home_end_S=end_S[:home_slots].to(torch.int32),
         replica_end_S=(end_S[home_slots:] - home_rows).to(torch.int32),
         num_home_rows=home_rows,
         num_replica_rows=all_rows - home_rows,
-        num_replicas=sum(before < all_rows for before in ends[home_slots:-1]),
+        num_replicas=sum(before < all_rows for before in slot_ends[home_slots - 1 : -1]),
     )
     send_R = [sum(rows) for rows in zip(*(wave.send_R for wave in waves), strict=True)]
     receive_R = [sum(rows) for rows in zip(*(wave.receive_R for wave in waves), strict=True)]
@@ -421,15 +443,15 @@ def build_dispatch(
         place_N=place_N,
         source_P=source_P,
         groups=groups,
-        waves=waves if len(waves) > 1 else (),
+        waves=waves if cuts is not None else (),
     )
 
 
-def _place_rows(receive_RS: Tensor, start_RS: Tensor, wave: Wave) -> tuple[Tensor, Tensor]:
+def _place_rows(receive_RG: Tensor, start_RG: Tensor, wave: Wave) -> tuple[Tensor, Tensor]:
     """Return the tables of a wave: [N] the place of each received row, [P] the row at each place."""
-    # Received rows arrive cell by cell (source, slot); each cell's rows are placed from the cell's start on.
-    length_C = receive_RS[:, wave.slots].reshape(-1)
-    offset_C = start_RS[:, wave.slots].reshape(-1) - wave.rows.start - (length_C.cumsum(0) - length_C)
+    # Received rows arrive cell by cell (source, group); each cell's rows are placed from the cell's start on.
+    length_C = receive_RG.reshape(-1)
+    offset_C = start_RG.reshape(-1) - wave.rows.start - (length_C.cumsum(0) - length_C)
     row_N = torch.arange(sum(wave.receive_R), device=length_C.device)
     place_N = torch.repeat_interleave(offset_C, length_C, output_size=len(row_N)) + row_N
     source_P = place_N.new_full((wave.rows.stop - wave.rows.start,), len(row_N))

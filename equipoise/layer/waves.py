@@ -1,11 +1,13 @@
 """Experts in waves: while the experts of one wave compute, rows travel to those of the next and back from the last.
 
-Where a plan cuts every rank's slots into waves, `waved_block` takes the place of exchange, expert block and exchange:
+Where a plan cuts every rank's rows into waves, `waved_block` takes the place of exchange, expert block and exchange:
 1. Forward: all rows leave, wave by wave. A wave's experts compute when its rows are there; their outputs leave at once.
-2. Backward is the mirror image of it. Gradients of weights come last, when all gradients of rows have left.
+2. Backward is the mirror image of it. Gradients of weights come last, of all waves in one product per slot, when all
+   gradients of rows have left.
 
-Every slot is in one wave, so each product has the rows, and their order, that it has without waves: outputs and
-gradients have the same bits. Every rank exchanges as often, and saves as many tensors, whatever its rows and replicas.
+A cut may divide the rows of a slot. Outputs and gradients of rows have the bits that they have without waves wherever a
+row's product does not depend on its group, as with replicas; so have gradients of weights, but for a slot that is cut,
+whose rows are added in another order. Every rank exchanges as often, and saves as many tensors, whatever its rows.
 """
 
 from typing import Any, NamedTuple
@@ -85,45 +87,42 @@ class _Task(NamedTuple):
             started.append(start_all_to_all(rows_ND[sent], wave.send_R, wave.receive_R, self.group, received_ND))
         return started
 
-    def holders(self, now: Visit, home: ExpertWeights) -> list["_Piece"]:
+    def holders(self, now: Visit, home: ExpertWeights) -> list["_Holder"]:
         """Return what computes at a visit, with all slots and rows: home slots and then replicas, or both in one."""
         groups, joined = self.dispatch.groups, self.transfers.joined(now)
         if joined is not None:
             end_S = joined_ends(groups, joined)
-            return [_Piece(joined, end_S, slice(0, len(end_S)), slice(0, groups.num_rows))]
+            return [_Holder(joined, end_S, slice(0, len(end_S)), slice(0, groups.num_rows))]
         homes, replica = groups.home_end_S.numel(), self.transfers.weights(now)
         assert replica.num_slots >= groups.num_replicas, "rows for replicas that were not pulled"
         end_S = groups.replica_end_S[: replica.num_slots] + groups.num_home_rows
         return [
-            _Piece(home, groups.home_end_S, slice(0, homes), slice(0, groups.num_home_rows)),
-            _Piece(replica, end_S, slice(homes, homes + len(end_S)), slice(groups.num_home_rows, groups.num_rows)),
+            _Holder(home, groups.home_end_S, slice(0, homes), slice(0, groups.num_home_rows)),
+            _Holder(replica, end_S, slice(homes, homes + len(end_S)), slice(groups.num_home_rows, groups.num_rows)),
         ]
 
 
-class _Piece(NamedTuple):
-    """Some slots that lie behind one another, and their rows."""
+class _Holder(NamedTuple):
+    """Slots that lie behind one another in memory, and their rows."""
 
     weights: ExpertWeights
-    """Of these slots."""
     end_S: Tensor
     """[slots] where each slot's rows end in the slot-major buffer."""
     slots: slice
     rows: slice
 
-    def within(self, slots: slice, rows: slice) -> "_Piece":
-        """The part of it that lies within other slots and rows."""
-        kept, rows = _common(self.slots, slots), _common(self.rows, rows)
-        cut = slice(kept.start - self.slots.start, kept.stop - self.slots.start)
-        return _Piece(self.weights.map(lambda tensor: _cut_slots(tensor, cut)), self.end_S[cut], kept, rows)
-
-    def of_wave(self, wave: Wave) -> "_Piece":
-        """The part of it that is in a wave."""
-        return self.within(wave.slots, wave.rows)
+    def in_wave(self, wave: Wave) -> "_Holder":
+        """The part of it that computes in a wave; `end_S` then counts from its first row."""
+        slots, rows = _common(self.slots, wave.slots), _common(self.rows, wave.rows)
+        cut = slice(slots.start - self.slots.start, slots.stop - self.slots.start)
+        # The last slot may go on in the next wave.
+        end_S = self.end_S[cut].clamp(max=rows.stop) - rows.start
+        return _Holder(self.weights.map(lambda tensor: _cut_slots(tensor, cut)), end_S, slots, rows)
 
     def part(self, rows_PD: Tensor, gates_P: Tensor | None, pre_NF: Tensor) -> SlotRows:
         """What products of these slots need, given rows, and gates, of the whole buffer."""
         gates_N = None if gates_P is None else gates_P[self.rows]
-        return SlotRows(rows_PD[self.rows], gates_N, pre_NF, self.weights, self.end_S - self.rows.start)
+        return SlotRows(rows_PD[self.rows], gates_N, pre_NF, self.weights, self.end_S)
 
 
 def _cut_slots(tensor: Tensor | SlotTensors, cut: slice) -> Tensor | SlotTensors:
@@ -149,8 +148,8 @@ class _WavedBlock(torch.autograd.Function):
         for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
             gather_rows(coming[index].wait(), source_P, out=rows_PD[wave.rows])
             outs = []
-            for piece in (holder.of_wave(wave) for holder in holders):
-                part = piece.part(rows_PD, gates_P, rows_PD)
+            for holder in holders:
+                part = holder.in_wave(wave).part(rows_PD, gates_P, rows_PD)
                 out_ND, pre_NF = apply_experts(part.rows_ND, part.weights, part.end_S, task.options, part.gates_N)
                 outs.append(out_ND)
                 pres.append(pre_NF)
@@ -174,48 +173,41 @@ class _WavedBlock(torch.autograd.Function):
         task.transfers.wait_for(visit)
         holders = task.holders(visit, home)
         grad_rows_ND, going = torch.empty_like(grad_ND, memory_format=torch.contiguous_format), list[Exchange]()
-        grad_gates, done = list[Tensor | None](), list[tuple[_Piece, SlotRows, Sums]]()
+        grad_PD, grad_gates, done = torch.empty_like(rows_PD), list[Tensor | None](), list[Sums]()
         for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
-            grad_PD, grads = gather_rows(coming[index].wait(), source_P), []
-            for at, piece in enumerate(holder.of_wave(wave) for holder in holders):
-                part = piece.part(rows_PD, gates_P, pres[2 * index + at])
-                here = slice(piece.rows.start - wave.rows.start, piece.rows.stop - wave.rows.start)
-                grad_part_ND, grad_gates_N, sums = row_gradients(grad_PD[here], part, task.options)
+            gather_rows(coming[index].wait(), source_P, out=grad_PD[wave.rows])
+            grads = []
+            for at, holder in enumerate(holders):
+                here = holder.in_wave(wave)
+                part = here.part(rows_PD, gates_P, pres[2 * index + at])
+                grad_part_ND, grad_gates_N, sums = row_gradients(grad_PD[here.rows], part, task.options)
                 grads.append(grad_part_ND)
                 grad_gates.append(grad_gates_N)
-                done.append((piece, part, sums))
+                done.append(sums)
             back_ND = gather_rows(_joined(grads), place_N)
             going.append(start_all_to_all(back_ND, wave.receive_R, wave.send_R, task.group, grad_rows_ND[sent]))
         own_flat: list[Tensor | None] = [None] * len(tensors)
         if any(ctx.needs_input_grad[3:]):
-            own_flat = _hand_in_and_sum(task, done).flat(task.home)
+            # Parts follow one another as their rows do in the buffer, so that a slot's rows are together.
+            grad_pre_PF, act_PF = (
+                torch.cat([getattr(sums, name) for sums in done]) for name in ("grad_pre_NF", "act_NF")
+            )
+            own_flat = _sum_weights(task, Sums(grad_PD, grad_pre_PF, act_PF, rows_PD), holders[-1]).flat(task.home)
         for exchange in going:
             exchange.wait()
         return grad_rows_ND, None if gates_P is None else torch.cat(grad_gates), None, *own_flat
 
 
-def _hand_in_and_sum(task: _Task, done: list[tuple[_Piece, SlotRows, Sums]]) -> ExpertWeights:
+def _sum_weights(task: _Task, sums: Sums, last: _Holder) -> ExpertWeights:
     """Hand in the gradients of replicas, and return those of the home slots."""
     groups = task.dispatch.groups
-    homes, num_home_rows = groups.home_end_S.numel(), groups.num_home_rows
-
-    def gradients(slots: slice, rows: slice) -> ExpertWeights:
-        """Of the slots, in order, that lie within others."""
-        found: list[ExpertWeights] = []
-        for index, (piece, part, sums) in enumerate(done):
-            inner = piece.within(slots, rows)
-            # The last one also where no slot is left: gradients of no slot have a shape, too.
-            if inner.slots.start < inner.slots.stop or (not found and index == len(done) - 1):
-                cut = slice(inner.rows.start - piece.rows.start, inner.rows.stop - piece.rows.start)
-                of_inner = part._replace(end_S=inner.end_S - inner.rows.start)
-                found.append(weight_gradients(Sums(*(rows_NX[cut] for rows_NX in sums)), of_inner, task.options))
-        kinds = zip(*(one.tensors() for one in found), strict=True)
-        return found[0].filled(_joined(list(parts)) for parts in kinds)
-
-    far = slice(num_home_rows, groups.num_rows)
-    replicas = gradients(slice(homes, homes + groups.replica_end_S.numel()), far)
+    cut, held = groups.num_home_rows, last.slots.stop - groups.home_end_S.numel()
+    # Of a part only the ends count, and which weights there are.
+    part = SlotRows(sums.rows_ND, None, sums.grad_pre_NF, task.home, groups.replica_end_S[:held])
+    replicas = weight_gradients(Sums(*(rows_NX[cut:] for rows_NX in sums)), part, task.options)
     task.transfers.hand_in(task.visit.micro_step, task.visit.layer, replicas)
-    return gradients(slice(0, homes), slice(0, num_home_rows))
+    part = part._replace(end_S=groups.home_end_S)
+    return weight_gradients(Sums(*(rows_NX[:cut] for rows_NX in sums)), part, task.options)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""`wave_cuts`: waves cover every slot in order, their rows add up, and they are as level as the rule says."""
+"""`wave_cuts`: the waves of a rank have as many rows, one after the other, whatever slots these are in."""
 
 import numpy as np
 import pytest
@@ -23,12 +23,6 @@ def rows_by_slot(plan, micro_step, layer):
         for number, expert in enumerate(mine):
             rows[rank][plan.home_slots + number] = int(quota_ER[expert, rank])
     return rows
-
-
-def nearest_cut(rows, wave, waves):
-    """The first slot before which there are nearest to wave / waves of the rows, by trying all."""
-    misses = [abs(waves * sum(rows[:slot]) - wave * sum(rows)) for slot in range(len(rows) + 1)]
-    return misses.index(min(misses))
 
 
 @st.composite
@@ -58,34 +52,34 @@ def plans(draw):
 
 @given(plans())
 @settings(max_examples=60, deadline=None)
-def test_waves_cover_every_slot_in_order_and_are_cut_where_rows_are_nearest(plan):
+def test_waves_have_as_many_rows_one_after_the_other(plan):
     for m, layer in np.ndindex(MICRO_STEPS, LAYERS):
-        cut_RW, rows = wave_cuts(plan, m, layer), rows_by_slot(plan, m, layer)
-        assert cut_RW.dtype == np.int64 and cut_RW.shape == (RANKS, plan.waves + 1)
-        assert (cut_RW[:, 0] == 0).all() and (cut_RW[:, -1] == plan.home_slots + plan.slots).all()
-        assert (np.diff(cut_RW, axis=1) >= 0).all()
+        cuts, rows = wave_cuts(plan, m, layer), rows_by_slot(plan, m, layer)
         for rank, own in enumerate(rows):
-            inner = [nearest_cut(own, wave, plan.waves) for wave in range(1, plan.waves)]
-            assert cut_RW[rank, 1:-1].tolist() == inner
-            by_wave = [sum(own[low:high]) for low, high in zip(cut_RW[rank], cut_RW[rank, 1:], strict=False)]
-            assert sum(by_wave) == plan.rank_load_MLR[m, layer, rank]
+            # The obvious way: all rows in a row, each by the slot that it is in.
+            slots = [slot for slot, count in enumerate(own) for _ in range(count)]
+            begin = [wave * len(slots) // plan.waves for wave in range(1, plan.waves)]
+            assert cuts.slot_XW[rank].tolist() == [slots[row] if slots else len(own) - 1 for row in begin]
+            assert cuts.before_XW[rank].tolist() == [
+                sum(slot == slots[row] for slot in slots[:row]) if slots else 0 for row in begin
+            ]
+            assert cuts.rows_XW[rank].tolist() == [own[slots[row]] if slots else 0 for row in begin]
 
 
-def test_equal_rows_are_cut_evenly_and_a_tie_takes_the_lower_slot():
-    load = np.full((MICRO_STEPS, LAYERS, RANKS, EXPERTS), 6)
-    even = plan_of(loads=LoadMatrix(load), replica_table=table_of(), waves=2)
-    assert wave_cuts(even, 0, 0).tolist() == [[0, 1, 3]] * RANKS
-    # A quarter of the rows is as near to none as to half of them.
-    assert (
-        wave_cuts(plan_of(loads=even.loads, replica_table=table_of(), waves=4), 0, 0).tolist()
-        == [[0, 0, 1, 1, 3]] * RANKS
-    )
+def test_an_experts_rows_are_cut_where_a_wave_begins_in_them():
+    load = np.full((MICRO_STEPS, LAYERS, RANKS, EXPERTS), 2)
+    plan = plan_of(loads=LoadMatrix(load), replica_table=table_of(), waves=4)
+    cuts = wave_cuts(plan, 0, 0)
+    total = RANKS * 2
+    assert cuts.slot_XW.tolist() == [[0, 1, 1]] * RANKS
+    assert cuts.before_XW.tolist() == [[total // 2, 0, total // 2]] * RANKS
+    assert cuts.rows_XW.tolist() == [[total] * 3] * RANKS
 
 
-def test_a_rank_without_rows_has_all_its_slots_in_the_last_wave():
+def test_a_rank_without_rows_is_cut_in_its_last_slot():
     load = np.zeros((MICRO_STEPS, LAYERS, RANKS, EXPERTS), dtype=np.int64)
-    plan = plan_of(loads=LoadMatrix(load), replica_table=table_of(), waves=3)
-    assert wave_cuts(plan, 1, 1).tolist() == [[0, 0, 0, 3]] * RANKS
+    cuts = wave_cuts(plan_of(loads=LoadMatrix(load), replica_table=table_of(), waves=3), 1, 1)
+    assert cuts.slot_XW.tolist() == [[2, 2]] * RANKS and not cuts.before_XW.any() and not cuts.rows_XW.any()
 
 
 def test_a_plan_that_is_not_executed_has_no_waves():

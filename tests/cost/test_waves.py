@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import Cluster
-from equipoise.core.split import cut_rows
 from equipoise.cost import CostModel
 from equipoise.cost.clock import ACROSS, COMPUTE, INSIDE, draw, replay
 from equipoise.cost.waves import SLOWED_PERMILLE, LayerNs, Piped, WaveRows, in_waves
@@ -133,17 +132,17 @@ def test_a_window_in_level_waves_is_never_faster_than_its_network_or_experts_nor
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 6), st.integers(0, 5))
 @some
-def test_waves_of_slots_have_the_rows_between_their_cuts(seed, waves, slots, zeros):
+def test_waves_have_the_rows_and_slots_between_their_cuts(seed, waves, slots, zeros):
     rng = np.random.default_rng(seed)
     rows_MLRS = rng.integers(0, 50, (2, 3, 4, slots)) * (rng.integers(0, 6, (2, 3, 4, slots)) >= zeros)
     found = WaveRows.of(rows_MLRS, waves)
     assert found.rows_MLWR.shape == (2, 3, waves, 4)
     for m, layer, rank in np.ndindex(2, 3, 4):
-        own_S = rows_MLRS[m, layer, rank]
-        cut_W = cut_rows(own_S[None], waves)[0]
-        cuts = list(pairwise(cut_W.tolist()))
-        assert found.rows_MLWR[m, layer, :, rank].tolist() == [own_S[low:high].sum() for low, high in cuts]
-        assert found.busy_MLWR[m, layer, :, rank].tolist() == [(own_S[low:high] > 0).sum() for low, high in cuts]
+        row_slots = np.repeat(np.arange(slots), rows_MLRS[m, layer, rank])
+        begin = [wave * len(row_slots) // waves for wave in range(waves + 1)]
+        by_wave = [row_slots[low:high] for low, high in pairwise(begin)]
+        assert found.rows_MLWR[m, layer, :, rank].tolist() == [len(rows) for rows in by_wave]
+        assert found.busy_MLWR[m, layer, :, rank].tolist() == [len(set(rows.tolist())) for rows in by_wave]
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4))
