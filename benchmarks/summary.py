@@ -240,17 +240,15 @@ def packing_table() -> str:
 
 
 def waves_table() -> str:
-    """Percent of balanced's throughput in one wave: the plan in one and in its best waves, and what cuts could give."""
+    """Percent of balanced's throughput in one wave: the plan in one and in its best waves, and balanced in its own."""
     lines = []
     for row in _read("waves_simulated")["rows"]:
-        best = f"{row['waves_' + str(row['best'])]:.0f} ({row['best']})"
-        could = [f"{row[key]:.0f}" for key in ("sorted", "level", "by_tokens")]
-        rival = f"{row['balanced_best']:.0f} / {row['balanced_by_tokens']:.0f}"
-        cut = f"{row['cut_2']:.2f}, {row['worst_2']:.2f}"
         case = [row["case"], f"EP{row['EP']}", row["crossing"], f"{row['static']:.0f}", f"{row['waves_1']:.0f}"]
-        lines.append([*case, best, *could, rival, cut])
-    header = ["case", "EP", "what crosses", "static", "one wave", "best waves", "in order", "level", "of tokens"]
-    return _table([*header, "balanced, level / of tokens", "cut"], lines)
+        best = f"{row['waves_' + str(row['best'])]:.0f} ({row['best']})"
+        rival = f"{row['balanced_best']:.0f} ({row['balanced_waves']})"
+        lines.append([*case, best, rival, f"{row['links']:.2f}"])
+    header = ["case", "EP", "what crosses", "static", "one wave", "best waves", "balanced, best waves", "links"]
+    return _table(header, lines)
 
 
 def bound_table() -> str:

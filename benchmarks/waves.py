@@ -13,20 +13,16 @@ Update windows on 8-GPU H200 nodes with 400 Gb/s per GPU, 8 MoE layers of each m
     real        DeepSeek-V2-Lite, four domains, as `benchmarks.packing` schedules them as given; 64 experts
 Plans are made once, for one wave, and then cut into 1 to 4. `balanced` computes the mean on every rank and spreads rows
 evenly, in level waves; it is shown in one wave and in its own best number of waves, so that it is as fast as a rival
-can be. Waves have the rows of the plan's own cuts, of contiguous slots; how uneven these are is `cut`: the largest
-wave's share of a rank's rows times the number of waves, in the mean over micro-steps, layers and ranks, and the worst
-one. All ranks meet in every part of an exchange, which is the slow end of what networks do: a rank that has its part
-could go on. The fast end, and the most that better cuts could give, are `level` waves. `sorted` are waves of slots that
-a rank would take in the best order for each micro-step (the fullest slot to the emptiest wave); layers cannot do that,
-because slots lie one after another. `by_tokens` are waves that are no part of the project: each has the same share of
-every expert's rows instead of a share of the slots. They are level, and a token crosses in one of them; but every call
-reads all weights, and an expert's rows are in several products. Ranks of a node that read rows where they are do not
-send them, and have no waves.
+can be. Waves have as many rows on every rank; `level` waves also share out its experts, so that no weights are read
+twice. Each part of an exchange is priced as if its busiest link had its share of the rows; `links` is what the busiest
+links of both parts of two waves really have, over the busiest link of all rows, in the mean of some entries: 1.05 are
+exchanges that are 5 % longer than priced. Ranks of a node that read rows where they are do not send them, and have no
+waves.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +33,9 @@ from benchmarks.packing import LAYERS, POLICY, batches
 from benchmarks.paper_cases import MEAN_TOKENS, WIDTHS, cluster_of, generated_case, sampled_case
 from benchmarks.results import Limit, format_table, publish, read_commit, read_machine, say_limit
 from equipoise.core import Cluster, LoadMatrix, ModelShape
-from equipoise.core.plan import Itinerary, Plan, Sends, slot_rows
+from equipoise.core.plan import Itinerary, Plan, Sends, wave_cuts
 from equipoise.cost import CostModel
 from equipoise.cost.clock import replay
-from equipoise.cost.waves import WaveRows, in_waves
-from equipoise.cost.window import VisitNs
 from equipoise.cost.work import Decision, works_of
 from equipoise.loads import count_loads, schedule_tokens
 from equipoise.planner import PlanOptions, plan
@@ -104,12 +98,9 @@ def compare(case: Case, cluster: Cluster, sends: Sends) -> Row:
     made, static, balanced = (
         plan(case.loads, policy=policy, options=options, **given) for policy in ("equipoise", "static", "balanced")
     )
-    one, several = balanced.seconds.total, TRIED_WAVES[1:]
+    one = balanced.seconds.total
     ours, rival = (dict(enumerate(seconds_in_waves(each, sends), 1)) for each in (made, balanced))
     best, rival_best = (min(found, key=lambda waves: found[waves]) for found in (ours, rival))
-    rows_XRS = slot_rows(made, 0, made.ns_ML.size)
-    rows_MLRS = rows_XRS.reshape(*made.ns_ML.shape, *rows_XRS.shape[1:])
-    cuts = {waves: unevenness(WaveRows.of(rows_MLRS, waves)) for waves in several}
     return {
         "case": case.name,
         "EP": cluster.ep,
@@ -118,43 +109,54 @@ def compare(case: Case, cluster: Cluster, sends: Sends) -> Row:
         "static": 100 * one / static.seconds.total,
         **{f"waves_{waves}": 100 * one / seconds for waves, seconds in ours.items()},
         "best": best,
-        "sorted": 100 * one / min(seconds_in_waves(made, sends, rows_of=lambda n: in_order(rows_MLRS, n))),
-        "level": 100 * one / min(seconds_in_waves(made, sends, rows_of=lambda _: None)),
-        "by_tokens": 100 * one / min(seconds_by_tokens(made, sends)),
+        "level": 100 * one / min(seconds_in_waves(made, sends, is_level=True)),
         "balanced_best": 100 * one / rival[rival_best],
         "balanced_waves": rival_best,
-        "balanced_by_tokens": 100 * one / min(seconds_by_tokens(balanced, sends)),
-        **{f"cut_{waves}": cuts[waves][0] for waves in several},
-        **{f"worst_{waves}": cuts[waves][1] for waves in several},
+        "links": busiest_links(replace(made, waves=2)),
     }
 
 
-def seconds_in_waves(
-    made: Plan, sends: Sends, *, rows_of: Callable[[int], np.ndarray | None] | None = None
-) -> list[float]:
-    """Seconds of a window's expert layers in 1 to 4 waves; `rows_of` gives other rows of slots, or None for level."""
+def seconds_in_waves(made: Plan, sends: Sends, *, is_level: bool = False) -> list[float]:
+    """Seconds of a window's expert layers in 1 to 4 waves, as they are cut or level."""
     cost = CostModel.of(made.cluster, made.model, stage=made.loads.stage, sends=sends)
     decisions = [Decision.of(replace(made, waves=waves)) for waves in TRIED_WAVES]
-    if rows_of is not None:
-        decisions = [each._replace(rows_MLRS=rows_of(each.waves)) for each in decisions]
+    if is_level:
+        decisions = [each._replace(rows_MLRS=None) for each in decisions]
     return [replay([work]).seconds.total for work in works_of(cost, made.loads, itinerary_of(made), decisions)]
 
 
-def seconds_by_tokens(made: Plan, sends: Sends) -> list[float]:
-    """The same where each wave has an equal share of every slot's rows."""
-    cost = CostModel.of(made.cluster, made.model, stage=made.loads.stage, sends=sends)
-    [work] = works_of(cost, made.loads, itinerary_of(made), [Decision.of(made)])
-    busy_MLR = np.full_like(work.rows_MLR, made.home_slots)
-    if made.policy != "balanced":
-        busy_MLR = (slot_rows(made, 0, made.ns_ML.size) > 0).sum(axis=2).reshape(work.rows_MLR.shape)
-    visits = VisitNs(**{name: getattr(work, name) for name in VisitNs._fields})
-    wire_ML, found = work.exchange_ML - work.tables.exchange_fixed_ns, [made.seconds.total]
-    for waves in TRIED_WAVES[1:]:
-        rows_MLWR = WaveRows.level(work.rows_MLR, busy_MLR, waves).rows_MLWR
-        rows = WaveRows(rows_MLWR, np.repeat(busy_MLR[:, :, None], waves, axis=2))
-        layers = in_waves(cost, visits, wire_ML, -(-wire_ML // waves), rows)
-        found.append(replay([replace(work, **layers._asdict())]).seconds.total)
-    return found
+def busiest_links(made: Plan) -> float:
+    """Rows of the busiest link between nodes in each wave, added up, over those of all waves: mean of some entries."""
+    node_R, found = np.array(made.cluster.node_R), []
+    is_far_RR = node_R[:, None] != node_R
+    for layer in range(0, made.loads.num_layers, 3):
+        cuts, split_RER = wave_cuts(made, 0, layer), made.split_RER(0, layer)
+        held_RS = experts_of_slots(made, 0, layer)
+        parts_RRW = np.zeros((*is_far_RR.shape, made.waves), dtype=np.int64)
+        for rank, held_S in enumerate(held_RS):
+            count_RS = np.where(held_S >= 0, split_RER[:, held_S, rank], 0)
+            slot_S = np.arange(len(held_S))
+            ahead_RSW = [
+                np.where(slot_S < slot, count_RS, np.where(slot_S == slot, count_RS * before // max(rows, 1), 0))
+                for slot, before, rows in zip(*(array[rank].tolist() for array in cuts), strict=True)
+            ]
+            parts_RRW[:, rank] = np.diff([0 * count_RS, *ahead_RSW, count_RS], axis=0).sum(axis=2).T
+        far_RRW = parts_RRW * is_far_RR[..., None]
+        links_W = np.maximum(far_RRW.sum(axis=0).max(axis=0), far_RRW.sum(axis=1).max(axis=0))
+        far_RR = far_RRW.sum(axis=2)
+        found.append(links_W.sum() / max(1, far_RR.sum(axis=0).max(), far_RR.sum(axis=1).max()))
+    return float(np.mean(found))
+
+
+def experts_of_slots(made: Plan, micro_step: int, layer: int) -> np.ndarray:
+    """[R, S] the expert in every local slot, -1 in an empty one."""
+    held_RS = np.full((made.cluster.ep, made.home_slots + made.slots), -1)
+    held_RS[made.home_LE[layer], made.home_slot_LE[layer]] = np.arange(made.loads.num_experts)
+    next_R = np.full(made.cluster.ep, made.home_slots)
+    for expert, rank in made.replicas(micro_step, layer):
+        held_RS[rank, next_R[rank]] = expert
+        next_R[rank] += 1
+    return held_RS
 
 
 def itinerary_of(made: Plan) -> Itinerary:
@@ -162,26 +164,6 @@ def itinerary_of(made: Plan) -> Itinerary:
     if made.itinerary is not None:
         return made.itinerary
     return build_itinerary(made.loads.stage, np.zeros(made.ns_ML.shape, dtype=np.bool_), PlanOptions())
-
-
-def unevenness(rows: WaveRows) -> tuple[float, float]:
-    """(Mean, worst) of the largest wave's rows over the mean wave's, of ranks that have rows."""
-    waves, whole_MLR = rows.rows_MLWR.shape[2], rows.rows_MLWR.sum(axis=2)
-    share_X = (waves * rows.rows_MLWR.max(axis=2))[whole_MLR > 0] / whole_MLR[whole_MLR > 0]
-    return float(share_X.mean()), float(share_X.max())
-
-
-def in_order(rows_MLRS: np.ndarray, waves: int) -> np.ndarray:
-    """The same slots of every rank, put wave by wave: the fullest that is left goes to the emptiest wave."""
-    rows_XS = -np.sort(-rows_MLRS.reshape(-1, rows_MLRS.shape[-1]), axis=1)
-    sum_XW, wave_XS = np.zeros((len(rows_XS), waves), dtype=np.int64), np.zeros_like(rows_XS)
-    entry_X = np.arange(len(rows_XS))
-    for slot in range(rows_XS.shape[1]):
-        wave_XS[:, slot] = sum_XW.argmin(axis=1)
-        sum_XW[entry_X, wave_XS[:, slot]] += rows_XS[:, slot]
-    order_XS = np.argsort(wave_XS, axis=1, kind="stable")
-    ordered: np.ndarray = np.take_along_axis(rows_XS, order_XS, axis=1).reshape(rows_MLRS.shape)
-    return ordered
 
 
 def limits_of(rows: Sequence[Row]) -> list[Limit]:

@@ -2,9 +2,9 @@
 
 `core.plan.wave_cuts` cuts every rank's rows into waves, slot by slot. A layer forward: the parts of the dispatch are
 exchanged one after another; the experts of a wave begin when its part has arrived; its outputs are exchanged when all
-ranks have computed it and the network is free, after all parts of the dispatch. Backward is the mirror: output gradients
-arrive wave by wave, each wave's input gradients are sent when they are computed, and the gradients of all weights are
-computed at the end, once for all slots, beside what is left of that exchange.
+ranks have computed it and the network is free, after all parts of the dispatch. Backward is the mirror: gradients of
+outputs arrive wave by wave, each wave's input gradients are sent when they are computed, and the gradients of all
+weights are computed at the end, once for all slots, beside what is left of that exchange.
 
 Priced:
 1. A wave has the rows and non-empty slots that the plan's cuts give it on each rank; with none given, waves are level.

@@ -1,21 +1,34 @@
-"""The benchmark of waves: how level cuts are, and slots in the best order."""
+"""The benchmark of waves: what the busiest links carry in parts."""
+
+from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.waves import in_order, unevenness
-from equipoise.cost.waves import WaveRows
+import equipoise as eq
+from benchmarks.waves import busiest_links, experts_of_slots
+from equipoise.layer.dispatch import physical_slots
 
 
-def test_unevenness_is_the_largest_waves_rows_over_the_mean_waves():
-    rows = np.array([[[[30, 10, 0, 0], [10, 10, 10, 10], [0, 0, 0, 0]]]])
-    assert unevenness(WaveRows.of(rows, 2)) == ((1.5 + 1.0) / 2, 1.5), "a rank without rows does not count"
+def made():
+    rng = np.random.default_rng(3)
+    loads = eq.LoadMatrix(rng.zipf(1.6, size=(2, 4, 4, 16)).clip(max=400) * 20)
+    cluster = eq.Cluster.preset("h200", nodes=2, ranks_per_node=2)
+    model = eq.ModelShape.preset("qwen3-30b-a3b", experts=16, layers=4)
+    return eq.plan(loads, cluster=cluster, model=model, slots=1, objective="skew")
 
 
-def test_slots_in_the_best_order_hold_the_same_rows_in_waves_that_are_more_level():
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 900, (3, 2, 4, 9)) ** 2
-    for waves in (2, 3, 4):
-        ordered = in_order(rows, waves)
-        assert np.array_equal(np.sort(ordered, axis=3), np.sort(rows, axis=3))
-        before, after = (unevenness(WaveRows.of(each, waves)) for each in (rows, ordered))
-        assert after[0] < before[0] and after[1] <= before[1]
+def test_experts_are_in_the_slots_that_layers_give_them():
+    plan = made()
+    width = plan.home_slots + plan.slots
+    for layer in range(4):
+        held_RS, slot_ER = experts_of_slots(plan, 1, layer), physical_slots(plan, 1, layer)
+        for expert, rank in np.argwhere(slot_ER >= 0):
+            assert held_RS[rank, slot_ER[expert, rank] % width] == expert
+        assert (held_RS >= 0).sum() == (slot_ER >= 0).sum()
+
+
+def test_parts_carry_what_the_whole_carries_and_no_less_on_their_busiest_links():
+    plan = made()
+    assert busiest_links(plan) == 1.0
+    for waves in (2, 4):
+        assert 1.0 <= busiest_links(replace(plan, waves=waves)) < 2.0

@@ -31,7 +31,7 @@ def in_waves(plan, waves):
 
 
 def as_whole(pool, plan, routing, run, waves=(2, 3)):
-    """Compare with one wave: bit for bit but for weights of slots that are cut, whose rows are added in another order."""
+    """Compare with one wave: bit for bit but weights of slots that are cut, whose rows have another order."""
     ranks = plan.cluster.ep
     whole = pool.run(run_stack, ranks, plan, routing, run)
     for number in waves:

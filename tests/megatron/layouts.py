@@ -28,7 +28,7 @@ class Layout:
     is_overlapped: bool = False
     """Gradients are reduced and parameters are gathered while the model runs."""
     waves: int = 1
-    """In which rows travel."""
+    """In which rows travel where there are replicas."""
 
 
 LAYOUTS = {

@@ -162,15 +162,15 @@ def errors_of_three_steps(group: Any, layout: Layout) -> dict[str, Any]:
         return found
 
 
-def install(run: Run, *, slots: int, weights: str, max_displaced: int | None = None) -> MegatronHandle:
+def install(run: Run, *, slots: int, weights: str, max_displaced: int | None = None, waves: int = 1) -> MegatronHandle:
     """Install balanced experts that level rows whatever it costs, so that plans move experts."""
     cluster = Cluster.preset("h200", nodes=1, ranks_per_node=run.layout.ep)
     options = BalancerOptions(
         slots=slots,
         max_displaced=max_displaced,
         objective="skew",
-        waves=run.layout.waves,
-        rows="auto" if run.layout.waves == 1 else "collective",
+        waves=waves,
+        rows="auto" if waves == 1 else "collective",
         timeout_s=60.0,
         planning_timeout_s=180.0,
     )
@@ -250,7 +250,7 @@ def compare(group: Any, layout: Layout) -> dict[str, Any]:
         found = train(placed, steps, routes, handle)
         megatron.uninstall(handle)
         spread = build(layout)
-        handle = install(spread, slots=1, weights=ways[1])
+        handle = install(spread, slots=1, weights=ways[1], waves=layout.waves)
         leveled = train(spread, steps[:1], routes[:1], handle)
         megatron.uninstall(handle)
         return {
