@@ -161,7 +161,7 @@ def stand_still(group):
 
 def test_a_rank_that_stands_still_is_named_in_one_line_with_the_place_where_others_waited():
     with pytest.raises(TransferError) as error:
-        run_ranks(stand_still, 2, options=RankOptions(timeout_s=5.0), context=preloaded_context())
+        run_ranks(stand_still, 2, options=RankOptions(timeout_s=10.0), context=preloaded_context())
     words = str(error.value)
     assert words.startswith("rank 1 stood still for longer than the time-out; rank 0 waited in vain in ")
     assert "test_launch.stand_still" in words
@@ -173,7 +173,7 @@ def under_torchrun(rank, port, pipe):
     places = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     try:
-        run_ranks(stand_still, 2, options=RankOptions(timeout_s=5.0))
+        run_ranks(stand_still, 2, options=RankOptions(timeout_s=10.0))
     except TransferError as error:
         pipe.send(str(error))
 

@@ -8,7 +8,7 @@
     host_store.py     all experts in host memory, with versions, and what refreshes it
     node.py           ExpertWeights, and the memory that the ranks of a node share for them
     pages.py          memory that several processes map; cuda_pages.py is the same on CUDA devices
-    waits.py          watchdog, streams, counters, and agreement between ranks: `OwnGroup`, `Agreement`
+    waits.py          watchdog, streams, counters, and agreement between ranks: `OwnGroup`, `RankAgreement`
     nccl.py           experts of CUDA devices between nodes
 
 This room imports torch and `core`, never the planner, routes or a framework.

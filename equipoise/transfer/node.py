@@ -38,11 +38,11 @@ from equipoise.transfer.pages import HostPager, Pager, Pages, Span, share_memory
 from equipoise.transfer.waits import (
     MESSAGE_BYTES,
     TAGS,
-    Agreement,
     Counters,
     Mark,
     Message,
     OwnGroup,
+    RankAgreement,
     Transfer,
     Watchdog,
     all_or_none,
@@ -470,7 +470,7 @@ class NodeMemory:
         # Twice the bound on waits: a rank that does not join is named by the watchdog, not by gloo.
         self._own_group = OwnGroup(group, timeout_s=2 * options.timeout_s)
         is_one_node = len(self.peers) == len(self.node_R)
-        self.agreement = Agreement(
+        self.agreement = RankAgreement(
             self._own_group, self.watchdog, cells=self.cells[self.rank], ballots=ballot_of if is_one_node else {}
         )
         self.registrations: tuple[Registration, ...] = ()

@@ -1,10 +1,10 @@
 """Everything that transfers wait with: the watchdog of a node, points in a device's work, agreement between ranks.
 
-    Watchdog      bounds every wait for another rank; one that fails ends the step on all ranks of the node
-    Mark, Lane    points and streams in a device's work, with `JobQueue` on top of them
-    OwnGroup      the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
-    Agreement     the same bounded by the watchdog, inside a node without messages
-    Counters      what the transfers of one rank moved
+    Watchdog        bounds every wait for another rank; one that fails ends the step on all ranks of the node
+    Mark, Lane      points and streams in a device's work, with `JobQueue` on top of them
+    OwnGroup        the ranks of a group connected once more over gloo, and `all_or_none` for what all must agree on
+    RankAgreement   the same bounded by the watchdog, inside a node without messages
+    Counters        what the transfers of one rank moved
 
 Each rank has a row of 64-bit cells in the node's memory that only it writes, and room for one message:
     PID, START   its identity: process id, and start time in clock ticks after boot, so that a reused id is noticed
@@ -14,7 +14,7 @@ Each rank has a row of 64-bit cells in the node's memory that only it writes, an
     WRITTEN      the last round of a relocation that it has written completely
     ABORTED      1 once its message says why it gave up
     LAUNCHED     the last step of mapped rows that it has launched (see `mapped_rows`)
-    AGREED       the last agreement of the node for which its ballot is written (see `Agreement`)
+    AGREED       the last agreement of the node for which its ballot is written (see `RankAgreement`)
     TAGS...      one per mailbox of returned gradients (see `returns`)
 A cell is stored after the data that it announces. That is safe because x86-64 keeps the order of stores; other
 machines are refused, because a rank could see a cell before its data.
@@ -471,7 +471,7 @@ def all_or_none(work: Callable[[], T], gather: Callable[[Any], list[Any]]) -> li
     return [value for _, value in results]
 
 
-class Agreement:
+class RankAgreement:
     """What all ranks of a group agree on; every one of them must make the same calls.
 
     Each ends within the bound, or at once where a rank of this node gives up or a process is gone.

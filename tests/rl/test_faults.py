@@ -102,7 +102,7 @@ def test_a_rank_killed_in_any_stage_ends_the_run_and_it_resumes_to_the_same_bits
 
 @pytest.mark.dist(2)
 def test_a_rank_that_stands_still_ends_the_run_in_one_line_that_names_it_and_the_stage(tmp_path, left):
-    config, fault = change(CONFIG, timeout_s=8.0), Fault("stand still", "update", os.getpid())
+    config, fault = change(CONFIG, timeout_s=15.0), Fault("stand still", "update", os.getpid())
     with pytest.raises(TransferError) as error:
         launch(faulty, config, Places(out=tmp_path), fault, context=preloaded_context())
     words = str(error.value)
