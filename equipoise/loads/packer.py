@@ -23,6 +23,7 @@ Invariants (asserted by the tests):
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -601,17 +602,22 @@ def difference(chosen: Sequence[int], tokens_U: np.ndarray, count: int) -> list[
 
     The two least level partial partitions are merged, the fullest part of one with the emptiest of the other.
     """
+    # A partial partition: (less its tokens, units) of each part that is not empty, the fullest first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for u in chosen:
-        parts = [(int(tokens_U[u]), [int(u)])] + [(0, [])] * (count - 1)
-        heap.append((-int(tokens_U[u]) if count > 1 else 0, int(u), parts))
+        heap.append((-int(tokens_U[u]) if count > 1 else 0, int(u), [(-int(tokens_U[u]), [int(u)])]))
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, number, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(count)]
+        # The first `low` parts of one meet empty parts of the other, and its first `high` empty parts of the one.
+        low, high = count - len(second), count - len(first)
+        both = zip(first[low:], reversed(second[high:]), strict=True)
+        merged = [*first[:low], *((a[0] + b[0], a[1] + b[1]) for a, b in both), *reversed(second[:high])]
+        merged.sort(key=itemgetter(0))
+        least = merged[-1][0] if len(merged) == count else 0
+        heapq.heappush(heap, (merged[0][0] - least, number, merged))
+    parts = [part for _, part in heap[0][2]] if heap else []
+    return parts + [[] for _ in range(count - len(parts))]
 
 
 def longest_into_emptiest(chosen: Sequence[int], tokens_U: np.ndarray, count: int) -> list[list[int]]:

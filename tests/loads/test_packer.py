@@ -20,7 +20,7 @@ from equipoise.loads import (
     slice_sequence,
     step_schedules,
 )
-from equipoise.loads.packer import follow_nodes
+from equipoise.loads.packer import difference, follow_nodes
 
 
 def counts_of(count_BLE, tokens_B=None):
@@ -234,6 +234,24 @@ def test_experts_follow_as_in_the_best_of_all_assignments(seed, hot, alike, empt
     assert value(follow_nodes(rows_NE, np.array([1, 1]), rounds=1)) <= value(found) <= best
     if alike:
         assert value(found) == best
+
+
+def plain_difference(chosen, tokens_U, count):
+    """Karmarkar and Karp's differencing of as many parts from the start, empty ones too."""
+    heap = [(-int(tokens_U[u]) * (count > 1), u, [(int(tokens_U[u]), [u])] + [(0, [])] * (count - 1)) for u in chosen]
+    while len(heap) > 1:
+        (_, number, first), (_, _, second), *heap = sorted(heap, key=lambda partial: partial[:2])
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heap.append((merged[-1][0] - merged[0][0], number, merged))
+    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(tokens=st.lists(st.integers(1, 30), max_size=24), count=st.integers(1, 30), skipped=st.integers(0, 3))
+def test_differencing_without_empty_parts_is_plain_differencing(tokens, count, skipped):
+    chosen = list(range(skipped, len(tokens)))
+    assert difference(chosen, np.array(tokens), count) == plain_difference(chosen, tokens, count)
 
 
 def test_a_sketch_is_off_by_at_most_half_a_step():
