@@ -1,6 +1,6 @@
 """Change important lines one at a time and report the changes that no test notices. Not part of `make test`.
 
-    python -m tests.mutants                       # all rooms, about a hundred mutants
+    python -m tests.mutants                       # all rooms, more than two hundred mutants
     python -m tests.mutants routes/source.py      # one file
     python -m tests.mutants --list
 
