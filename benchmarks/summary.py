@@ -350,7 +350,12 @@ def _limit(limit: dict[str, Any], report: str) -> list[str]:
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return named("\n".join(f"| {' | '.join(row)} |" for row in rows))
+
+
+def named(text: str) -> str:
+    """The text with the name that trainers give to the stage `recompute` of the reports."""
+    return re.sub(r", recompute\b", ", log-prob", text)
 
 
 if __name__ == "__main__":
