@@ -87,13 +87,13 @@ def node_summary() -> str:
         "reactive": "reactive",
         "equipoise, 1 slot": "**Equipoise**",
         "uniform at random, prepared": "uniform routes, at random",
-        "uniform, prepared": "uniform routes, exactly level",
+        "uniform, prepared": "uniform routes, exactly equal",
     }
     lines = []
     for case in dict.fromkeys(case for case, _ in found):
         speeds = [found.get((case, policy)) for policy in policies]
         lines.append([case, *("" if speed is None else f"{speed:.2f}" for speed in speeds)])
-    return _table(["window", *policies.values()], lines)
+    return _table(["recorded routes, expert sizes, ranks", *policies.values()], lines)
 
 
 def parts_table() -> str:
@@ -364,7 +364,12 @@ def _limit(limit: dict[str, Any], report: str) -> list[str]:
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return named("\n".join(f"| {' | '.join(row)} |" for row in rows))
+
+
+def named(text: str) -> str:
+    """The text with the name that trainers give to the stage `recompute` of the reports."""
+    return re.sub(r", recompute\b", ", log-prob", text)
 
 
 if __name__ == "__main__":
