@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, ModelShape
-from equipoise.core.options import PlanOptions, TransferOptions
+from equipoise.core.options import PlanOptions
 from equipoise.core.plan import PATHS, Bytes, Itinerary, Objective, Plan, ReplicaTable
 from equipoise.core.window import Stage
 from equipoise.cost import CostModel
@@ -237,7 +237,8 @@ def choose_waves(task: WindowTask, made: Plan) -> Plan:
     """
     waves = task.options.waves
     tried = TRIED_WAVES if waves == "auto" else (waves,)
-    if waves == "auto" and _maps_rows(task):
+    if waves == "auto" and task.cluster.num_ep_nodes == 1:
+        # Ranks of one node read rows where they are, all at once, unless told otherwise.
         tried = (1,)
     if tried == (made.waves,):
         return made
@@ -250,14 +251,6 @@ def choose_waves(task: WindowTask, made: Plan) -> Plan:
     # The fewest of equally fast ones.
     best = min(found, key=lambda count: found[count].total)
     return replace(made, waves=best, seconds=found[best])
-
-
-def _maps_rows(task: WindowTask) -> bool:
-    """Whether rows are read where they are, which waves do not price: by default in a group that is one node."""
-    options, ranks = task.options, task.cluster.ep
-    if not isinstance(options, TransferOptions) or ranks == 1:
-        return False
-    return options.rows == "mapped" or (options.rows == "auto" and task.cluster.num_ep_nodes == 1)
 
 
 def _edges(task: WindowTask, draft: Draft) -> Edges:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from equipoise.core import LoadMatrix
-from equipoise.core.options import BalancerOptions
 from equipoise.cost.clock import replay
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.assemble import TRIED_WAVES
@@ -60,9 +59,9 @@ def test_rows_of_one_hot_expert_are_cut_too():
     assert plan(hot, options=PlanOptions(waves="auto", sends="rows"), **given).waves > 1
 
 
-@pytest.mark.parametrize(("rows", "cut"), [("auto", False), ("mapped", False), ("collective", True)])
-def test_a_balancer_whose_node_reads_rows_where_they_are_is_not_cut_by_itself(rows, cut):
+def test_a_group_of_one_node_is_cut_only_where_that_is_asked_for():
+    """Its ranks read rows where they are, all at once, unless they are told otherwise."""
     loads = even_loads(8, 128, 65536)
-    options = BalancerOptions(waves="auto", rows=rows, sends="rows")
-    found = plan(loads, cluster=cluster_of(8), model=model_of(loads), options=options)
-    assert (found.waves > 1) == cut
+    given = {"cluster": cluster_of(8), "model": model_of(loads)}
+    asked = {waves: plan(loads, options=PlanOptions(waves=waves, sends="rows"), **given).waves for waves in ("auto", 2)}
+    assert asked == {"auto": 1, 2: 2}
