@@ -63,15 +63,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Waves, simulated")
     parser.add_argument("--write", type=Path, help="also write <path>.json and <path>.md")
     given = parser.parse_args()
-    rows = []
+    commit, rows = read_commit(), []
     for ranks in WIDTHS:
         for case in cases(ranks):
             rows += [compare(case, cluster_of(ranks), sends) for sends in case.crossing]
             print(format_table(rows[-1:]), flush=True)
     limits = limits_of(rows)
     if given.write is not None:
-        write_report(given.write, rows, limits)
-    return publish("waves", rows, limits=limits, note=NOTE)
+        write_report(given.write, rows, limits, commit)
+    return publish("waves", rows, limits=limits, note=NOTE, commit=commit)
 
 
 def cases(ranks: int) -> Iterator[Case]:
@@ -178,14 +178,14 @@ def limits_of(rows: Sequence[Row]) -> list[Limit]:
     return limits
 
 
-def write_report(path: Path, rows: Sequence[Row], limits: Sequence[Limit]) -> None:
+def write_report(path: Path, rows: Sequence[Row], limits: Sequence[Limit], commit: str) -> None:
     """Write `<path>.json` and `<path>.md`."""
     said = [
         {"name": x.name, "value": x.value, "at_least": x.at_least, "at_most": x.at_most, "holds": x.holds}
         for x in limits
     ]
     command = f"python -m benchmarks.waves --write {path}"
-    document = {"benchmark": "waves", "command": command, "commit": read_commit(), "machine": read_machine()}
+    document = {"benchmark": "waves", "command": command, "commit": commit, "machine": read_machine()}
     document |= {"note": NOTE, "rows": list(rows), "limits": said}
     path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     text = (__doc__ or "").split("\n\n", 2)[2]
