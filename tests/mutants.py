@@ -210,7 +210,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory(prefix="equipoise-mutants-") as folder:
         project = Path(folder)
-        for name in ("equipoise", "tests", "pyproject.toml"):
+        for name in ("equipoise", "tests", "docs", "pyproject.toml"):
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, project / name)
         for file in given.files or TARGETS:
             names, functions = TARGETS[file]

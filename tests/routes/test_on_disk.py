@@ -65,6 +65,12 @@ def test_what_needs_a_package_names_it(tmp_path, monkeypatch, name, package):
         list(Source.of(tmp_path / name).records())
 
 
+def test_nothing_is_said_of_a_folder_without_stray_files(shard, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert names(shard.parent) == names(shard)
+    assert "not read" not in caplog.text
+
+
 def test_a_folder_is_read_without_its_stray_files_which_are_named(shard, caplog):
     rename(shard, shard.with_name("b.jsonl"), "second ")
     for stray in ("config.json", "notes.md", ".hidden.jsonl"):

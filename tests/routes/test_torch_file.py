@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import RoutesError
-from equipoise.routes.source import Source
+from equipoise.routes.source import Source, _DataProtoStub
 
 
 class Bomb:
@@ -86,6 +86,12 @@ def test_a_file_made_with_numpy_1_is_read(tmp_path):
 def test_any_other_pickled_thing_is_refused(tmp_path, content):
     with pytest.raises(RoutesError, match=r"a\.pt cannot be read as \.pt"):
         load(saved(content, tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize("state", [{}, (), ("text",)], ids=["no tuple", "empty", "no bytes"])
+def test_a_data_proto_of_another_state_is_refused(state):
+    with pytest.raises(RoutesError, match="DataProto without a batch of torch's"):
+        _DataProtoStub().__setstate__(state)
 
 
 @pytest.mark.parametrize("columns", [2, 4], ids=["too many", "too few"])
