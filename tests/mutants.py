@@ -76,7 +76,7 @@ TARGETS = {
     ),
     "transfer/host_store.py": (
         "transfer/test_host_store.py",
-        "announce check _checksum is_complete check_store_budget complete",
+        "announce check _checksum check_store_budget complete",
     ),
     "transfer/pulls.py": (
         "transfer/test_schedule.py transfer/test_puller.py",

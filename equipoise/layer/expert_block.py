@@ -227,12 +227,10 @@ class _ExpertBlock(torch.autograd.Function):
         held_S = groups.replica_end_S[: replica.num_slots]
         replica_part = SlotRows(replica_ND, gates_replica_N, pre_replica_NF, replica, held_S)
         # Replicas first: their gradients travel while the home part computes.
-        *of_replicas, sums = row_gradients(grad_replica_ND, replica_part, ctx.options)
-        if has_training:
-            returned = weight_gradients(sums, replica_part, ctx.options)
+        of_replicas, returned = _apply_backward(grad_replica_ND, replica_part, ctx.options, has_training)
+        if returned is not None:
             ctx.transfers.hand_in(visit.micro_step, visit.layer, returned)
-        *of_homes, sums = row_gradients(grad_home_ND, home_part, ctx.options)
-        own = weight_gradients(sums, home_part, ctx.options) if has_training else None
+        of_homes, own = _apply_backward(grad_home_ND, home_part, ctx.options, has_training)
         pairs = zip(of_homes, of_replicas, strict=True)
         grads = tuple(None if h is None else torch.cat([h, r]) if groups.num_replica_rows else h for h, r in pairs)
         return *grads, *(None,) * 5, *([None] * len(tensors) if own is None else own.flat(ctx.form))
@@ -289,8 +287,21 @@ def apply_experts(
     return out_ND, pre_NF
 
 
+def _apply_backward(
+    grad_ND: Tensor, part: SlotRows, options: BlockOptions, has_training: bool
+) -> tuple[tuple[Tensor, Tensor | None], ExpertWeights | None]:
+    """Return the gradients of rows and gates and, where experts train, of weights."""
+    # What is alive meanwhile, the activation's gradient too, is counted in `loads.memory`.
+    grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
+    grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
+    grads = _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options), grad_gates_N
+    if not has_training:
+        return grads, None
+    return grads, weight_gradients(Sums(grad_ND, grad_pre_NF, act_NF, part.rows_ND), part, options)
+
+
 def row_gradients(grad_ND: Tensor, part: SlotRows, options: BlockOptions) -> tuple[Tensor, Tensor | None, Sums]:
-    """Return the gradients of rows and gates, and what gradients of weights are summed from."""
+    """Return the gradients of rows and gates, and what gradients of weights are to be summed from."""
     grad_act_NF = _product(grad_ND, part.weights.down_SDF, part.end_S, options)
     grad_pre_NF, act_NF, grad_gates_N = gated_backward(grad_act_NF, part.pre_NF, part.gates_N, options.activation)
     grad_rows_ND = _first_backward(grad_pre_NF, part.weights.gate_up_SFD, part.end_S, options)

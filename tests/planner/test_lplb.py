@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import Cluster
-from equipoise.cost.clock import LPLB_PLAN_NS
+from equipoise.cost.work import LPLB_PLAN_NS
 from equipoise.planner import plan
 from equipoise.planner.baselines import choose_replicas, link_ranks, split
 from equipoise.planner.bounds import split_optimum
