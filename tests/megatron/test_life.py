@@ -1,6 +1,9 @@
 """Around windows: offload, checkpoints, uninstall, and an error of one rank."""
 
+from importlib.metadata import version
+
 import pytest
+from packaging.version import Version
 
 from tests.megatron.layouts import LAYOUTS, Layout
 
@@ -44,6 +47,10 @@ def test_layers_whose_gradients_are_home_are_reduced_before_the_window_ends(mega
         assert not told[-1][1], "the first layer's are home with the window's end"
 
 
+@pytest.mark.skipif(
+    Version(version("megatron-core")) >= Version("0.17"),
+    reason="there is nothing to compare with: from 0.17 on the unmodified model's all-to-all fails on such rows",
+)
 def test_replayed_rows_in_which_experts_repeat_train_with_the_same_bits(megatron_pool):
     for rank in megatron_pool.call("repeat_ids", LAYOUTS["EP4"]):
         assert rank["displaced"] > 0
