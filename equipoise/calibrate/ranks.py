@@ -63,7 +63,7 @@ def calibrate_ranks(
     )
     # Ranks of one node exchange nothing on devices but by mapped memory.
     options = RankOptions(device=device, backend="nccl" if device == "cuda" and nodes > 1 else "gloo")
-    content: dict[str, Any] = run_ranks(on_rank, ranks, options=options, show=tell or _ignore)[0]
+    content: dict[str, Any] = run_ranks(on_rank, ranks, options=options, show=tell or (lambda done, total: None))[0]
     return content
 
 
@@ -139,7 +139,3 @@ def _cells(content: dict[str, Any]) -> Iterator[float]:
         for key in ("forward_ns", "update_ns"):
             for line in table[key]:
                 yield from line
-
-
-def _ignore(done: int, total: int) -> None:
-    pass

@@ -123,17 +123,6 @@ def live_rows(plan: Plan, live: LoadMatrix) -> np.ndarray:
     return rows_P
 
 
-def most_rows_MLR(plan: Plan, live: LoadMatrix) -> np.ndarray:
-    """[M, L, R] the most rows a rank can get if these come, from what the plan alone and the owners' ranks say.
-
-    With every expert at its owner, no rank has more than the busiest one. Of each owner's experts a rank has at most
-    those, so the experts at home on it have at most that many times as many as they have owners; and its replicas take
-    at most what was planned.
-    """
-    owned_MLR = live.total_MLE().reshape(*plan.ns_ML.shape, plan.cluster.ep, -1).sum(axis=3)
-    return owned_MLR.max(axis=2, keepdims=True) * owners_LR(plan) + replica_rows_MLR(plan)
-
-
 def owners_LR(plan: Plan) -> np.ndarray:
     """[L, R] different owners of the experts at home on each rank; 1 where none is displaced."""
     layers, ranks = plan.loads.num_layers, plan.cluster.ep
