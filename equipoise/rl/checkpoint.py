@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,16 +34,6 @@ from equipoise.transfer.waits import all_or_none
 
 FORMAT = "equipoise-checkpoint-2"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The state from which training continues."""
-
-    step: int
-    """The next step to train."""
-    tensors: Mapping[str, Tensor]
-    """The entries that this rank loads, by name."""
 
 
 class Checkpoints:
@@ -119,8 +108,10 @@ class Checkpoints:
             raise TrainingError(f"checkpoint {target} could not be renamed into place: {error}") from error
         return target
 
-    def load(self, path: Path, *, needs: Callable[[str], bool]) -> State:
-        """Read a checkpoint, whatever number of ranks wrote it. Every rank must call this.
+    def load(self, path: Path, *, needs: Callable[[str], bool]) -> tuple[int, dict[str, Tensor]]:
+        """Return the next step to train and this rank's tensors, whatever number of ranks wrote them.
+
+        Every rank must call this.
 
         Args:
             needs: whether this rank needs the entry of a name
@@ -145,7 +136,7 @@ class Checkpoints:
             raise TrainingError(
                 f"checkpoint {path} is damaged ({reason}); remove its folder to resume from the one before"
             ) from error
-        return State(step=meta["step"], tensors=tensors)
+        return meta["step"], tensors
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
         """Do some work on every rank; raise on all of them where it failed on one. Every rank must call this."""

@@ -269,21 +269,20 @@ def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> f
 
 def skew_before(tallies: Sequence[StepTally], *, ep: int) -> float:
     """Return the mean skew of the update's micro-steps and layers with every expert at its owner."""
-    ratios = []
-    for at in range(0, len(tallies), ep):
-        for load_RMLE in zip(*(t.rows["update"] for t in tallies[at : at + ep]), strict=True):
-            ratios.append(skew_ML(_at_owners(load_RMLE, ep)).reshape(-1))
-    return float(np.concatenate(ratios).mean())
+    return _mean_skew([t.rows["update"] for t in tallies], ep, lambda load_RMLE: _at_owners(load_RMLE, ep))
 
 
 def skew_after(tallies: Sequence[StepTally], *, ep: int) -> float | None:
     """Return the mean skew of the rows that arrived in the update; None where every rank has all experts."""
     if not tallies[0].arrived["update"]:
         return None
-    ratios = []
-    for at in range(0, len(tallies), ep):
-        for rows_RML in zip(*(t.arrived["update"] for t in tallies[at : at + ep]), strict=True):
-            ratios.append(skew_ML(np.stack(rows_RML, axis=2)).reshape(-1))
+    return _mean_skew([t.arrived["update"] for t in tallies], ep, lambda rows_RML: np.stack(rows_RML, axis=2))
+
+
+def _mean_skew(windows_R: Sequence[Sequence[Any]], ep: int, join: Callable[[Sequence[Any]], np.ndarray]) -> float:
+    """Return the mean over EP groups and windows; `join` makes [M, L, R] rows of what a group's ranks have of one."""
+    groups = (windows_R[at : at + ep] for at in range(0, len(windows_R), ep))
+    ratios = [skew_ML(join(found)).reshape(-1) for group in groups for found in zip(*group, strict=True)]
     return float(np.concatenate(ratios).mean())
 
 

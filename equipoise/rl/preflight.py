@@ -211,6 +211,7 @@ def _check_tokens(config: TrainConfig, asked: list[Question], limits: Limits) ->
 def _check_source(config: TrainConfig) -> None:
     """Raise if an engine does not answer, or if the first step's recorded rollouts do not fit model and questions."""
     source = config.rollout.source
+    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
     if source.startswith("http"):
         try:
             address = urlsplit(source)
@@ -220,13 +221,11 @@ def _check_source(config: TrainConfig) -> None:
             raise TrainingError(
                 f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
             ) from error
-        outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
         Engine(source, outside, patience=Patience(attempts=1, timeout_s=_CONNECT_S)).weights.check()
         if config.rollout.weights:
             _check_folder("setting rollout.weights", Path(config.rollout.weights))
         return
     find_rollouts(source, steps=config.steps)
-    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
     questions = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=0)
     asked = Request(step=0, first=0, questions=questions, seed=config.seed)
     for _ in RecordedRollouts(source, outside).generate(asked):

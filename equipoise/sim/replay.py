@@ -268,7 +268,7 @@ def timeline_of(work: Work, *, micro_step: int, layers: int) -> tuple[TimelineEv
     before = 1 if micro_step > 0 else 0
     part = cut(work, micro_steps=slice(micro_step - before, micro_step + 1), layers=slice(0, layers))
     bars, begin_V = draw(part)
-    start = int(begin_V[before * part.shape[1] * (2 if part.has_backward else 1)]) / NANO
+    start = int(begin_V[before * part.shape[1] * (2 if part.stage == "update" else 1)]) / NANO
     return tuple(
         TimelineEvent(bar.rank, bar.lane, bar.name, bar.start_ns / NANO - start, bar.end_ns / NANO - start)
         for bar in bars

@@ -10,7 +10,7 @@ import numpy as np
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.options import Activations
 from equipoise.core.plan import Plan, Sends
-from equipoise.core.value import Value, require_int, require_kind
+from equipoise.core.value import Value, require_choice, require_int, require_kind
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
 from equipoise.planner.plan import complete
@@ -49,10 +49,7 @@ class StepSetting:
         for name in ("rollout_s", "other_s", "planning_s"):
             require_seconds(f"StepSetting.{name}", getattr(self, name))
         for name, allowed in (("activations", Activations), ("planning", Planning), ("sends", Sends)):
-            if getattr(self, name) not in get_args(allowed):
-                raise InfeasiblePlanError(
-                    f"StepSetting.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
+            require_choice(f"StepSetting.{name}", getattr(self, name), allowed, error=InfeasiblePlanError)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, for JSON."""
