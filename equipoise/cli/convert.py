@@ -163,16 +163,9 @@ def write_store(
     layer_numbers: Sequence[int],
     show: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write every sample to a new store, which replaces an old one only when it is complete.
+    """Write every sample to a new store, and return what was written, for JSON.
 
-    Args:
-        path: the store
-        samples: its samples
-        model: their model
-        layer_numbers: MoE layers that they hold
-        show: called with (samples done, 0) after each
-
-    Returns: what was written, for JSON
+    A new store replaces an old one only when it is complete. `show` is called with (samples done, 0) after each sample.
     """
     from equipoise.core.files import whole_file
     from equipoise.routes.store import StoreWriter

@@ -433,11 +433,7 @@ def _memory_list(memory: "MemoryForecast", group: int) -> Table:
 def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source: str) -> None:
     """Print what a plan saves, its seconds by part, what it moves and what it keeps in memory.
 
-    Args:
-        plan: the plan
-        figures: its JSON document
-        console: where to print
-        source: name of the loads
+    `figures` is the plan's JSON document, `source` the name of its loads.
     """
     from equipoise.sim.result import WORTH
 

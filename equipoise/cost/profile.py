@@ -132,11 +132,7 @@ class Profile(Value):
     """Opening and closing a window in which nothing moves."""
 
     def say_assumed(self, nodes: int) -> str:
-        """Say which figures between ranks are assumed, in one line; nothing where none is.
-
-        Args:
-            nodes: of the EP group
-        """
+        """Say in one line which figures between the ranks of an EP group on `nodes` nodes are assumed, if any."""
         if not self.is_shared:
             return (
                 "Assumed, not measured: all-to-all, the link to peers, and relocation of experts between nodes; host "

@@ -285,12 +285,9 @@ def _about_one(skew: float) -> tuple[float, float]:
 
 
 def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, skew: float, caption: str) -> Chart:
-    """Draw each rank's rows in each micro-step over the mean rank's, by view.
+    """Draw each rank's rows in each micro-step over the mean rank's, by view: [micro-steps, ranks].
 
-    Args:
-        load_MR: [micro-steps, ranks] rows, by view
-        skew: the headline's mean skew, which has the last colour
-        caption: what is seen
+    `skew` is the headline's mean skew, which has the last colour.
     """
     steps, ranks = map(range, next(iter(load_MR.values())).shape)
     ratios = {name: over_mean(load).T for name, load in load_MR.items()}
@@ -621,10 +618,7 @@ _SYMBOLS = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "c
 def sweep(points: Sequence[Mapping[str, Any]], *, axes: Mapping[str, Sequence[int]], caption: str) -> Chart:
     """Draw the saved share over the axis with most values, a line for every choice of the other axes.
 
-    Args:
-        points: {ep, slots, micro, tokens, skew, seconds, saved_share, of_balanced}, as in the result
-        axes: values of each axis that was swept
-        caption: what is seen
+    Points and axes are as in the result.
     """
     across = max(axes, key=lambda name: len(axes[name]))
     others = [name for name in axes if name != across]
@@ -650,12 +644,9 @@ def sweep(points: Sequence[Mapping[str, Any]], *, axes: Mapping[str, Sequence[in
 
 
 def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: str) -> Chart:
-    """Draw the saved share over tokens per rank at several skews, and the share from which on a plan pays.
+    """Draw the saved share over tokens per rank at several skews, and the share `worth` from which on a plan pays.
 
-    Args:
-        curves: {skew, tokens, points {tokens, saved_share}}, as in the result
-        worth: share under which a plan is not worth it
-        caption: what is seen
+    Curves are as in the result.
     """
     layout = frame(height=320, x=AXES["tokens"], y="saved of static's expert seconds, %", hover="x unified")
     tokens = sorted({p["tokens"] for curve in curves for p in curve["points"]})

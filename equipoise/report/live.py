@@ -136,14 +136,7 @@ class LiveReader:
 def describe(
     name: str, settings: Document, steps: Sequence[Document], events: Sequence[Document], *, quiet_s: float
 ) -> LiveRun:
-    """Describe a run.
-
-    Args:
-        settings: of the run
-        steps: its lines of metrics
-        events: its lines of events
-        quiet_s: seconds since the last line
-    """
+    """Describe a run from its settings, its lines of metrics and events, and the seconds since the last line."""
     last = {event["kind"]: event for event in events}
     is_ended = bool(events) and events[-1]["kind"] == "end"
     state: State = "ended" if is_ended else "running" if steps or "stage" in last else "starting"

@@ -260,12 +260,7 @@ class Binned:
 
 
 def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Binned:
-    """Bin a matrix to at most `limits` rows and columns.
-
-    Args:
-        matrix: [rows, columns] with at least one cell
-        limits: most rows and columns
-    """
+    """Bin a [rows, columns] matrix with at least one cell to at most `limits` rows and columns."""
     row_size, column_size = (-(-size // limit) for size, limit in zip(matrix.shape, limits, strict=True))
     cells = matrix
     for axis, size in enumerate((row_size, column_size)):

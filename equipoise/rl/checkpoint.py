@@ -109,12 +109,9 @@ class Checkpoints:
         return target
 
     def load(self, path: Path, *, needs: Callable[[str], bool]) -> tuple[int, dict[str, Tensor]]:
-        """Return the next step to train and this rank's tensors, whatever number of ranks wrote them.
+        """Return the next step to train and the tensors that this rank `needs`, whatever number of ranks wrote them.
 
         Every rank must call this.
-
-        Args:
-            needs: whether this rank needs the entry of a name
         """
         try:
             meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))

@@ -55,10 +55,7 @@ def warm_up(
     """Train the whole model on right answers, so that the first rollouts earn rewards. Every rank must call this.
 
     Plain data parallel: afterwards all ranks have the same bits. Ranks that share a device would only alternate on it;
-    there the first rank trains alone and broadcasts its weights at the end.
-
-    Args:
-        show: called with (steps done, loss) after each step
+    there the first rank trains alone and broadcasts its weights at the end. `show` is called with (steps done, loss).
     """
     if not config.warmup.steps:
         return
@@ -429,12 +426,7 @@ def owned_fingerprints(parts: Mapping[Part, Tensor]) -> dict[Part, list[int]]:
 
 
 def find_difference(copy: Mapping[str, Tensor], held_R: Sequence[Held]) -> str:
-    """Describe a part of a copy that is not what its owner holds; empty where all parts are equal.
-
-    Args:
-        copy: the state dict of the rollout copy
-        held_R: of every rank, in rank order
-    """
+    """Describe a part of a copy's state dict that is not what its owner holds; empty where all parts are equal."""
     sharded = {part.name: part.experts > 0 for held in held_R for part in held}
     found = {name: fingerprints(copy[name] if is_cut else copy[name][None]) for name, is_cut in sharded.items()}
     listed = {name: values.tolist() for name, values in found.items()}

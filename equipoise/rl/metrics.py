@@ -253,11 +253,7 @@ def step_metrics(
 
 
 def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> float:
-    """Return predicted compute seconds of the busiest rank less those of the mean rank, every expert at its owner.
-
-    Args:
-        group: the ranks of one EP group
-    """
+    """Return an EP group's predicted compute seconds, busiest rank less mean rank, every expert at its owner."""
     ep, lost_ns = len(group), 0
     for load_RMLE in zip(*(t.rows[stage] for t in group), strict=True):
         rows_MLR = _at_owners(load_RMLE, ep)

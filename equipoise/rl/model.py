@@ -32,12 +32,7 @@ class Limits(NamedTuple):
 
 
 def build_model(config: ModelConfig, *, seed: int) -> nn.Module:
-    """Build the model on its device, ready to train.
-
-    Args:
-        config: a checkpoint's folder, or family and sizes
-        seed: of the random weights; a checkpoint has its own
-    """
+    """Build the model on its device, ready to train; random weights depend on `seed`."""
     from transformers import AutoModelForCausalLM
 
     if config.path:

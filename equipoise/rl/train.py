@@ -358,11 +358,7 @@ def _on_rank(group: Any, function: Callable[..., Any], config: TrainConfig, args
 
 
 def build_ranks(config: TrainConfig, world: Any = None) -> Ranks:
-    """Make the groups of a run. Every rank must call this.
-
-    Args:
-        world: the group of the training ranks; the default group if not given
-    """
+    """Make the groups of a run from the group of its ranks, by default the default group. Every rank must call this."""
     size = dist.get_world_size(world)
     if size != config.ranks:
         raise TopologyError(f"setting ranks is {config.ranks}, but {size} ranks were started; make them equal")

@@ -149,12 +149,9 @@ def overhead_seconds(work: Work) -> float:
 
 
 def run_group(plans: Sequence[Plan], works: Sequence[Work], *, planning_s: float) -> GroupOutcome:
-    """Run one group's window on the clock.
+    """Run one group's window on the clock, with a plan and its work per pipeline stage.
 
-    Args:
-        plans: one per pipeline stage
-        works: what every rank does under them
-        planning_s: seconds of planning that the window waits for
+    `planning_s` are seconds of planning that the window waits for.
     """
     done = replay(works)
     busy_Q = done.part_QC.sum(axis=1)
