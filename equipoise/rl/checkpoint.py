@@ -64,36 +64,33 @@ class Checkpoints:
         partial = self._folder / f".{target.name}.partial"
 
         def prepare() -> None:
-            if self._ranks.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
 
         def write_model() -> None:
-            if self._ranks.is_first:
-                save_model(partial / "model")
-                meta = {"format": FORMAT, "step": step, "ranks": self._ranks.size, **self._facts}
-                (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-                for path in (partial / "meta.json", *(partial / "model").iterdir(), partial / "state", partial):
-                    flush(path)
+            save_model(partial / "model")
+            meta = {"format": FORMAT, "step": step, "ranks": self._ranks.size, **self._facts}
+            (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+            for path in (partial / "meta.json", *(partial / "model").iterdir(), partial / "state", partial):
+                flush(path)
 
         def finish() -> None:
-            if self._ranks.is_first:
-                # There is one already where a run resumed from an earlier one trained this step again.
-                shutil.rmtree(target, ignore_errors=True)
-                partial.rename(target)
-                flush(self._folder)
-                for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
-                    shutil.rmtree(old)
+            # There is one already where a run resumed from an earlier one trained this step again.
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            flush(self._folder)
+            for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+                shutil.rmtree(old)
 
         try:
-            self._on_all_ranks(prepare)
+            self._on_first_rank(prepare)
             # An error of one rank is raised on all of them.
             dcp.save(
                 dict(tensors),
                 storage_writer=dcp.FileSystemWriter(partial / "state", sync_files=True),
                 process_group=self._ranks.world,
             )
-            self._on_all_ranks(write_model)
+            self._on_first_rank(write_model)
         except (TrainingError, CheckpointException) as error:
             if self._ranks.is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -103,7 +100,7 @@ class Checkpoints:
                 + (f"{newest} is still valid, resume from it" if newest else "there is no earlier one")
             ) from error
         try:
-            self._on_all_ranks(finish)
+            self._on_first_rank(finish)
         except TrainingError as error:
             raise TrainingError(f"checkpoint {target} could not be renamed into place: {error}") from error
         return target
@@ -135,12 +132,13 @@ class Checkpoints:
             ) from error
         return meta["step"], tensors
 
-    def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        """Do some work on every rank; raise on all of them where it failed on one. Every rank must call this."""
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """Do some work on the first rank; raise on all of them where it failed. Every rank must call this."""
 
         def checked() -> None:
             try:
-                work()
+                if self._ranks.is_first:
+                    work()
             except (OSError, SafetensorError) as error:
                 raise TrainingError(_reason(error)) from error
 

@@ -26,9 +26,6 @@ from equipoise.rl.stages import StepTally
 
 _LOG = logging.getLogger(__name__)
 
-TIMES = ("planning_s", "hidden_s", "waited_s", "exposed_s", "rollout_s", "stage_s", "seconds", "tokens_per_s")
-"""Metrics that are measured times; all others are the same in every run of one seed."""
-
 
 class RunEvent(NamedTuple):
     """Something that happened in a run, shown by a terminal, a test or another process.
