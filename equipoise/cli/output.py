@@ -180,12 +180,8 @@ def build_table(
 ) -> Table:
     """Build a table; columns too wide for the terminal are folded, never cut, so that no digit is lost.
 
-    Args:
-        columns: their names
-        rows: cells of each row
-        num_text: how many of the first columns hold text, aligned to the left; the others hold numbers
-        title: a line above the table
-        has_rule: whether a rule separates the names from the rows
+    The first `num_text` columns hold text, aligned to the left; the others hold numbers. `has_rule` separates the names
+    of the columns from the rows.
     """
     style = box.SIMPLE_HEAD if has_rule else None
     table = Table(title=title, title_justify="left", box=style, pad_edge=False, padding=(0, 1, 0, 0))

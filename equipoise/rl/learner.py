@@ -110,9 +110,7 @@ class Learner:
     ) -> None:
         """Move the experts to their owners and make the optimizer. Every rank must call this.
 
-        Args:
-            model: the whole model, the same on every rank; the learner owns it until `close`
-            worker: a planning process to use; None: start one
+        The learner owns the model, the same on every rank, until `close`. Unless given one, it starts a planning process.
         """
         self.model, self.mode, self._config, self._ranks = model, mode, config, ranks
         self.shape: ModelShape = adapter.inspect(model).shape
@@ -145,8 +143,7 @@ class Learner:
     def submit(self, routes: WindowRoutes, *, stage: Stage) -> None:
         """Announce the next window, to be planned in the background; returns at once. Every rank must call this.
 
-        Args:
-            routes: the ids that will be replayed, by micro-step and layer; or rows, where the model will route
+        Routes are the ids that will be replayed, by micro-step and layer; or rows, where the model will route.
         """
         if self.balancer is not None:
             self.balancer.submit(routes, stage=stage)
@@ -199,8 +196,7 @@ class Learner:
     ) -> tuple[Tensor, Any]:
         """Return (logits [T, V], recorded ids [L, T, K] or None) of packed samples. Every rank must call this.
 
-        Args:
-            ids_LTK: expert ids to replay; None: the model routes
+        Without expert ids to replay, the model routes.
         """
         with self.routers.forward_pass(micro_step, ids=ids_LTK, record=record) as recorded:
             logits_TV = self.model(**packed_inputs(self.model, input_T, position_T)).logits[0]

@@ -191,13 +191,7 @@ class RankFigures:
 def step_metrics(
     step: int, figures_R: Sequence[RankFigures], *, ep: int, costs: Mapping[Stage, CostModel]
 ) -> dict[str, Any]:
-    """Put the ranks' figures of one step together.
-
-    Args:
-        figures_R: of every rank, in rank order
-        ep: ranks of one EP group
-        costs: of each stage, on the described cluster
-    """
+    """Put the ranks' figures of one step together, in rank order; costs are of each stage, on the described cluster."""
     tallies = [figures.tally for figures in figures_R]
     rewards = np.concatenate([np.asarray(figures.rewards) for figures in figures_R])
     first, seconds = tallies[0], max(sum(figures.stage_s.values()) for figures in figures_R)

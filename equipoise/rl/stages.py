@@ -181,9 +181,7 @@ class Terms:
 def group_advantages(rewards_B: Sequence[float], *, samples: int) -> np.ndarray:
     """[B] rewards less the mean of their group, over its standard deviation; 0 in a group of equal rewards.
 
-    Args:
-        rewards_B: group after group
-        samples: samples per group
+    Rewards are given group after group of so many samples.
     """
     reward_GB = np.asarray(rewards_B, dtype=np.float64).reshape(-1, samples)
     centred_GB = reward_GB - reward_GB.mean(axis=1, keepdims=True)

@@ -111,8 +111,7 @@ class Trainer:
     def step(self, step: int, *, given: Experience | None = None) -> dict[str, Any]:
         """Train one step and return its metrics. Every rank must call this.
 
-        Args:
-            given: a rollout to train on instead of an own one, in a comparison
+        In a comparison a rollout is `given`, to train on instead of an own one.
         """
         self.stages.open_step()
         self._clock, self._step = StageClock(), step
@@ -248,11 +247,7 @@ class StartedPlanner:
     """
 
     def __init__(self, config: TrainConfig, model: ModelShape, *, worker: PlanWorker | None = None) -> None:
-        """Start the process and let it plan a random window; returns at once.
-
-        Args:
-            worker: a process to use, left running on close; None: start one
-        """
+        """Start the process and let it plan a random window; returns at once. A given one is left running on close."""
         self._is_own = worker is None
         self.worker = PlanWorker() if worker is None else worker
         self._task = (build_cluster(config, model), model, balancer_options(config))
@@ -386,8 +381,7 @@ def run(
 ) -> dict[str, Any]:
     """Train from beginning to end. Every rank must call this; the first one returns the summary.
 
-    Args:
-        worker: a planning process to use; None: start one
+    A planning process is started unless one is given.
     """
     if ranks.is_first:
         show = also_written(show, places.out / "events.jsonl")
