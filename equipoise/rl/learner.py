@@ -110,7 +110,7 @@ class Learner:
     ) -> None:
         """Move the experts to their owners and make the optimizer. Every rank must call this.
 
-        The learner owns the model, the same on every rank, until `close`. Unless given one, it starts a planning process.
+        The learner owns the model, the same on every rank, until `close`, and starts a planning process if given none.
         """
         self.model, self.mode, self._config, self._ranks = model, mode, config, ranks
         self.shape: ModelShape = adapter.inspect(model).shape
