@@ -98,7 +98,7 @@ class Intake:
     """
 
     def __init__(self, *, micro_batch: int, window: int) -> None:
-        """Start without samples; a micro-batch has so many of them, and a window so many micro-batches."""
+        """Start without samples; `micro_batch` samples make a micro-batch, `window` micro-batches make a window."""
         self._micro_batch, self._window = micro_batch, window
         self._samples: dict[int, Sample] = {}
         self._packed: dict[int, PackedBatch] = {}
@@ -115,7 +115,7 @@ class Intake:
         return list(self._packed.values())[-self._window :] if is_full else []
 
     def packed_anew(self, samples: Mapping[int, Sample], windows: Sequence[Schedule], rank: int) -> "Intake":
-        """Return an intake of all ranks' samples, by number in the schedules, whose micro-batches are one rank's."""
+        """Return an intake with a rank's micro-batches of these schedules, which number the samples of all ranks."""
         made = Intake(micro_batch=self._micro_batch, window=self._window)
         batches = [batch for schedule in windows for batch in micro_batches(schedule, rank)]
         made._packed = {number: pack(samples, batch) for number, batch in enumerate(batches)}
@@ -181,7 +181,7 @@ class Terms:
 def group_advantages(rewards_B: Sequence[float], *, samples: int) -> np.ndarray:
     """[B] rewards less the mean of their group, over its standard deviation; 0 in a group of equal rewards.
 
-    Rewards are given group after group of so many samples.
+    Rewards are given group after group, `samples` in each.
     """
     reward_GB = np.asarray(rewards_B, dtype=np.float64).reshape(-1, samples)
     centred_GB = reward_GB - reward_GB.mean(axis=1, keepdims=True)

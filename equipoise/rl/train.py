@@ -353,7 +353,7 @@ def _on_rank(group: Any, function: Callable[..., Any], config: TrainConfig, args
 
 
 def build_ranks(config: TrainConfig, world: Any = None) -> Ranks:
-    """Make the groups of a run from the group of its ranks, by default the default group. Every rank must call this."""
+    """Make the groups of a run from `world`, by default the default group. Every rank must call this."""
     size = dist.get_world_size(world)
     if size != config.ranks:
         raise TopologyError(f"setting ranks is {config.ranks}, but {size} ranks were started; make them equal")
