@@ -136,7 +136,7 @@ def run_all(
 def calibrate_node(ranks: int, commit: str | None) -> dict[str, Any]:
     """Measure the prices of ranks that share the GPU: the shapes and sizes of the cases alone."""
     from equipoise.calibrate.bench import Grid
-    from equipoise.calibrate.ranks import calibrate_ranks
+    from equipoise.calibrate.run import calibrate_ranks
 
     full = Grid.full()
     grid = replace(

@@ -225,6 +225,7 @@ def predict(plan: Plan, case: NodeCase) -> dict[str, float]:
     decision = Decision("equipoise", plan.home_LE, plan.replica_table, edges)
     (work,) = works_of(cost, plan.loads, plan.itinerary, [decision], repeats_forward=case.is_checkpointed)
     seconds, forward = replay([work]).seconds, cost.forward_alone
+    moved_s = seconds.pull + seconds.return_ + seconds.publish + seconds.collect
     # A forward pass that is repeated moves and computes its rows again.
     again = int(case.is_checkpointed)
     visit_MLR = (1 + again) * work.forward_MLR + work.backward_MLR
@@ -237,7 +238,7 @@ def predict(plan: Plan, case: NodeCase) -> dict[str, float]:
         "experts": float((visit_MLR - order_ns).mean(axis=2).sum()) / 1e9,
         "exchange": float((order_ns + send_ns).mean(axis=2).sum()) / 1e9 + seconds.all_to_all,
         "waiting": float((busiest - visit_MLR.mean(axis=2)).sum()) / 1e9,
-        "exposed": seconds.pull + seconds.return_ + seconds.publish + seconds.collect + cost.window_fixed_ns / 1e9,
+        "exposed": moved_s + cost.profile.window_fixed_ns / 1e9,
         "accumulate": added * cost.add_ns(plan.home_slots * case.model.expert_bytes) / 1e9,
     }
 

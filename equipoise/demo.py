@@ -60,9 +60,7 @@ def predict(*, samples: int = 512, layers: int | None = None) -> "Analysis":
 def train(settings: Mapping[str, Any], *, skew: float, show: Any, context: Any = None) -> "Comparison":
     """Act 2: train on recorded rollouts whose routes give the first of two ranks `skew` times the mean rows.
 
-    Args:
-        show: called with what happens, see `rl.metrics.RunEvent`
-        context: of multiprocessing; spawn by default
+    `show` is called with what happens, see `rl.metrics.RunEvent`.
     """
     from equipoise.launch import temporary_folder
     from equipoise.rl.compare import run_comparison

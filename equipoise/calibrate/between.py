@@ -111,9 +111,7 @@ def measure_mapped(
 def inside_of(num_bytes: int, extra_ns: float, nvlink_bytes_per_s: int) -> dict[str, Any]:
     """Return the share of the published link at which rows are read from peers, and its source.
 
-    Args:
-        num_bytes: bytes of rows read from peers
-        extra_ns: how much longer that took than reading them from the own page
+    `extra_ns` is how much longer that took than reading them from the own page.
     """
     rate = num_bytes / extra_ns * 1e9 if extra_ns > 0 else float("inf")
     words = f"{extra_ns / 1e3:.1f} us longer for {num_bytes} bytes of rows in pages of peers than in the own page"
@@ -224,8 +222,7 @@ def time_empty_step(mapped: StillRows, bench: Bench) -> float:
 def time_together(work: Callable[[], None], align: Callable[[], None], bench: Bench) -> list[float]:
     """Time work in which ranks wait for each other, `bench.runs` times after one more, in nanoseconds.
 
-    Args:
-        align: also waits for all ranks; called before each run, so that all of them start together
+    `align` also waits for all ranks; it is called before each run, so that all of them start together.
     """
     times_ns = []
     for _ in range(bench.runs + 1):

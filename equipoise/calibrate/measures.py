@@ -5,6 +5,7 @@ Before an expert table is timed, the block is compared with float64: outputs and
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -86,13 +87,10 @@ def time_attention(attention: Attention, tokens: int, bench: Bench) -> tuple[flo
     grad_TD = bench.random(tokens, attention.shape.hidden)
     leaves = (x_TD, attention.qkv_w, attention.out_w)
 
-    def infer() -> Tensor:
-        with torch.no_grad():
-            return attention.forward(x_TD, sequence=tokens)
-
-    out_TD = attention.forward(x_TD, sequence=tokens)
+    forward = partial(attention.forward, x_TD, sequence=tokens)
+    out_TD = forward()
     backward = measure(lambda: torch.autograd.grad(out_TD, leaves, grad_TD, retain_graph=True), bench)
-    return measure(infer, bench).median_ns, backward.median_ns
+    return measure(torch.no_grad()(forward), bench).median_ns, backward.median_ns
 
 
 def measure_moves(grid: Grid, *, bench: Bench, steps: Steps) -> dict[str, Any]:
@@ -147,14 +145,10 @@ def time_move(move: Callable[[], Tensor], leaves: tuple[Tensor, ...], bench: Ben
     """Return nanoseconds of a move of rows, forward and update."""
     grad = torch.randn_like(move())
 
-    def infer() -> Tensor:
-        with torch.no_grad():
-            return move()
-
     def update() -> tuple[Tensor, ...]:
         return torch.autograd.grad(move(), leaves, grad)
 
-    return measure(infer, bench).median_ns, measure(update, bench).median_ns
+    return measure(torch.no_grad()(move), bench).median_ns, measure(update, bench).median_ns
 
 
 ERROR_LIMIT = 2e-2
@@ -229,12 +223,7 @@ class Cell:
 
     def time(self, bench: Bench) -> tuple[Timing, Timing]:
         """Time forward, and forward + backward."""
-
-        def infer() -> Tensor:
-            with torch.no_grad():
-                return self.forward()
-
-        return measure(infer, bench, warm=2), measure(self.update, bench, warm=2)
+        return measure(torch.no_grad()(self.forward), bench, warm=2), measure(self.update, bench, warm=2)
 
 
 def check_block(experts: ExpertWeights, bench: Bench) -> None:
@@ -258,7 +247,8 @@ def measure_table(shape: tuple[int, int], grid: Grid, *, bench: Bench, steps: St
     for slots in grid.slots:
         experts = random_experts(slots, shape, bench)
         check_block(experts, bench)
-        lines: dict[str, list[int | None]] = {key: [] for key in KEYS}
+        for key in KEYS:
+            tables[key].append([])
         for rows in grid.rows:
             forward, update = Cell.random(rows, experts, zipf=ZIPF, bench=bench).time(bench)
             even: tuple[float | None, float | None] = (None, None)
@@ -266,11 +256,9 @@ def measure_table(shape: tuple[int, int], grid: Grid, *, bench: Bench, steps: St
                 pair = Cell.random(rows, experts, zipf=0.0, bench=bench).time(bench)
                 even = (pair[0].median_ns, pair[1].median_ns)
             for key, ns in zip(KEYS, (forward.median_ns, update.median_ns, *even), strict=True):
-                lines[key].append(None if ns is None else round(ns))
+                tables[key][-1].append(None if ns is None else round(ns))
             spread = max(spread, forward.spread, update.spread)
             steps.advance()
-        for key in KEYS:
-            tables[key].append(lines[key])
     return {
         "hidden": shape[0],
         "expert_width": shape[1],

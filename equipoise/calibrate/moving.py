@@ -88,6 +88,7 @@ def measure_moving(
     window = time_window(group=group, node_R=node_R, bench=bench)
     steps.advance()
     whole_ns, empty_ns, prepare_ns, window_ns = median_over(group, [*counts, prepare, window])
+    count_bytes = 8 * COUNTED[0] * COUNTED[1] * HOMES * group.size() ** 2
     size, tiny = grid.expert_params * bench.dtype.itemsize, found[1]
     # What is left once the fixed part is taken off; a device that is too fast to tell is not infinitely fast.
     beyond = ExpertTimes(*(max(large - small, 1.0) for large, small in zip(*found, strict=True)))
@@ -116,7 +117,7 @@ def measure_moving(
             "edge_fixed_ns": round((tiny.weights + tiny.gradients) / 2),
             "refresh_bytes_per_s": round(MOVED * size / beyond.refresh * 1e9),
             "counts_fixed_ns": round(empty_ns),
-            "counts_bytes_per_s": round(_count_bytes(COUNTED, group) / max(whole_ns - empty_ns, 1.0) * 1e9),
+            "counts_bytes_per_s": round(count_bytes / max(whole_ns - empty_ns, 1.0) * 1e9),
             "prepared_rows_per_s": round(max(grid.moved_rows) / prepare_ns * 1e9),
             "window_fixed_ns": round(window_ns),
             "source": f"measured on {group.size()} ranks at once, by the host's clock: mean of publish and collect of "
@@ -200,11 +201,6 @@ def time_counts(own_group: OwnGroup, shape: tuple[int, int], *, group: Any, benc
     """Return the nanoseconds of exchanging the counted rows of a window of so many micro-steps and layers."""
     rows = RankRows(load_MLE=np.ones((*shape, HOMES * group.size()), dtype=np.int64))
     return time_on_host(partial(own_group.gather, rows), group=group, bench=bench)
-
-
-def _count_bytes(shape: tuple[int, int], group: Any) -> int:
-    """Bytes of the counts of all ranks."""
-    return 8 * shape[0] * shape[1] * HOMES * group.size() ** 2
 
 
 def time_prepare(grid: Grid, *, group: Any, bench: Bench) -> float:

@@ -169,12 +169,9 @@ def _write_profile(measured: dict[str, Any], path: Path, console: "Console") -> 
 
 
 def _check_profile(filed: dict[str, Any], measure: Callable[[], dict[str, Any]], *, limit: float) -> dict[str, Any]:
-    """Compare a profile with what is measured now, for JSON; a figure that is off is measured once more.
+    """Compare a profile's content with what is measured now, for JSON; `limit` is the largest deviation, as a share.
 
-    Args:
-        filed: content of the profile
-        measure: measures the sample
-        limit: largest deviation, as a share
+    A figure that is off is measured once more.
     """
     from equipoise.calibrate.run import compare, nearer
 

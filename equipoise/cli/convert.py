@@ -21,7 +21,7 @@ are packed so far: by a rule, or as in a trainer's own file, whose limits are ke
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -163,16 +163,9 @@ def write_store(
     layer_numbers: Sequence[int],
     show: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write every sample to a new store, which replaces an old one only when it is complete.
+    """Write every sample to a new store, and return what was written, for JSON.
 
-    Args:
-        path: the store
-        samples: its samples
-        model: their model
-        layer_numbers: MoE layers that they hold
-        show: called with (samples done, 0) after each
-
-    Returns: what was written, for JSON
+    A new store replaces an old one only when it is complete. `show` is called with (samples done, 0) after each sample.
     """
     from equipoise.core.files import whole_file
     from equipoise.routes.store import StoreWriter
@@ -257,34 +250,20 @@ def _list_formats(*, as_json: bool) -> None:
         print_json({"formats": [{"name": name, "summary": summary} for name, summary in rows]})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWindow:
-    """What packing did to one window; shares and limits before and after."""
+def _describe_packed(given: "Schedule", made: "Packing") -> dict[str, Any]:
+    """Return what packing did to one window, for JSON: shares and limits before and after."""
+    from equipoise.loads import PackingLimits
 
-    stage: str
-    samples: int
-    micro_steps: int
-    how: str
-    given_crossing: float
-    crossing: float
-    given_limits: dict[str, int]
-    limits: dict[str, int]
-
-    @classmethod
-    def of(cls, given: "Schedule", made: "Packing") -> "PackedWindow":
-        """Return the figures of one window."""
-        from equipoise.loads import PackingLimits
-
-        return cls(
-            stage=given.stage,
-            samples=len(given.pieces),
-            micro_steps=given.micro_steps,
-            how=made.how,
-            given_crossing=made.given_crossing,
-            crossing=made.crossing,
-            given_limits=PackingLimits.of(given)._asdict(),
-            limits=PackingLimits.of(made.schedule)._asdict(),
-        )
+    return {
+        "stage": given.stage,
+        "samples": len(given.pieces),
+        "micro_steps": given.micro_steps,
+        "how": made.how,
+        "given_crossing": made.given_crossing,
+        "crossing": made.crossing,
+        "given_limits": PackingLimits.of(given)._asdict(),
+        "limits": PackingLimits.of(made.schedule)._asdict(),
+    }
 
 
 def pack(
@@ -309,7 +288,7 @@ def pack(
     refuse_existing(out, force=force, read=(dump, Path(packing.schedule) if packing.is_file else None))
     samples = read_samples(dump, reading, packing)
     check_packing(packing, samples.model)
-    limit, found = limit_in_bytes(memory_gib), list[PackedWindow]()
+    limit, found = limit_in_bytes(memory_gib), list[dict[str, Any]]()
     model = samples.model.replace(layers=len(samples.layer_numbers))
     memory = None
     if limit is not None:
@@ -317,20 +296,20 @@ def pack(
 
     def packed(given: "tuple[Schedule, ...]") -> "tuple[Schedule, ...]":
         made = pack_given(samples, given, packing, ranks_per_node=ranks_per_node, memory=memory)
-        found.extend(map(PackedWindow.of, given, made))
+        found.extend(map(_describe_packed, given, made))
         return tuple(each.schedule for each in made)
 
     schedules = schedule_step(packing, samples, policy=token_policy(samples), pack=packed)
     write_schedules(schedules, out)
-    document: dict[str, Any] = {"out": str(out), "windows": [asdict(window) for window in found]}
     if as_json:
-        print_json(document)
+        print_json({"out": str(out), "windows": found})
         return
     console = screen(as_json=as_json)
     table = build_table(["  window", "samples", "micro-steps", "rows across, given", "packed", "how"])
     for window in found:
-        shares = f"{window.given_crossing:.1%}", f"{window.crossing:.1%}"
-        table.add_row(f"  {window.stage}", str(window.samples), str(window.micro_steps), *shares, window.how)
+        sizes, shares = ("samples", "micro_steps"), ("given_crossing", "crossing")
+        figures = *(str(window[name]) for name in sizes), *(f"{window[name]:.1%}" for name in shares)
+        table.add_row(f"  {window['stage']}", *figures, window["how"])
     console.print(table)
     console.print("Rows across: with homes that follow the samples, before replicas.", soft_wrap=True)
     console.print(f"Written: {out}", soft_wrap=True)

@@ -67,11 +67,7 @@ def doctor(
 
 
 def check_slicing(model: str) -> "Diagnosis":
-    """Send planted markers through the built-in slicing and through our schedules.
-
-    Args:
-        model: preset name or path of a HF config.json
-    """
+    """Send planted markers of a model, a preset or a HF config.json, through the built-in slicing and our schedules."""
     import numpy as np
 
     from equipoise.loads.packing import TokenPolicy, schedule_samples, slice_context, slice_sequence

@@ -330,12 +330,9 @@ def most_slots(cluster: Cluster, model: ModelShape) -> tuple[int, str]:
 
 
 def refuse_existing(*paths: Path | None, force: bool, read: Sequence[Path | None] = ()) -> None:
-    """Raise before any work is done if a file to write exists (without `force`), is also read, or is named twice.
+    """Raise before any work is done if a file to write exists (without `force`), is also `read`, or is named twice.
 
-    Args:
-        paths: files to write; None is one that was not asked for
-        force: whether files that exist may be replaced
-        read: files that the verb reads
+    None is a file that was not asked for.
     """
     refuse_unwritable(*paths)
     taken = {path.resolve() for path in read if path is not None}

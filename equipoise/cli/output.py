@@ -180,12 +180,8 @@ def build_table(
 ) -> Table:
     """Build a table; columns too wide for the terminal are folded, never cut, so that no digit is lost.
 
-    Args:
-        columns: their names
-        rows: cells of each row
-        num_text: how many of the first columns hold text, aligned to the left; the others hold numbers
-        title: a line above the table
-        has_rule: whether a rule separates the names from the rows
+    The first `num_text` columns hold text, aligned to the left; the others hold numbers. `has_rule` separates the names
+    of the columns from the rows.
     """
     style = box.SIMPLE_HEAD if has_rule else None
     table = Table(title=title, title_justify="left", box=style, pad_edge=False, padding=(0, 1, 0, 0))
@@ -433,11 +429,7 @@ def _memory_list(memory: "MemoryForecast", group: int) -> Table:
 def show_plan(plan: "Plan", figures: dict[str, Any], console: Console, *, source: str) -> None:
     """Print what a plan saves, its seconds by part, what it moves and what it keeps in memory.
 
-    Args:
-        plan: the plan
-        figures: its JSON document
-        console: where to print
-        source: name of the loads
+    `figures` is the plan's JSON document, `source` the name of its loads.
     """
     from equipoise.sim.result import WORTH
 

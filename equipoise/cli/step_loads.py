@@ -75,12 +75,8 @@ def open_step(
 ) -> StepSource:
     """Open the step of a dump, or a generated one; routes are read here, once for all widths of a sweep.
 
-    Args:
-        dump: routes, histograms or loads
-        reading: how to read it
-        packing: how to schedule it
-        demo_samples: samples to generate where the user asked for the demo
-        pack_for: ranks per node, if samples are packed by their experts
+    `demo_samples` is how many to generate where the user asked for the demo; `pack_for` are the ranks per node, if
+    samples are packed by their experts.
     """
     if (dump is None) == (demo_samples is None):
         raise RoutesError("give one of the two: a DUMP, or --demo for a generated step")

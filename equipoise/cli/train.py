@@ -262,10 +262,8 @@ class RunView:
 def open_view(*, as_json: bool) -> Iterator[RunView]:
     """Open the view that suits standard output."""
     console = screen(as_json=as_json)
-    if as_json or not console.is_terminal:
-        yield RunView(console, as_json=as_json, live=None)
-        return
-    with Live(console=console, refresh_per_second=4) as live:
+    is_live = console.is_terminal and not as_json
+    with Live(console=console, refresh_per_second=4) if is_live else nullcontext() as live:
         yield RunView(console, as_json=as_json, live=live)
 
 

@@ -9,7 +9,7 @@ ssh -L 8000:127.0.0.1:PORT HOST, and open http://127.0.0.1:8000/.
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,10 +54,7 @@ def watch(
 
 def _follow(reader: "LiveReader", seen: "LiveRun", server: "WatchServer", console: Console) -> None:
     """Show the run on the console and on the page until it ends."""
-    with ExitStack() as opened:
-        live: Live | None = None
-        if console.is_terminal:
-            live = opened.enter_context(Live(view(seen), console=console, auto_refresh=False))
+    with Live(view(seen), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         server.show(seen.to_dict())
         while not seen.is_ended:
             time.sleep(EVERY_S)

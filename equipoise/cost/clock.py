@@ -109,11 +109,7 @@ class Pass(NamedTuple):
 
 
 def replay(works: Sequence[Work]) -> Replayed:
-    """Run one EP group's window on the clock.
-
-    Args:
-        works: one per pipeline stage, first to last
-    """
+    """Run one EP group's window on the clock; `works` has one per pipeline stage, first to last."""
     stages = [_Stage.of(work) for work in works]
     now_Q = [0] * len(works)
     if len(works) == 1:

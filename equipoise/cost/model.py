@@ -237,11 +237,6 @@ class CostModel(Value):
         """Publish or collect of a layer without its experts' bytes; without a measurement, the start of one copy."""
         return self.profile.edge_fixed_ns or self.profile.peer_fixed_ns
 
-    @property
-    def window_fixed_ns(self) -> int:
-        """Opening and closing a window, the same under every plan; free where the profile does not know."""
-        return self.profile.window_fixed_ns
-
     def refresh_ns(self, experts: int) -> int:
         """Nanoseconds of writing experts to the host store; free where the profile does not know."""
         rate = self.profile.refresh_bytes_per_s

@@ -56,6 +56,13 @@ KINDS = ("measured", "derived", "trial")
 SECTIONS = ("rows", "attention", "pull", "beside", "add", "exchange", "all_to_all")
 SHARED_SECTIONS = ("ranks", "overheads")
 """Of profiles that several ranks measured at the same time."""
+SAME_NAMES = {
+    "rows": (*(f"{side}_{stage}_bytes_per_s" for side in ("received", "sent") for stage in ("forward", "update")),),
+    "pull": ("host_bytes_per_s", "peer_bytes_per_s", "host_fixed_ns", "peer_fixed_ns"),
+    "beside": ("host_slowdown_permille", "peer_slowdown_permille"),
+    "exchange": ("weight_bytes_per_s", "gradient_bytes_per_s"),
+}
+"""Figures by section whose names are those of `Profile`'s fields."""
 OVERHEADS = ("edge_fixed_ns", "refresh_bytes_per_s", "counts_fixed_ns", "counts_bytes_per_s", "prepared_rows_per_s")
 
 
@@ -125,11 +132,7 @@ class Profile(Value):
     """Opening and closing a window in which nothing moves."""
 
     def say_assumed(self, nodes: int) -> str:
-        """Say which figures between ranks are assumed, in one line; nothing where none is.
-
-        Args:
-            nodes: of the EP group
-        """
+        """Say in one line which figures between the ranks of an EP group on `nodes` nodes are assumed, if any."""
         if not self.is_shared:
             return (
                 "Assumed, not measured: all-to-all, the link to peers, and relocation of experts between nodes; host "
@@ -184,32 +187,20 @@ class Profile(Value):
                 raise TopologyError(f"profile {name}: a section has no source; every figure needs one")
         if data["kind"] not in KINDS:
             raise TopologyError(f"profile {name}: kind is {data['kind']!r}; it must be one of {', '.join(KINDS)}")
-        attention, pull, exchange = data["attention"], data["pull"], data["all_to_all"]
-        rows, beside, edge = data["rows"], data["beside"], data["exchange"]
+        attention, exchange = data["attention"], data["all_to_all"]
         return cls(
             device=data["device"],
             kind=data["kind"],
             tables=tuple(_table(entry, name) for entry in data["compute"]),
             attention_forward_flops_per_s=int(attention["forward_flops_per_s"]),
             attention_backward_flops_per_s=int(attention["backward_flops_per_s"]),
-            host_bytes_per_s=int(pull["host_bytes_per_s"]),
-            peer_bytes_per_s=int(pull["peer_bytes_per_s"]),
-            host_fixed_ns=int(pull["host_fixed_ns"]),
-            peer_fixed_ns=int(pull["peer_fixed_ns"]),
             add_bytes_per_s=int(data["add"]["bytes_per_s"]),
-            received_forward_bytes_per_s=int(rows["received_forward_bytes_per_s"]),
-            received_update_bytes_per_s=int(rows["received_update_bytes_per_s"]),
-            sent_forward_bytes_per_s=int(rows["sent_forward_bytes_per_s"]),
-            sent_update_bytes_per_s=int(rows["sent_update_bytes_per_s"]),
-            host_slowdown_permille=int(beside["host_slowdown_permille"]),
-            peer_slowdown_permille=int(beside["peer_slowdown_permille"]),
-            weight_bytes_per_s=int(edge["weight_bytes_per_s"]),
-            gradient_bytes_per_s=int(edge["gradient_bytes_per_s"]),
+            **{name: int(data[section][name]) for section, names in SAME_NAMES.items() for name in names},
             inside_permille=max(round(1000 * exchange["inside_share"]), 1),
             across_permille=max(round(1000 * exchange["across_share"]), 1),
             exchange_fixed_ns=int(exchange["fixed_ns"]),
             is_shared="ranks" in data,
-            relocation_bytes_per_s=int(edge.get("across_bytes_per_s", 0)),
+            relocation_bytes_per_s=int(data["exchange"].get("across_bytes_per_s", 0)),
             **{name: int(data["overheads"][name]) for name in OVERHEADS if "overheads" in data},
             window_fixed_ns=int(data.get("overheads", {}).get("window_fixed_ns", 0)),
         )
@@ -232,12 +223,10 @@ def profile_names() -> tuple[str, ...]:
 def write_profile(profile: Mapping[str, Any], path: Path) -> None:
     """Write a profile's content as indented JSON, one line per table line."""
     text = json.dumps(profile, indent=2)
-    flat = re.sub(r"\[\s*((?:[\d.]+|null)(?:,\s*(?:[\d.]+|null))*)\s*\]", _on_one_line, text)
+    flat = re.sub(
+        r"\[\s*((?:[\d.]+|null)(?:,\s*(?:[\d.]+|null))*)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text
+    )
     path.write_text(flat + "\n", encoding="utf-8")
-
-
-def _on_one_line(match: re.Match[str]) -> str:
-    return f"[{' '.join(match[1].split())}]"
 
 
 def _table(entry: Mapping[str, Any], name: str) -> ComputeTable:
@@ -246,7 +235,8 @@ def _table(entry: Mapping[str, Any], name: str) -> ComputeTable:
         raise TopologyError(f"profile {name}: slots and rows of a compute table must ascend from at least 1")
     tables = {}
     for key in ("forward_ns", "update_ns"):
-        raw = np.array([[_cell(v) for v in line] for line in entry[key]], dtype=np.int64)
+        # Null where fewer rows than slots made a measurement impossible.
+        raw = np.array([[round(ns or 0) for ns in line] for line in entry[key]], dtype=np.int64)
         if raw.shape != (len(slots), len(rows)):
             raise TopologyError(f"profile {name}: {key} has shape {raw.shape}, expected {(len(slots), len(rows))}")
         tables[key] = monotone(raw)
@@ -258,11 +248,6 @@ def _table(entry: Mapping[str, Any], name: str) -> ComputeTable:
         forward_ns_SX=tables["forward_ns"],
         update_ns_SX=tables["update_ns"],
     )
-
-
-def _cell(value: float | None) -> int:
-    """A measured cell in whole nanoseconds; 0 where fewer rows than slots made a measurement impossible."""
-    return 0 if value is None else round(value)
 
 
 def monotone(ns_SX: np.ndarray) -> np.ndarray:

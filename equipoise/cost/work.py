@@ -83,11 +83,6 @@ class Work(Value):
         micro_steps, layers, ranks = self.forward_MLR.shape
         return micro_steps, layers, ranks
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether gradients flow."""
-        return self.stage == "update"
-
 
 class Decision(NamedTuple):
     """What one policy decided for a window."""

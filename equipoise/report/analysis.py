@@ -83,12 +83,11 @@ def _conditions(document: Document) -> Iterator[str]:
     )
     if document.get("schedule"):
         yield document["schedule"]
-    links = "Links: published rates and an assumed share of them."
-    yield f"Expert compute: {profile['device']}, {profile['kind']}. {links}"
+    made = f"{profile['device']}, {profile['kind']}"
+    yield f"Expert compute: {made}. Links: published rates and an assumed share of them."
     if document.get("sends") is not None:
         yield f"All-to-all, assumed: {_SENT[document['sends']]}."
-    left_out = "no attention, no optimizer, no rollout"
-    yield f"Seconds are those of expert layers alone: {left_out}."
+    yield "Seconds are those of expert layers alone: no attention, no optimizer, no rollout."
     # Why more can be recovered than is lost, where that is so.
     whole = document["seconds"]
     if document["plan"] is not None and whole["saved"]["share"] > whole["lost"]["share"]:

@@ -6,7 +6,7 @@ where plotly is not installed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -201,9 +201,9 @@ class HeatGrid:
 
     rows: str
     columns: str
-    row_labels: Sequence[int]
-    column_labels: Sequence[int]
-    value: str
+    row_labels: Sequence[int] | None = None
+    """Counted from 0 where they are left out, as columns are."""
+    value: str = "load / mean"
     """What a cell holds."""
     format: str = ".2f"
 
@@ -227,7 +227,9 @@ def heat_map(
     """
     binned = {name: bin_matrix(matrix, limits=limits) for name, matrix in matrices.items()}
     first = next(iter(binned.values()))
-    rows, columns = bin_labels(grid.row_labels, first.row_size), bin_labels(grid.column_labels, first.column_size)
+    num_rows, num_columns = next(iter(matrices.values())).shape
+    numbers = range(num_rows) if grid.row_labels is None else grid.row_labels
+    rows, columns = bin_labels(numbers, first.row_size), bin_labels(range(num_columns), first.column_size)
     layout = frame(height=height or max(240, min(520, 110 + 13 * len(rows))), x=grid.columns, y=grid.rows)
     # Labels of blocks are strings; without this plotly would read "12-15" as a date.
     layout["xaxis"] |= {"type": "category", "nticks": 16, "showgrid": False, "ticks": ""}
@@ -258,7 +260,7 @@ def heat_map(
         "data": Table(
             columns=(grid.rows, grid.columns, *with_unit(matrices, grid.value)),
             rows=tuple(
-                (int(grid.row_labels[i]), int(grid.column_labels[j]), *(short(v, 7) for v in values))
+                (int(numbers[i]), j, *(short(v, 7) for v in values))
                 for i, row in enumerate(stacked)
                 for j, values in enumerate(row)
             ),
@@ -285,31 +287,25 @@ def _about_one(skew: float) -> tuple[float, float]:
 
 
 def rank_heat_map(load_MR: Mapping[str, np.ndarray], *, skew: float, caption: str) -> Chart:
-    """Draw each rank's rows in each micro-step over the mean rank's, by view.
+    """Draw each rank's rows in each micro-step over the mean rank's, by view: [micro-steps, ranks].
 
-    Args:
-        load_MR: [micro-steps, ranks] rows, by view
-        skew: the headline's mean skew, which has the last colour
-        caption: what is seen
+    `skew` is the headline's mean skew, which has the last colour.
     """
-    steps, ranks = map(range, next(iter(load_MR.values())).shape)
     ratios = {name: over_mean(load).T for name, load in load_MR.items()}
-    grid = HeatGrid(rows="rank", columns="micro-step", row_labels=ranks, column_labels=steps, value="load / mean")
     return Chart(
         name="rank-heat-map",
         title="Load of each rank in each micro-step",
         caption=caption,
         scale="diverging",
         terms=("load", "rank", "micro-step", "before", "after"),
-        **heat_map(ratios, grid, ends=_about_one(skew)),
+        **heat_map(ratios, HeatGrid(rows="rank", columns="micro-step"), ends=_about_one(skew)),
     )
 
 
 def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], skew: float, caption: str) -> Chart:
     """Draw each rank's rows in each layer over the mean rank's, by view: [layers, ranks]; `skew` as above."""
     ratios = {name: over_mean(load) for name, load in load_LR.items()}
-    ranks = range(next(iter(load_LR.values())).shape[1])
-    grid = HeatGrid(rows="layer", columns="rank", row_labels=layers, column_labels=ranks, value="load / mean")
+    grid = HeatGrid(rows="layer", columns="rank", row_labels=layers)
     return Chart(
         name="layer-heat-map",
         title="Load of each rank in each layer",
@@ -324,8 +320,7 @@ def layer_heat_map(load_LR: Mapping[str, np.ndarray], *, layers: Sequence[int], 
 def expert_heat_map(load_LE: Mapping[str, np.ndarray], *, layers: Sequence[int], caption: str) -> Chart:
     """Draw each expert's rows over the mean expert's of its layer, by view; `load_LE`: [layers, experts]."""
     ratios = {name: over_mean(load) for name, load in load_LE.items()}
-    experts = range(next(iter(load_LE.values())).shape[1])
-    grid = HeatGrid(rows="layer", columns="expert", row_labels=layers, column_labels=experts, value="load / mean")
+    grid = HeatGrid(rows="layer", columns="expert", row_labels=layers)
     # A handful of very hot experts would leave all others in one colour.
     high = max(1.0, *(float(np.percentile(r, 99.5)) for r in ratios.values()))
     return Chart(
@@ -341,8 +336,7 @@ def expert_heat_map(load_LE: Mapping[str, np.ndarray], *, layers: Sequence[int],
 def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
     """Draw the bytes of all-to-all by view; `byte_RR`: [source, destination]."""
     mebibytes = {name: bytes_ / MIB for name, bytes_ in byte_RR.items()}
-    ranks = range(next(iter(byte_RR.values())).shape[0])
-    axes = HeatGrid(rows="source", columns="destination", row_labels=ranks, column_labels=ranks, value="MiB")
+    grid = HeatGrid(rows="source", columns="destination", value="MiB", format=",.4r")
     high = max(float(matrix.max()) for matrix in mebibytes.values()) or 1.0
     return Chart(
         name="traffic",
@@ -351,7 +345,7 @@ def traffic(byte_RR: Mapping[str, np.ndarray], *, caption: str) -> Chart:
         scale="sequential",
         terms=("all-to-all", "rank", "before", "after"),
         wide=False,
-        **heat_map(mebibytes, replace(axes, format=",.4r"), ends=(0.0, high), height=HALF_HEIGHT, limits=(128, 128)),
+        **heat_map(mebibytes, grid, ends=(0.0, high), height=HALF_HEIGHT, limits=(128, 128)),
     )
 
 
@@ -621,10 +615,7 @@ _SYMBOLS = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "c
 def sweep(points: Sequence[Mapping[str, Any]], *, axes: Mapping[str, Sequence[int]], caption: str) -> Chart:
     """Draw the saved share over the axis with most values, a line for every choice of the other axes.
 
-    Args:
-        points: {ep, slots, micro, tokens, skew, seconds, saved_share, of_balanced}, as in the result
-        axes: values of each axis that was swept
-        caption: what is seen
+    Points and axes are as in the result.
     """
     across = max(axes, key=lambda name: len(axes[name]))
     others = [name for name in axes if name != across]
@@ -650,12 +641,9 @@ def sweep(points: Sequence[Mapping[str, Any]], *, axes: Mapping[str, Sequence[in
 
 
 def break_even(curves: Sequence[Mapping[str, Any]], *, worth: float, caption: str) -> Chart:
-    """Draw the saved share over tokens per rank at several skews, and the share from which on a plan pays.
+    """Draw the saved share over tokens per rank at several skews, and the share `worth` from which on a plan pays.
 
-    Args:
-        curves: {skew, tokens, points {tokens, saved_share}}, as in the result
-        worth: share under which a plan is not worth it
-        caption: what is seen
+    Curves are as in the result.
     """
     layout = frame(height=320, x=AXES["tokens"], y="saved of static's expert seconds, %", hover="x unified")
     tokens = sorted({p["tokens"] for curve in curves for p in curve["points"]})

@@ -12,7 +12,7 @@ import json
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -66,26 +66,7 @@ class LiveRun:
 
     def to_dict(self) -> Document:
         """Return every figure, for JSON."""
-        return {
-            "format": "equipoise-watch-1",
-            "name": self.name,
-            "kind": self.kind,
-            "state": self.state,
-            "doing": self.doing,
-            "figures": [{"label": f.label, "value": f.value, "text": f.text} for f in self.figures],
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-            "steps": list(self.steps),
-            "charts": [
-                {
-                    "title": c.title,
-                    "text": c.text,
-                    "lines": {name: list(line) for name, line in c.lines.items()},
-                    "scale": list(c.scale),
-                }
-                for c in self.charts
-            ],
-        }
+        return {"format": "equipoise-watch-1", **asdict(self)}
 
 
 class Follower:
@@ -155,14 +136,7 @@ class LiveReader:
 def describe(
     name: str, settings: Document, steps: Sequence[Document], events: Sequence[Document], *, quiet_s: float
 ) -> LiveRun:
-    """Describe a run.
-
-    Args:
-        settings: of the run
-        steps: its lines of metrics
-        events: its lines of events
-        quiet_s: seconds since the last line
-    """
+    """Describe a run from its settings, its lines of metrics and events, and the seconds since the last line."""
     last = {event["kind"]: event for event in events}
     is_ended = bool(events) and events[-1]["kind"] == "end"
     state: State = "ended" if is_ended else "running" if steps or "stage" in last else "starting"
@@ -267,33 +241,27 @@ def find_warnings(
     return found
 
 
-def _charts(steps: Sequence[Document]) -> tuple[LiveChart, ...]:
-    def line(name: str) -> tuple[float | None, ...]:
-        return tuple(step[name] for step in steps)
+_CHARTS: tuple[tuple[str, str, dict[str, str], tuple[float, float]], ...] = (
+    ("Skew", "busiest rank over mean rank, measured", {"before": "skew_before", "after": "skew_after"}, (1.0, 1.1)),
+    ("Saved", "seconds of expert layers, predicted", {"saved": "saved_s"}, (0.0, 0.0)),
+    (
+        "Exposed",
+        "seconds that training stood still, measured",
+        {"transfers": "exposed_s", "plans": "waited_s"},
+        (0.0, 0.0),
+    ),
+    ("Coverage", "share of rows with known routes", {"coverage": "coverage"}, (0.0, 1.0)),
+)
+"""Title, text, metric of each line, and scale."""
 
-    return (
+
+def _charts(steps: Sequence[Document]) -> tuple[LiveChart, ...]:
+    return tuple(
         LiveChart(
-            title="Skew",
-            text="busiest rank over mean rank, measured",
-            lines={"before": line("skew_before"), "after": line("skew_after")},
-            scale=(1.0, 1.1),
-        ),
-        LiveChart(
-            title="Saved",
-            text="seconds of expert layers, predicted",
-            lines={"saved": line("saved_s")},
-            scale=(0.0, 0.0),
-        ),
-        LiveChart(
-            title="Exposed",
-            text="seconds that training stood still, measured",
-            lines={"transfers": line("exposed_s"), "plans": line("waited_s")},
-            scale=(0.0, 0.0),
-        ),
-        LiveChart(
-            title="Coverage",
-            text="share of rows with known routes",
-            lines={"coverage": line("coverage")},
-            scale=(0.0, 1.0),
-        ),
+            title=title,
+            text=text,
+            lines={name: tuple(step[metric] for step in steps) for name, metric in metrics.items()},
+            scale=scale,
+        )
+        for title, text, metrics, scale in _CHARTS
     )

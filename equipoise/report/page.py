@@ -258,19 +258,9 @@ class Binned:
     row_size: int
     column_size: int
 
-    @property
-    def is_binned(self) -> bool:
-        """Whether anything was averaged."""
-        return self.row_size > 1 or self.column_size > 1
-
 
 def bin_matrix(matrix: np.ndarray, *, limits: tuple[int, int] = MAX_CELLS) -> Binned:
-    """Bin a matrix to at most `limits` rows and columns.
-
-    Args:
-        matrix: [rows, columns] with at least one cell
-        limits: most rows and columns
-    """
+    """Bin a [rows, columns] matrix with at least one cell to at most `limits` rows and columns."""
     row_size, column_size = (-(-size // limit) for size, limit in zip(matrix.shape, limits, strict=True))
     cells = matrix
     for axis, size in enumerate((row_size, column_size)):
@@ -290,9 +280,9 @@ def bin_labels(labels: Sequence[int], size: int) -> list[str]:
 
 def binning_note(binned: Binned, rows: str, columns: str) -> str:
     """Say what was averaged; empty if nothing was."""
-    if not binned.is_binned:
-        return ""
     parts = [f"{n} {word}" for n, word in ((binned.row_size, rows), (binned.column_size, columns)) if n > 1]
+    if not parts:
+        return ""
     return f"Binned to keep the page small: a cell is the mean of {' and '.join(parts)}. The CSV has them all."
 
 

@@ -8,7 +8,6 @@ The document, made from `config.toml` and `metrics.jsonl` (each figure: `docs/me
 Figures of a run are measured, but for `static_s` and `saved_s`, which its plans predicted.
 """
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from equipoise.core import EquipoiseError
 from equipoise.core.value import plural
 from equipoise.report.charts import PART_COLOURS, STYLES, bars, frame, line, whole_ticks, with_unit
+from equipoise.report.live import Follower
 from equipoise.report.page import Chart, Figure, Missing, Page, Table, digits, num_bytes, percent, ratio, seconds
 from equipoise.report.render import BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW
 
@@ -36,14 +36,7 @@ def read_run(folder: Path) -> Document:
     metrics, settings = folder / "metrics.jsonl", folder / "config.toml"
     if not metrics.exists():
         raise EquipoiseError(f"{folder} has no metrics.jsonl; give the folder that `equipoise train -o FOLDER` wrote")
-    steps: Steps = []
-    lines = metrics.read_text(encoding="utf-8").split("\n")
-    # What follows the last line's end is a line that is still being written.
-    for number, text in enumerate(lines[:-1], start=1):
-        try:
-            steps.append(json.loads(text))
-        except ValueError as error:
-            raise EquipoiseError(f"{metrics}, line {number}, is not JSON ({error})") from error
+    steps: Steps = Follower(metrics).read()
     if not steps:
         raise EquipoiseError(f"{metrics} has no step yet; wait for the first one")
     try:

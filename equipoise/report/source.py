@@ -55,14 +55,7 @@ def build_page(
     doctor: Path | Document | None = None,
     measured: Path | Document | None = None,
 ) -> Page:
-    """Make the page of a result.
-
-    Args:
-        result: a result, its document, or the path of a file or a run's folder
-        title: what the page is called; the file's name by default
-        doctor: what `equipoise doctor --json` printed about its routes
-        measured: what `python -m benchmarks.validate` wrote: how far predictions are from what was measured
-    """
+    """Make the page of a result; arguments as in `equipoise.report.write_report`."""
     document, name = read_document(result)
     # Results of benchmarks say which benchmark made them.
     form = document.get("format", document.get("benchmark"))

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,16 +34,6 @@ from equipoise.transfer.waits import all_or_none
 
 FORMAT = "equipoise-checkpoint-2"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The state from which training continues."""
-
-    step: int
-    """The next step to train."""
-    tensors: Mapping[str, Tensor]
-    """The entries that this rank loads, by name."""
 
 
 class Checkpoints:
@@ -75,36 +64,33 @@ class Checkpoints:
         partial = self._folder / f".{target.name}.partial"
 
         def prepare() -> None:
-            if self._ranks.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
 
         def write_model() -> None:
-            if self._ranks.is_first:
-                save_model(partial / "model")
-                meta = {"format": FORMAT, "step": step, "ranks": self._ranks.size, **self._facts}
-                (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-                for path in (partial / "meta.json", *(partial / "model").iterdir(), partial / "state", partial):
-                    flush(path)
+            save_model(partial / "model")
+            meta = {"format": FORMAT, "step": step, "ranks": self._ranks.size, **self._facts}
+            (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+            for path in (partial / "meta.json", *(partial / "model").iterdir(), partial / "state", partial):
+                flush(path)
 
         def finish() -> None:
-            if self._ranks.is_first:
-                # There is one already where a run resumed from an earlier one trained this step again.
-                shutil.rmtree(target, ignore_errors=True)
-                partial.rename(target)
-                flush(self._folder)
-                for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
-                    shutil.rmtree(old)
+            # There is one already where a run resumed from an earlier one trained this step again.
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            flush(self._folder)
+            for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+                shutil.rmtree(old)
 
         try:
-            self._on_all_ranks(prepare)
+            self._on_first_rank(prepare)
             # An error of one rank is raised on all of them.
             dcp.save(
                 dict(tensors),
                 storage_writer=dcp.FileSystemWriter(partial / "state", sync_files=True),
                 process_group=self._ranks.world,
             )
-            self._on_all_ranks(write_model)
+            self._on_first_rank(write_model)
         except (TrainingError, CheckpointException) as error:
             if self._ranks.is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -114,16 +100,15 @@ class Checkpoints:
                 + (f"{newest} is still valid, resume from it" if newest else "there is no earlier one")
             ) from error
         try:
-            self._on_all_ranks(finish)
+            self._on_first_rank(finish)
         except TrainingError as error:
             raise TrainingError(f"checkpoint {target} could not be renamed into place: {error}") from error
         return target
 
-    def load(self, path: Path, *, needs: Callable[[str], bool]) -> State:
-        """Read a checkpoint, whatever number of ranks wrote it. Every rank must call this.
+    def load(self, path: Path, *, needs: Callable[[str], bool]) -> tuple[int, dict[str, Tensor]]:
+        """Return the next step to train and the tensors that this rank `needs`, whatever number of ranks wrote them.
 
-        Args:
-            needs: whether this rank needs the entry of a name
+        Every rank must call this.
         """
         try:
             meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
@@ -145,14 +130,15 @@ class Checkpoints:
             raise TrainingError(
                 f"checkpoint {path} is damaged ({reason}); remove its folder to resume from the one before"
             ) from error
-        return State(step=meta["step"], tensors=tensors)
+        return meta["step"], tensors
 
-    def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        """Do some work on every rank; raise on all of them where it failed on one. Every rank must call this."""
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """Do some work on the first rank; raise on all of them where it failed. Every rank must call this."""
 
         def checked() -> None:
             try:
-                work()
+                if self._ranks.is_first:
+                    work()
             except (OSError, SafetensorError) as error:
                 raise TrainingError(_reason(error)) from error
 

@@ -218,8 +218,7 @@ def run_comparison(
 def build_comparison(legs: Sequence[Leg], *, is_free: bool, limit: float) -> Comparison:
     """Compare every leg with the first; and placement alone with `static`, which must have the same bits.
 
-    Args:
-        limit: largest difference of losses and weights
+    `limit` is the largest difference of losses and weights.
     """
     by_name = {leg.name: leg for leg in legs}
     pairs = [pair_of(legs[0], leg, limit=limit) for leg in legs[1:]]

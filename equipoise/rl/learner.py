@@ -55,10 +55,7 @@ def warm_up(
     """Train the whole model on right answers, so that the first rollouts earn rewards. Every rank must call this.
 
     Plain data parallel: afterwards all ranks have the same bits. Ranks that share a device would only alternate on it;
-    there the first rank trains alone and broadcasts its weights at the end.
-
-    Args:
-        show: called with (steps done, loss) after each step
+    there the first rank trains alone and broadcasts its weights at the end. `show` is called with (steps done, loss).
     """
     if not config.warmup.steps:
         return
@@ -113,9 +110,7 @@ class Learner:
     ) -> None:
         """Move the experts to their owners and make the optimizer. Every rank must call this.
 
-        Args:
-            model: the whole model, the same on every rank; the learner owns it until `close`
-            worker: a planning process to use; None: start one
+        The learner owns the model, the same on every rank, until `close`, and starts a planning process if given none.
         """
         self.model, self.mode, self._config, self._ranks = model, mode, config, ranks
         self.shape: ModelShape = adapter.inspect(model).shape
@@ -148,8 +143,7 @@ class Learner:
     def submit(self, routes: WindowRoutes, *, stage: Stage) -> None:
         """Announce the next window, to be planned in the background; returns at once. Every rank must call this.
 
-        Args:
-            routes: the ids that will be replayed, by micro-step and layer; or rows, where the model will route
+        Routes are the ids that will be replayed, by micro-step and layer; or rows, where the model will route.
         """
         if self.balancer is not None:
             self.balancer.submit(routes, stage=stage)
@@ -202,8 +196,7 @@ class Learner:
     ) -> tuple[Tensor, Any]:
         """Return (logits [T, V], recorded ids [L, T, K] or None) of packed samples. Every rank must call this.
 
-        Args:
-            ids_LTK: expert ids to replay; None: the model routes
+        Without expert ids to replay, the model routes.
         """
         with self.routers.forward_pass(micro_step, ids=ids_LTK, record=record) as recorded:
             logits_TV = self.model(**packed_inputs(self.model, input_T, position_T)).logits[0]
@@ -429,12 +422,7 @@ def owned_fingerprints(parts: Mapping[Part, Tensor]) -> dict[Part, list[int]]:
 
 
 def find_difference(copy: Mapping[str, Tensor], held_R: Sequence[Held]) -> str:
-    """Describe a part of a copy that is not what its owner holds; empty where all parts are equal.
-
-    Args:
-        copy: the state dict of the rollout copy
-        held_R: of every rank, in rank order
-    """
+    """Describe a part of a copy's state dict that is not what its owner holds; empty where all parts are equal."""
     sharded = {part.name: part.experts > 0 for held in held_R for part in held}
     found = {name: fingerprints(copy[name] if is_cut else copy[name][None]) for name, is_cut in sharded.items()}
     listed = {name: values.tolist() for name, values in found.items()}

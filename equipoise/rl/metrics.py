@@ -26,9 +26,6 @@ from equipoise.rl.stages import StepTally
 
 _LOG = logging.getLogger(__name__)
 
-TIMES = ("planning_s", "hidden_s", "waited_s", "exposed_s", "rollout_s", "stage_s", "seconds", "tokens_per_s")
-"""Metrics that are measured times; all others are the same in every run of one seed."""
-
 
 class RunEvent(NamedTuple):
     """Something that happened in a run, shown by a terminal, a test or another process.
@@ -194,13 +191,7 @@ class RankFigures:
 def step_metrics(
     step: int, figures_R: Sequence[RankFigures], *, ep: int, costs: Mapping[Stage, CostModel]
 ) -> dict[str, Any]:
-    """Put the ranks' figures of one step together.
-
-    Args:
-        figures_R: of every rank, in rank order
-        ep: ranks of one EP group
-        costs: of each stage, on the described cluster
-    """
+    """Put the ranks' figures of one step together, in rank order; costs are of each stage, on the described cluster."""
     tallies = [figures.tally for figures in figures_R]
     rewards = np.concatenate([np.asarray(figures.rewards) for figures in figures_R])
     first, seconds = tallies[0], max(sum(figures.stage_s.values()) for figures in figures_R)
@@ -253,11 +244,7 @@ def step_metrics(
 
 
 def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> float:
-    """Return predicted compute seconds of the busiest rank less those of the mean rank, every expert at its owner.
-
-    Args:
-        group: the ranks of one EP group
-    """
+    """Return an EP group's predicted compute seconds, busiest rank less mean rank, every expert at its owner."""
     ep, lost_ns = len(group), 0
     for load_RMLE in zip(*(t.rows[stage] for t in group), strict=True):
         rows_MLR = _at_owners(load_RMLE, ep)
@@ -269,21 +256,20 @@ def lost_seconds(group: Sequence[StepTally], stage: Stage, cost: CostModel) -> f
 
 def skew_before(tallies: Sequence[StepTally], *, ep: int) -> float:
     """Return the mean skew of the update's micro-steps and layers with every expert at its owner."""
-    ratios = []
-    for at in range(0, len(tallies), ep):
-        for load_RMLE in zip(*(t.rows["update"] for t in tallies[at : at + ep]), strict=True):
-            ratios.append(skew_ML(_at_owners(load_RMLE, ep)).reshape(-1))
-    return float(np.concatenate(ratios).mean())
+    return _mean_skew([t.rows["update"] for t in tallies], ep, lambda load_RMLE: _at_owners(load_RMLE, ep))
 
 
 def skew_after(tallies: Sequence[StepTally], *, ep: int) -> float | None:
     """Return the mean skew of the rows that arrived in the update; None where every rank has all experts."""
     if not tallies[0].arrived["update"]:
         return None
-    ratios = []
-    for at in range(0, len(tallies), ep):
-        for rows_RML in zip(*(t.arrived["update"] for t in tallies[at : at + ep]), strict=True):
-            ratios.append(skew_ML(np.stack(rows_RML, axis=2)).reshape(-1))
+    return _mean_skew([t.arrived["update"] for t in tallies], ep, lambda rows_RML: np.stack(rows_RML, axis=2))
+
+
+def _mean_skew(windows_R: Sequence[Sequence[Any]], ep: int, join: Callable[[Sequence[Any]], np.ndarray]) -> float:
+    """Return the mean over EP groups and windows; `join` makes [M, L, R] rows of what a group's ranks have of one."""
+    groups = (windows_R[at : at + ep] for at in range(0, len(windows_R), ep))
+    ratios = [skew_ML(join(found)).reshape(-1) for group in groups for found in zip(*group, strict=True)]
     return float(np.concatenate(ratios).mean())
 
 

@@ -6,7 +6,7 @@ A checkpoint that is damaged, lacks a weight or is of another family is refused,
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,22 +22,8 @@ LONGEST = 4096
 """Positions of a random model."""
 
 
-class Limits(NamedTuple):
-    """The largest inputs of a model."""
-
-    vocabulary: int
-    """Number of token ids."""
-    positions: int
-    """Tokens of the longest sample."""
-
-
 def build_model(config: ModelConfig, *, seed: int) -> nn.Module:
-    """Build the model on its device, ready to train.
-
-    Args:
-        config: a checkpoint's folder, or family and sizes
-        seed: of the random weights; a checkpoint has its own
-    """
+    """Build the model on its device, ready to train; random weights depend on `seed`."""
     from transformers import AutoModelForCausalLM
 
     if config.path:
@@ -99,15 +85,15 @@ def check_weights(path: str | Path) -> None:
             raise TrainingError(f"{file} is damaged ({error}); copy the checkpoint again") from error
 
 
-def limits_of(config: ModelConfig) -> Limits:
-    """Return the limits of the configured model; raise for a checkpoint of an unknown family."""
+def limits_of(config: ModelConfig) -> tuple[int, int]:
+    """Return the model's number of token ids and of positions; raise for a checkpoint of an unknown family."""
     if not config.path:
-        return Limits(config.vocabulary, LONGEST)
+        return config.vocabulary, LONGEST
     from transformers import AutoConfig, PretrainedConfig
 
     family_of(PretrainedConfig.get_config_dict(config.path)[0].get("model_type", ""))
     found = AutoConfig.from_pretrained(config.path, local_files_only=True)
-    return Limits(found.vocab_size, found.max_position_embeddings)
+    return found.vocab_size, found.max_position_embeddings
 
 
 def open_tokenizer(config: ModelConfig) -> Tokenizer:

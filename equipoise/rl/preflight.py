@@ -20,7 +20,7 @@ from equipoise.launch import find_torchrun
 from equipoise.rl.checkpoint import newest_checkpoint, trained_steps
 from equipoise.rl.config import TrainConfig, build_cluster, read_config, setting_of
 from equipoise.rl.metrics import not_installed
-from equipoise.rl.model import Limits, check_checkpoint, check_weights, family_config, limits_of, open_tokenizer
+from equipoise.rl.model import check_checkpoint, check_weights, family_config, limits_of, open_tokenizer
 from equipoise.rl.rollout import Engine, Outside, RecordedRollouts, Request, find_rollouts
 from equipoise.rl.task import Question, find_reward, open_task
 
@@ -175,7 +175,7 @@ def check_settings(config: TrainConfig) -> None:
     asked = open_task(config.task).questions(_TRIED, seed=config.seed, step=0)
     # Tried once: a reward that always fails is found now, not after the warm-up and a rollout.
     reward(asked[0].prompt, asked[0].answer, asked[0].answer)
-    _check_tokens(config, asked, limits)
+    _check_tokens(config, asked, *limits)
     if config.rollout.source:
         _check_source(config)
     for name, package in (("track.tensorboard", "tensorboard"), ("track.wandb_project", "wandb")):
@@ -185,7 +185,7 @@ def check_settings(config: TrainConfig) -> None:
         raise TrainingError("setting model.device is cuda, but torch finds no GPU here; use --set model.device=cpu")
 
 
-def _check_tokens(config: TrainConfig, asked: list[Question], limits: Limits) -> None:
+def _check_tokens(config: TrainConfig, asked: list[Question], vocabulary: int, positions: int) -> None:
     """Raise if prompts or answers have tokens that the model has not, or a sample does not fit its positions."""
     tokenizer = open_tokenizer(config.model)
     prompts = [tokenizer.encode(question.prompt) for question in asked]
@@ -194,23 +194,24 @@ def _check_tokens(config: TrainConfig, asked: list[Question], limits: Limits) ->
         if not prompt:
             raise TrainingError(f"prompt {question.prompt!r} has no token; every question needs one")
     highest = max(tokenizer.end, *(token for tokens in (*prompts, *answers) for token in tokens))
-    if highest >= limits.vocabulary:
+    if highest >= vocabulary:
         raise TrainingError(
-            f"the model {config.model.path or config.model.family} has {limits.vocabulary} token ids, its tokenizer "
+            f"the model {config.model.path or config.model.family} has {vocabulary} token ids, its tokenizer "
             f"({tokenizer.description}) gives {highest}; put the model's own tokenizer into its folder"
         )
     longest = max(map(len, prompts))
-    if longest + config.rollout.max_new_tokens > limits.positions:
+    if longest + config.rollout.max_new_tokens > positions:
         raise TrainingError(
             f"setting rollout.max_new_tokens is {config.rollout.max_new_tokens}; with prompts of {longest} tokens a "
-            f"sample would be longer than the model's {limits.positions} positions; use at most "
-            f"{limits.positions - longest}"
+            f"sample would be longer than the model's {positions} positions; use at most "
+            f"{positions - longest}"
         )
 
 
 def _check_source(config: TrainConfig) -> None:
     """Raise if an engine does not answer, or if the first step's recorded rollouts do not fit model and questions."""
     source = config.rollout.source
+    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
     if source.startswith("http"):
         try:
             address = urlsplit(source)
@@ -220,13 +221,11 @@ def _check_source(config: TrainConfig) -> None:
             raise TrainingError(
                 f"setting rollout.source is {source}, where nothing answers ({error}); start the engine first"
             ) from error
-        outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
         Engine(source, outside, patience=Patience(attempts=1, timeout_s=_CONNECT_S)).weights.check()
         if config.rollout.weights:
             _check_folder("setting rollout.weights", Path(config.rollout.weights))
         return
     find_rollouts(source, steps=config.steps)
-    outside = Outside(config=config.rollout, model=shape_of(config), tokenizer=open_tokenizer(config.model))
     questions = open_task(config.task).questions(config.rollout.prompts, seed=config.seed, step=0)
     asked = Request(step=0, first=0, questions=questions, seed=config.seed)
     for _ in RecordedRollouts(source, outside).generate(asked):

@@ -261,8 +261,7 @@ class Outside:
     def match(self, samples: Sequence[SampleRoutes], request: Request, *, where: str) -> Iterator[tuple[int, Sample]]:
         """Check that samples answer the request's questions, in order, and yield them with their indices.
 
-        Args:
-            where: the samples were read from, for messages
+        Messages say `where` the samples were read.
         """
         wanted = len(request.questions) * self.config.samples
         if len(samples) != wanted:

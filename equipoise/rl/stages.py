@@ -58,11 +58,6 @@ class PackedBatch:
     count_LE: np.ndarray
     """[L, E] its known rows by expert: the sum of its samples' counts."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens forwarded."""
-        return len(self.input_T)
-
     def to(self, device: str) -> "PackedBatch":
         """Return the same batch on another device."""
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "count_LE"})
@@ -103,12 +98,7 @@ class Intake:
     """
 
     def __init__(self, *, micro_batch: int, window: int) -> None:
-        """Start without samples.
-
-        Args:
-            micro_batch: samples of a micro-batch
-            window: micro-batches of a window
-        """
+        """Start without samples; `micro_batch` samples make a micro-batch, `window` micro-batches make a window."""
         self._micro_batch, self._window = micro_batch, window
         self._samples: dict[int, Sample] = {}
         self._packed: dict[int, PackedBatch] = {}
@@ -125,11 +115,7 @@ class Intake:
         return list(self._packed.values())[-self._window :] if is_full else []
 
     def packed_anew(self, samples: Mapping[int, Sample], windows: Sequence[Schedule], rank: int) -> "Intake":
-        """Return an intake whose micro-batches are those of a rank in these schedules.
-
-        Args:
-            samples: of all ranks, by the numbers that the schedules use
-        """
+        """Return an intake with a rank's micro-batches of these schedules, which number the samples of all ranks."""
         made = Intake(micro_batch=self._micro_batch, window=self._window)
         batches = [batch for schedule in windows for batch in micro_batches(schedule, rank)]
         made._packed = {number: pack(samples, batch) for number, batch in enumerate(batches)}
@@ -195,9 +181,7 @@ class Terms:
 def group_advantages(rewards_B: Sequence[float], *, samples: int) -> np.ndarray:
     """[B] rewards less the mean of their group, over its standard deviation; 0 in a group of equal rewards.
 
-    Args:
-        rewards_B: group after group
-        samples: samples per group
+    Rewards are given group after group, `samples` in each.
     """
     reward_GB = np.asarray(rewards_B, dtype=np.float64).reshape(-1, samples)
     centred_GB = reward_GB - reward_GB.mean(axis=1, keepdims=True)
@@ -383,11 +367,7 @@ class Stages:
         return windows, [[old[number] for number in numbers] for numbers in self._intake.update]
 
     def update(self, windows: Sequence[Window], old: Sequence[Sequence[Tensor]], advantage_B: np.ndarray) -> None:
-        """Run one optimizer step per window. Every rank must call this.
-
-        Args:
-            advantage_B: of the samples that this rank made
-        """
+        """Run one optimizer step per window, with the advantages of this rank's samples. Every rank must call this."""
         if self._config.update.pack:
             advantage_B = np.concatenate(self._ranks.gather(advantage_B))
         for k, window in enumerate(windows):
@@ -517,11 +497,7 @@ class StageClock:
     """Measures the seconds of each stage of a step; a stage lasts until the next begins."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Start, in no stage yet.
-
-        Args:
-            now: returns seconds
-        """
+        """Start, in no stage yet; `now` returns seconds."""
         self._now = now
         self._seconds: dict[str, float] = {}
         self._stage, self._since = "", now()

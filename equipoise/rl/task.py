@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,27 +29,6 @@ from equipoise.rl.config import TaskConfig
 _FIRST, _LAST = 32, 126
 """Printable ASCII."""
 _SPECIAL = 2
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that training uses."""
-
-    end: int
-    """The token that ends a response."""
-    description: str
-    """Which tokenizer this is, for messages."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, nothing added."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, up to the end token."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Save the tokenizer beside a saved model, so that the model is loaded with it again."""
-        ...
 
 
 class CharTokenizer:
@@ -103,8 +82,11 @@ class CheckpointTokenizer:
         return str(self._tokenizer.decode(kept))
 
     def save(self, folder: Path) -> None:
-        """Save the tokenizer beside a saved model."""
+        """Save the tokenizer beside a saved model, so that the model is loaded with it again."""
         self._tokenizer.save_pretrained(folder)
+
+
+Tokenizer = CharTokenizer | CheckpointTokenizer
 
 
 _DOMAINS = ("add", "sub", "reverse", "largest")
@@ -118,15 +100,6 @@ class Question:
 
     prompt: str
     answer: str
-    domain: str = ""
-
-
-class TaskSource(Protocol):
-    """A source of questions."""
-
-    def questions(self, count: int, *, seed: int, step: int) -> list[Question]:
-        """Return the questions of one step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +147,9 @@ class Dataset:
         places = range(step * count, (step + 1) * count)
         orders = {n: np.random.default_rng([seed, n]).permutation(size) for n in {p // size for p in places}}
         return [self.listed[int(orders[p // size][p % size])] for p in places]
+
+
+TaskSource = Arithmetic | Dataset
 
 
 def open_task(config: TaskConfig) -> TaskSource:
@@ -250,7 +226,7 @@ def _ask(domain: str, rng: np.random.Generator) -> Question:
     else:
         digits = "".join(str(d) for d in rng.integers(0, 10, size=rng.integers(2, 5)))
         prompt, answer = (f"rev {digits}=", digits[::-1]) if domain == "reverse" else (f"max {digits}=", max(digits))
-    return Question(prompt=prompt, answer=answer, domain=domain)
+    return Question(prompt=prompt, answer=answer)
 
 
 def _question(line: str, place: str) -> Question:
@@ -260,4 +236,4 @@ def _question(line: str, place: str) -> Question:
         raise TrainingError(f"{place} is not JSON: {error}") from error
     if not isinstance(record, dict) or not all(isinstance(record.get(k), str) for k in ("prompt", "answer")):
         raise TrainingError(f'{place}: expected {{"prompt": text, "answer": text}}, got {line.strip()[:60]}')
-    return Question(prompt=record["prompt"], answer=record["answer"], domain=str(record.get("domain", "")))
+    return Question(prompt=record["prompt"], answer=record["answer"])

@@ -24,7 +24,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -43,7 +43,7 @@ from equipoise.core.files import whole_file
 from equipoise.cost import CostModel
 from equipoise.launch import RankDiedError, RankOptions, Ranks, RankSilentError, run_ranks
 from equipoise.planning.worker import PlanWorker
-from equipoise.rl.checkpoint import Checkpoints, State
+from equipoise.rl.checkpoint import Checkpoints
 from equipoise.rl.config import Mode, TrainConfig, build_cluster, write_config
 from equipoise.rl.learner import Learner, balancer_options, push_weights, sync_weights, warm_up
 from equipoise.rl.metrics import RankFigures, RunEvent, Show, Sinks, also_written, ignore, read_lines, step_metrics
@@ -111,8 +111,7 @@ class Trainer:
     def step(self, step: int, *, given: Experience | None = None) -> dict[str, Any]:
         """Train one step and return its metrics. Every rank must call this.
 
-        Args:
-            given: a rollout to train on instead of an own one, in a comparison
+        In a comparison a rollout is `given`, to train on instead of an own one.
         """
         self.stages.open_step()
         self._clock, self._step = StageClock(), step
@@ -195,23 +194,23 @@ class Trainer:
         """Whether this rank loads an entry of a checkpoint."""
         return self.reference is not None if name.startswith("reference.") else self.learner.needs(name)
 
-    def restore(self, state: State) -> None:
-        """Continue from a checkpoint.
+    def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from the next step to train and the tensors of a checkpoint.
 
         Under another number of ranks than it was saved with, random states do not fit: each rank then begins with one
         that depends on seed, step and rank.
         """
-        self.learner.load_training_state(state.tensors)
+        self.learner.load_training_state(tensors)
         if self.reference is not None:
             reference = {
                 name.removeprefix("reference."): tensor
-                for name, tensor in state.tensors.items()
+                for name, tensor in tensors.items()
                 if name.startswith("reference.")
             }
             self.reference.load_state_dict(reference)
-        random = state.tensors.get(f"random.{self.ranks.rank}")
+        random = tensors.get(f"random.{self.ranks.rank}")
         if random is None:
-            torch.manual_seed(seed_of(self.config.seed, state.step, self.ranks.rank))
+            torch.manual_seed(seed_of(self.config.seed, step, self.ranks.rank))
         else:
             torch.set_rng_state(random)
 
@@ -248,11 +247,7 @@ class StartedPlanner:
     """
 
     def __init__(self, config: TrainConfig, model: ModelShape, *, worker: PlanWorker | None = None) -> None:
-        """Start the process and let it plan a random window; returns at once.
-
-        Args:
-            worker: a process to use, left running on close; None: start one
-        """
+        """Start the process and let it plan a random window; returns at once. A given one is left running on close."""
         self._is_own = worker is None
         self.worker = PlanWorker() if worker is None else worker
         self._task = (build_cluster(config, model), model, balancer_options(config))
@@ -358,11 +353,7 @@ def _on_rank(group: Any, function: Callable[..., Any], config: TrainConfig, args
 
 
 def build_ranks(config: TrainConfig, world: Any = None) -> Ranks:
-    """Make the groups of a run. Every rank must call this.
-
-    Args:
-        world: the group of the training ranks; the default group if not given
-    """
+    """Make the groups of a run from `world`, by default the default group. Every rank must call this."""
     size = dist.get_world_size(world)
     if size != config.ranks:
         raise TopologyError(f"setting ranks is {config.ranks}, but {size} ranks were started; make them equal")
@@ -390,8 +381,7 @@ def run(
 ) -> dict[str, Any]:
     """Train from beginning to end. Every rank must call this; the first one returns the summary.
 
-    Args:
-        worker: a planning process to use; None: start one
+    A planning process is started unless one is given.
     """
     if ranks.is_first:
         show = also_written(show, places.out / "events.jsonl")
@@ -411,9 +401,8 @@ def run(
     trainer = Trainer(model, config, ranks, show=show, worker=ready)
     first = 0
     if newest is not None:
-        state = checkpoints.load(newest, needs=trainer.needs)
-        trainer.restore(state)
-        first = state.step
+        first, tensors = checkpoints.load(newest, needs=trainer.needs)
+        trainer.restore(first, tensors)
 
     # Step 2: show and write what is about to run.
     _show_start(trainer, places, show, first=first)

@@ -33,7 +33,7 @@ The short form of `simulate`, shown by `equipoise analyze`. Steps:
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -238,12 +238,9 @@ def try_plans(
 ) -> Trial:
     """Plan every window of a step.
 
-    Args:
+    Args, beside those of `predict`:
         windows: loads by window and EP group; sources are the ranks of the group
-        cluster: the EP group and its links
-        model: as many layers as the loads have
         slots: replica slots per rank
-        sends: what crosses nodes
         progress: called after each layer
     """
     options, report = PlanOptions(sends=sends), progress or (lambda done, total: None)
@@ -453,8 +450,7 @@ def _stages(
     windows: Sequence[LoadMatrix], predictions: Sequence[Prediction], *, model: ModelShape, ep: int
 ) -> dict[Stage, StageAnalysis]:
     found: dict[Stage, StageAnalysis] = {}
-    names: tuple[Stage, ...] = ("recompute", "update")
-    for name in names:
+    for name in get_args(Stage):
         mine = [(w, p) for w, p in zip(windows, predictions, strict=True) if w.stage == name]
         if not mine:
             continue

@@ -123,17 +123,6 @@ def live_rows(plan: Plan, live: LoadMatrix) -> np.ndarray:
     return rows_P
 
 
-def most_rows_MLR(plan: Plan, live: LoadMatrix) -> np.ndarray:
-    """[M, L, R] the most rows a rank can get if these come, from what the plan alone and the owners' ranks say.
-
-    With every expert at its owner, no rank has more than the busiest one. Of each owner's experts a rank has at most
-    those, so the experts at home on it have at most that many times as many as they have owners; and its replicas take
-    at most what was planned.
-    """
-    owned_MLR = live.total_MLE().reshape(*plan.ns_ML.shape, plan.cluster.ep, -1).sum(axis=3)
-    return owned_MLR.max(axis=2, keepdims=True) * owners_LR(plan) + replica_rows_MLR(plan)
-
-
 def owners_LR(plan: Plan) -> np.ndarray:
     """[L, R] different owners of the experts at home on each rank; 1 where none is displaced."""
     layers, ranks = plan.loads.num_layers, plan.cluster.ep
@@ -160,12 +149,9 @@ def overhead_seconds(work: Work) -> float:
 
 
 def run_group(plans: Sequence[Plan], works: Sequence[Work], *, planning_s: float) -> GroupOutcome:
-    """Run one group's window on the clock.
+    """Run one group's window on the clock, with a plan and its work per pipeline stage.
 
-    Args:
-        plans: one per pipeline stage
-        works: what every rank does under them
-        planning_s: seconds of planning that the window waits for
+    `planning_s` are seconds of planning that the window waits for.
     """
     done = replay(works)
     busy_Q = done.part_QC.sum(axis=1)
@@ -279,7 +265,7 @@ def timeline_of(work: Work, *, micro_step: int, layers: int) -> tuple[TimelineEv
     before = 1 if micro_step > 0 else 0
     part = cut(work, micro_steps=slice(micro_step - before, micro_step + 1), layers=slice(0, layers))
     bars, begin_V = draw(part)
-    start = int(begin_V[before * part.shape[1] * (2 if part.has_backward else 1)]) / NANO
+    start = int(begin_V[before * part.shape[1] * (2 if part.stage == "update" else 1)]) / NANO
     return tuple(
         TimelineEvent(bar.rank, bar.lane, bar.name, bar.start_ns / NANO - start, bar.end_ns / NANO - start)
         for bar in bars

@@ -47,8 +47,6 @@ from equipoise.sim.windows import (
     windows_of,
 )
 
-FORESEES = ("equipoise",)
-"""Policies whose windows are planned before they run; others plan nothing, or are charged while they run."""
 DEMO_POLICIES = ("static", "eplb-history", "eplb-oracle", "lplb", "reactive", "equipoise", "balanced")
 
 
@@ -173,9 +171,10 @@ def _run(windows: Sequence[Groups], source: PlanSource, case: StepCase, report: 
     results: list[WindowResult] = []
     memories: list[Memory] = []
     for w, groups in enumerate(windows):
-        # Step 1: what of planning is not hidden by what runs before the window.
+        # Step 1: what of planning is not hidden by what runs before the window. Other policies plan nothing, or are
+        # charged while the window runs.
         waited_s = 0.0
-        if source.policy in FORESEES:
+        if source.policy == "equipoise":
             cost = CostModel.of(case.cluster, case.model)
             planning_s = setting.planning_s + max(cost.foresight_ns(loads) for loads in groups) / 1e9
             waited_s = max(0.0, planning_s - (running_s if setting.planning == "hidden" else 0.0))

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape, Stage
 from equipoise.core.options import Activations
 from equipoise.core.plan import Plan, Sends
-from equipoise.core.value import Value, require_int, require_kind
+from equipoise.core.value import Value, require_choice, require_int, require_kind
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.baselines import POLICIES
 from equipoise.planner.plan import complete
@@ -49,10 +49,7 @@ class StepSetting:
         for name in ("rollout_s", "other_s", "planning_s"):
             require_seconds(f"StepSetting.{name}", getattr(self, name))
         for name, allowed in (("activations", Activations), ("planning", Planning), ("sends", Sends)):
-            if getattr(self, name) not in get_args(allowed):
-                raise InfeasiblePlanError(
-                    f"StepSetting.{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
+            require_choice(f"StepSetting.{name}", getattr(self, name), allowed, error=InfeasiblePlanError)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, for JSON."""
@@ -191,25 +188,13 @@ def stage_options(options: PlanOptions, stage: int, stages: int) -> PlanOptions:
     return options if stages == 1 else replace(options, order="1f1b", pipeline_stage=stage, pipeline_stages=stages)
 
 
-class PlanSource(Protocol):
-    """Hands out the plans of a step, window after window."""
-
-    policy: str
-
-    @property
-    def slots(self) -> int:
-        """Replica slots per rank that the policy takes."""
-
-    def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
-        """Return the plans of one group's window, one per pipeline stage."""
-
-
 @dataclass(slots=True, kw_only=True)
 class PolicyPlans:
     """Plans that a policy makes."""
 
     policy: str
     slots: int
+    """Replica slots per rank that the policy takes."""
     case: StepCase
     keeps_plans: bool = True
     """Whether a later window may start from an earlier one's plan; a plan holds its loads, which takes memory."""
@@ -217,7 +202,7 @@ class PolicyPlans:
     """The last plan of each (group, pipeline stage)."""
 
     def plans(self, loads: LoadMatrix, *, window: int, group: int) -> Sequence[Plan]:
-        """Plan one group's window."""
+        """Plan one group's window; returns one plan per pipeline stage."""
         cuts = stage_layers(self.case.model.layers, self.case.setting.pipeline_stages)
         return [self._plan(loads, layers, (group, p)) for p, layers in enumerate(cuts)]
 
@@ -287,6 +272,10 @@ class GivenPlans:
                 f"the plan of window {window}, group {group} was made for other loads; plan these, or name its policy"
             )
         return [found]
+
+
+PlanSource = PolicyPlans | GivenPlans
+"""Hands out the plans of a step, window after window."""
 
 
 def plan_sources(how: str | Plan | Sequence[str | Plan], windows: Sequence[Groups], case: StepCase) -> list[PlanSource]:

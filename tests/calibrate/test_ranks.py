@@ -12,7 +12,7 @@ from equipoise.calibrate import Grid, calibrate_ranks
 from equipoise.calibrate.bench import Bench
 from equipoise.calibrate.between import MappedWork, StillRows, inside_of, open_node, time_empty_step
 from equipoise.calibrate.moving import ring_moves
-from equipoise.calibrate.ranks import measure_rank, medians_of, spread_of
+from equipoise.calibrate.run import measure_rank, medians_of, spread_of
 from equipoise.core import TopologyError
 from equipoise.core.options import RowLimits
 from equipoise.cost import Profile

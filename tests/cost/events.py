@@ -185,7 +185,7 @@ def play(works: list[Work]) -> Played:
             world.start(stage.rank_programme(rank))
     world.run()
     for p, work in enumerate(works):
-        passes = work.shape[0] * (2 if work.has_backward else 1)
+        passes = work.shape[0] * (2 if work.stage == "update" else 1)
         assert ("window", p) in world.given or not passes, f"pipeline stage {p} never came to its end"
         ends[p] = world.met[("end", p)]
     return Played(total=max(ends), bars=tuple(world.bars), visit_start=starts)

@@ -186,7 +186,7 @@ def test_exposed_edges_are_those_of_the_price_list_where_nothing_else_delays(see
     for m in range(work.shape[0]):
         forward_L, attention_L = work.forward_MLR[m].max(axis=1).tolist(), work.attention_MLR[m].max(axis=1).tolist()
         turns += map(Turn, layers, attention_L, forward_L)
-        if work.has_backward:
+        if work.stage == "update":
             back_L = (work.backward_MLR[m].max(axis=1) + work.attention_backward_MLR[m].max(axis=1)).tolist()
             turns += [Turn(layer, 0, back_L[layer]) for layer in reversed(layers)]
     edges = Edges(work.edge_ns_2L, work.edge_slow_2L)

@@ -149,4 +149,4 @@ def test_rows_are_counted_per_expert_and_unknown_ones_lower_coverage():
     ids[1, 0] = -1
     hurt = window_rows([batch.with_ids(ids)], stage="update")
     assert hurt.load_MLE[0].sum() == sum(map(sum, wanted)) - 2
-    assert hurt.coverage_ML[0].tolist() == [1.0, 1 - 1 / batch.num_tokens]
+    assert hurt.coverage_ML[0].tolist() == [1.0, 1 - 1 / len(batch.input_T)]

@@ -8,12 +8,13 @@ import torch
 
 from equipoise.core import ModelShape, TrainingError
 from equipoise.rl.config import ModelConfig, change
-from equipoise.rl.metrics import TIMES
 from equipoise.rl.model import build_model, load_model, open_tokenizer
 from equipoise.routes import diagnose, stream_recordings
 from tests.rl import work
 from tests.rl.test_model import FAMILIES, save_tokenizer, tiny
 
+TIMES = ("planning_s", "hidden_s", "waited_s", "exposed_s", "rollout_s", "stage_s", "seconds", "tokens_per_s")
+"""Metrics that are measured times; all others are the same in every run of one seed."""
 BRIEF = {"warmup": {"steps": 2}, "checkpoint": {"every": 0}}
 
 

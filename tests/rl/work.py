@@ -83,7 +83,7 @@ def restored_state(group, config, out):
     ranks = build_ranks(config, group)
     worker = kept_worker() if config.balance.mode == "equipoise" else None
     trainer = Trainer(build_like(newest / "model", config.model), config, ranks, worker=worker)
-    trainer.restore(checkpoints.load(newest, needs=trainer.needs))
+    trainer.restore(*checkpoints.load(newest, needs=trainer.needs))
     state, drawn = cloned(trainer.learner.training_state()), float(torch.rand(()))
     trainer.close()
     return state, drawn

@@ -13,7 +13,7 @@ from equipoise.cost.window import Edges
 from equipoise.layer.dispatch import SourceSplit, assign_slots
 from equipoise.planner import PlanOptions, plan
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
-from equipoise.sim.replay import live_rows, most_rows_MLR, overhead_seconds, plan_work, replica_rows_MLR
+from equipoise.sim.replay import live_rows, overhead_seconds, owners_LR, plan_work, replica_rows_MLR
 from tests.layer.cases import random_plan, random_routing
 from tests.sim.steps import MODEL, cluster_of, skewed_loads
 
@@ -22,6 +22,17 @@ NANO = 10**9
 
 def seconds_of(work):
     return replay([work]).total / NANO
+
+
+def most_rows_MLR(plan, live):
+    """[M, L, R] the most rows a rank can get if these come, from what the plan alone and the owners' ranks say.
+
+    With every expert at its owner, no rank has more than the busiest one. Of each owner's experts a rank has at most
+    those, so the experts at home on it have at most that many times as many as they have owners; and its replicas take
+    at most what was planned.
+    """
+    owned_MLR = live.total_MLE().reshape(*plan.ns_ML.shape, plan.cluster.ep, -1).sum(axis=3)
+    return owned_MLR.max(axis=2, keepdims=True) * owners_LR(plan) + replica_rows_MLR(plan)
 
 
 def rows_alone(work):
