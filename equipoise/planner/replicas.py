@@ -116,8 +116,7 @@ def fill(
     quota_E = load_E.copy()
     load_R = np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
-        for i in range(homes_RH.shape[1]):
-            load_R[r] += load_E[homes_RH[r, i]]
+        load_R[r] = load_E[homes_RH[r]].sum()
     rep_expert_RS[:] = -1
     rep_rows_RS[:] = 0
     if slots > 0:
@@ -129,10 +128,7 @@ def fill(
                 _fill_node(load_R, quota_E, homes_RH, domain_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
         rebalance_rows(load_R, quota_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
         # Rebalancing can leave a replica without a row: nothing is pulled for it.
-        for r in range(ranks):
-            for j in range(slots):
-                if rep_rows_RS[r, j] == 0:
-                    rep_expert_RS[r, j] = -1
+        rep_expert_RS[:] = np.where(rep_rows_RS == 0, -1, rep_expert_RS)
     return load_R.max()
 
 
@@ -166,8 +162,7 @@ def _fill_node(
     ranks, slots = rep_expert_RS.shape
     used_R = np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
-        for j in range(slots):
-            used_R[r] += rep_expert_RS[r, j] >= 0
+        used_R[r] = (rep_expert_RS[r] >= 0).sum()
     members = np.flatnonzero(node_R == node)
     while True:
         donor, receiver, above = -1, -1, 0
@@ -231,10 +226,7 @@ def rebalance_rows(
     via_R = np.empty(ranks, dtype=np.int64)
     queue = np.empty(ranks, dtype=np.int64)
     while True:
-        top = 0
-        for r in range(ranks):
-            if load_R[r] > load_R[top]:
-                top = r
+        top = load_R.argmax()
         if load_R[top] <= cap:
             return
         # Breadth first from the busiest rank along holders that share an expert.
@@ -537,14 +529,8 @@ def _least_enough(rows_E: np.ndarray, taken: Taken, homes_H: np.ndarray, want: i
 
 @compiled
 def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:
-    """[R, H] the experts whose home each rank is, ascending."""
-    experts = len(home_E)
-    homes_RH = np.zeros((ranks, experts // ranks), dtype=np.int64)
-    used_R = np.zeros(ranks, dtype=np.int64)
-    for e in range(experts):
-        homes_RH[home_E[e], used_R[home_E[e]]] = e
-        used_R[home_E[e]] += 1
-    return homes_RH
+    """[R, H] the experts whose home each rank is, ascending; all ranks are the home of equally many."""
+    return np.argsort(home_E, kind="mergesort").reshape(ranks, -1)
 
 
 class MicroPlan(NamedTuple):
