@@ -116,7 +116,8 @@ def fill(
     quota_E = load_E.copy()
     load_R = np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
-        load_R[r] = load_E[homes_RH[r]].sum()
+        for i in range(homes_RH.shape[1]):
+            load_R[r] += load_E[homes_RH[r, i]]
     rep_expert_RS[:] = -1
     rep_rows_RS[:] = 0
     if slots > 0:
@@ -128,7 +129,10 @@ def fill(
                 _fill_node(load_R, quota_E, homes_RH, domain_R, node, cap, min_rows, rep_expert_RS, rep_rows_RS)
         rebalance_rows(load_R, quota_E, home_E, widest_R, rep_expert_RS, rep_rows_RS, bound)
         # Rebalancing can leave a replica without a row: nothing is pulled for it.
-        rep_expert_RS[:] = np.where(rep_rows_RS == 0, -1, rep_expert_RS)
+        for r in range(ranks):
+            for j in range(slots):
+                if rep_rows_RS[r, j] == 0:
+                    rep_expert_RS[r, j] = -1
     return load_R.max()
 
 
@@ -162,7 +166,8 @@ def _fill_node(
     ranks, slots = rep_expert_RS.shape
     used_R = np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
-        used_R[r] = (rep_expert_RS[r] >= 0).sum()
+        for j in range(slots):
+            used_R[r] += rep_expert_RS[r, j] >= 0
     members = np.flatnonzero(node_R == node)
     while True:
         donor, receiver, above = -1, -1, 0
