@@ -29,11 +29,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.paper_ablations import SLOTS, ablations, options_of
-from benchmarks.paper_cases import Case, cases, generated_case
+from benchmarks.paper_cases import Case, cases, fluctuation, generated_case
 from benchmarks.paper_report import write_report
 from benchmarks.results import Limit, format_table, publish
 from equipoise.core.plan import Plan, Sends
-from equipoise.loads.skew import fluctuation
 from equipoise.planner import plan
 from equipoise.sim import Simulation, StepSetting, simulate
 from equipoise.sim.sweep import mean_skew

@@ -216,3 +216,20 @@ def in_turns(tokens_B: np.ndarray, least: int) -> np.ndarray:
     """Samples in a fixed order that mixes them, again in another one and so on until they have `least` tokens."""
     rng, turns = np.random.default_rng(0), -(-least // int(tokens_B.sum()))
     return np.concatenate([rng.permutation(len(tokens_B)) for _ in range(turns)])
+
+
+def fluctuation(loads: LoadMatrix) -> float:
+    """Return the coefficient of variation of an expert's share over micro-steps, a mean weighted by rows.
+
+    A share is of the rows of one layer in one micro-step. The mean is over experts and layers; idle micro-steps are
+    left out. 0: all micro-steps choose alike. This is what no placement for a whole window can level.
+    """
+    total_MLE = loads.total_MLE()
+    rows_ML1 = total_MLE.sum(axis=2, keepdims=True)
+    is_idle_ML1, share_MLE = rows_ML1 == 0, total_MLE / np.maximum(rows_ML1, 1)
+    used_L1 = np.maximum(1, (~is_idle_ML1).sum(axis=0))
+    mean_LE = share_MLE.sum(axis=0) / used_L1
+    square_LE = np.where(is_idle_ML1, 0.0, (share_MLE - mean_LE) ** 2).sum(axis=0) / used_L1
+    variation_LE = np.sqrt(square_LE) / np.where(mean_LE > 0, mean_LE, 1.0)
+    row_LE = total_MLE.sum(axis=0)
+    return float((variation_LE * row_LE).sum() / max(1, row_LE.sum()))

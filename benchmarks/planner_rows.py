@@ -9,7 +9,7 @@ from equipoise.core import Cluster, LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
 from equipoise.loads.generator import generate_counts
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.bounds import node_bound_ML
+from tests.planner.bounds import node_bound_ML
 
 Row = dict[str, Any]
 ROWS = PlanOptions(sends="rows")

@@ -5,7 +5,7 @@ fastest of a few runs, because other work on the machine only ever adds.
 
 Method:
 1. Micro plan: `fill` (replicas and split of one micro-step and layer) over all entries of a window, called from Python,
-   against one HiGHS linear programme for the split over the same replicas (`bounds.split_optimum`), same entries.
+   against one HiGHS linear programme for the split over the same replicas (`baselines.split_optimum`), same entries.
 2. Windows run in a process of their own, which reads its loads from a file, so that its peak memory is that of loads,
    planning and plan together.
 3. Scaling: M, L, EP and E one after another. Linear growth is held as time per (micro-step, layer), large over small.
@@ -26,7 +26,7 @@ from benchmarks.results import Limit
 from equipoise.core import LoadMatrix, ModelShape
 from equipoise.core.plan import Plan
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.bounds import split_optimum
+from equipoise.planner.baselines import split_optimum
 from equipoise.planner.replicas import fill, homes_by_rank
 from equipoise.sim.windows import joined
 

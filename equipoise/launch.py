@@ -115,7 +115,7 @@ def run_ranks(
     if (place := find_torchrun()) is not None:
         if place.ranks != ranks:
             raise TopologyError(f"{ranks} ranks were asked for, but torchrun started {place.ranks}; make them equal")
-        shown = None if show is None else show if place.rank == 0 else _show_nothing
+        shown = None if show is None else show if place.rank == 0 else lambda *_: None
         return [_call(function, args, place=place, init="env://", options=options, show=shown)]
     context = context or multiprocessing.get_context("spawn")
     with temporary_folder() as folder:
@@ -146,24 +146,15 @@ def run_ranks(
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Make a folder for a `with` block; one that a killed process has left is removed by the next that makes one."""
-    remove_left_folders()
-    with tempfile.TemporaryDirectory(prefix=f"{_folder_prefix()}{os.getpid()}-") as folder:
-        yield Path(folder)
-
-
-def remove_left_folders() -> None:
-    """Remove the temporary folders of processes that were killed; all other memory ends with its ranks."""
-    prefix = _folder_prefix()
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        starter = folder.name.removeprefix(prefix).partition("-")[0]
+    # Process ids mean something in their own namespace alone.
+    prefix = f"equipoise-{Path('/proc/self/ns/pid').stat().st_ino}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        starter = left.name.removeprefix(prefix).partition("-")[0]
         if starter.isdecimal() and not Path(f"/proc/{starter}").exists():
             # Another start may be removing it too.
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folder_prefix() -> str:
-    """How the names of temporary folders begin: process ids mean something in their own namespace alone."""
-    return f"equipoise-{Path('/proc/self/ns/pid').stat().st_ino}-"
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-") as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -289,8 +280,11 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def _waited(rank: int, error: BaseException) -> str:
-    """Say in one line where a rank waited in vain."""
-    return f"rank {rank} waited in vain in {_place_of(error)}: {str(error).strip().splitlines()[0]}"
+    """Say in one line in which calls of this package, or else of the user, a rank waited in vain, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    place = " > ".join(f"{Path(frame.filename).stem}.{frame.name}" for frame in ours[-3:]) or "its start"
+    return f"rank {rank} waited in vain in {place}: {str(error).strip().splitlines()[0]}"
 
 
 def _silent_ranks(place: Torchrun) -> list[int]:
@@ -310,13 +304,6 @@ def _silent_ranks(place: Torchrun) -> list[int]:
     except RuntimeError:
         return []
     return silent
-
-
-def _place_of(error: BaseException) -> str:
-    """Name the calls of this package, or else of the user, that an error went through, innermost last."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
-    return " > ".join(f"{Path(frame.filename).stem}.{frame.name}" for frame in ours[-3:]) or "its start"
 
 
 def _call(
@@ -352,10 +339,6 @@ def _call(
         raise RankSilentError(cause + _waited(place.rank, error)) from error
     finally:
         dist.destroy_process_group()
-
-
-def _show_nothing(*value: Any) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

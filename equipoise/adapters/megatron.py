@@ -248,8 +248,8 @@ class LentMoE(MoETokenDispatcher):
     def _accumulate(self, working: Tensor) -> None:
         """Add a gradient to `main_grad`, expert by expert, as DDP's own hook does."""
         assert working.grad is not None, "called after accumulation"
-        totals = self._handle.gradient_of(working)
-        assert totals is not None, "only parameters with an accumulated gradient have this hook"
+        # Only parameters with an accumulated gradient have this hook.
+        totals = self._handle.totals[working]
         for total, gradient in zip(totals, working.grad if self._is_copy else [working.grad], strict=True):
             total.add_(gradient)
         working.grad = None
@@ -286,7 +286,8 @@ class MegatronHandle(Windowed):
         self.model_chunks, self.found = tuple(model_chunks), found
         self.micro_steps = [-1] * len(model_chunks)
         """Micro-step of the last forward pass of each chunk."""
-        self._gradients: dict[Any, SlotTensors] = {}
+        self.totals: dict[Any, SlotTensors] = {}
+        """Where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""
         self._finalize: Any = None
         self._unreleased: list[LentMoE] = []
         """Layers of the open window whose gradients DDP does not reduce yet, the last one first."""
@@ -302,7 +303,7 @@ class MegatronHandle(Windowed):
             options=options,
             # A pipeline stage of dense layers has nothing to balance; its windows do nothing.
             enabled=bool(layers),
-            gradient_of=self.gradient_of,
+            gradient_of=self.totals.get,
         )
         pairs = zip(layers, found.layers, strict=True)
         self._lent = [
@@ -328,10 +329,6 @@ class MegatronHandle(Windowed):
         moving = {"balancer": self.balancer.extra_bytes, "rows in place of all-to-all": self.balancer.row_bytes}
         return {"working copy of the weights": copies, **moving}
 
-    def gradient_of(self, working: Any) -> SlotTensors | None:
-        """Return where a working parameter's gradient accumulates: Megatron's `main_grad` of each expert."""
-        return self._gradients.get(working)
-
     def submit(
         self, routes: Sequence[Sequence[Any]], *, stage: Stage = "update", free: FreeTokens | None = None
     ) -> None:
@@ -352,17 +349,24 @@ class MegatronHandle(Windowed):
 
     def begin(self) -> None:
         """Begin the window: call it before Megatron's schedule. Every rank must call this."""
-        self._check_begin()
+        if self._is_failed:
+            raise AdapterError("a window was left with an error; uninstall, load a checkpoint and install again")
+        is_early = any(self._is_early(chunk) for chunk in range(len(self.model_chunks)))
+        if is_early and self._config.grad_sync_func is not None:
+            raise AdapterError(
+                "config.grad_sync_func starts the reduction of expert gradients before they are home; leave it None "
+                "(align_grad_reduce=False) with overlap_grad_reduce"
+            )
         for chunk in self.model_chunks:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 chunk.start_param_sync(force_sync=True)
         self.micro_steps = [-1] * len(self.model_chunks)
         if not self._lent:
             return
-        self._gradients = {}
+        self.totals.clear()
         for lent in self._lent:
             lent.begin()
-            self._gradients.update(lent.gradients())
+            self.totals.update(lent.gradients())
         self._home = set()
         self._unreleased = [lent for lent in reversed(self._lent) if self._is_early(lent.chunk)]
         # A working copy need not return: Megatron's own parameters stayed at their owners.
@@ -395,16 +399,6 @@ class MegatronHandle(Windowed):
                 "with weights='copy' to offload between windows"
             )
         return self.balancer.suspended()
-
-    def _check_begin(self) -> None:
-        if self._is_failed:
-            raise AdapterError("a window was left with an error; uninstall, load a checkpoint and install again")
-        is_early = any(self._is_early(chunk) for chunk in range(len(self.model_chunks)))
-        if is_early and self._config.grad_sync_func is not None:
-            raise AdapterError(
-                "config.grad_sync_func starts the reduction of expert gradients before they are home; leave it None "
-                "(align_grad_reduce=False) with overlap_grad_reduce"
-            )
 
     def _is_early(self, chunk: int) -> bool:
         """Whether DDP reduces the gradients of a chunk's buckets while backward still runs."""
@@ -520,11 +514,6 @@ def _checked(model_chunks: Sequence[nn.Module], cluster: Cluster) -> FoundChunks
     return found
 
 
-def _chunk_layers(found: FoundChunks, chunks: int) -> tuple[int, ...]:
-    """MoE layers of each model chunk of an interleaved pipeline."""
-    return tuple(sum(one.chunk == at for one in found.layers) for at in range(chunks)) if chunks > 1 else ()
-
-
 def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], found: FoundChunks) -> BalancerOptions:
     """Options with what Megatron decides: dtype of gradients, order of execution, pipeline stage."""
     if not found.layers:
@@ -533,7 +522,7 @@ def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], foun
     experts = bare(model_chunks[first.chunk]).get_submodule(first.path).mlp.experts
     gradient = getattr(next(experts.parameters()), "main_grad", None)
     config, stages = get_model_config(bare(model_chunks[0])), parallel_state.get_pipeline_model_parallel_world_size()
-    is_again = config.recompute_granularity is not None
+    is_again, chunks = config.recompute_granularity is not None, len(model_chunks)
     grad_dtype: Any = options.grad_dtype if gradient is None else str(gradient.dtype).removeprefix("torch.")
     return replace(
         options,
@@ -541,6 +530,6 @@ def _filled_in(options: BalancerOptions, model_chunks: Sequence[nn.Module], foun
         order="1f1b" if stages > 1 else "recompute" if is_again else "plain",
         pipeline_stage=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_stages=stages,
-        chunk_layers=_chunk_layers(found, len(model_chunks)),
-        chunk_group=getattr(config, "microbatch_group_size_per_vp_stage", None) if len(model_chunks) > 1 else None,
+        chunk_layers=tuple(sum(one.chunk == at for one in found.layers) for at in range(chunks)) if chunks > 1 else (),
+        chunk_group=getattr(config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None,
     )

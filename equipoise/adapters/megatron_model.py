@@ -49,9 +49,13 @@ class Refusal(NamedTuple):
     """As the support table of docs/adapters.md calls it."""
     setting: str
     """What a user has set."""
-    is_set: Callable[[Any], bool]
-    """Whether a configuration has it."""
     fix: str
+    found: Callable[[Any], bool] | None = None
+    """Whether a configuration has it; None: where the setting has a value."""
+
+    def is_set(self, config: Any) -> bool:
+        """Return whether a configuration has it."""
+        return (self.found or _has(self.setting))(config)
 
 
 def _has(name: str, *without: Any) -> Callable[[Any], bool]:
@@ -64,71 +68,54 @@ def _has_any(*names: str) -> Callable[[Any], bool]:
 
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal("capacity factor", "moe_expert_capacity_factor", _has("moe_expert_capacity_factor"), "drop no tokens"),
+    Refusal("capacity factor", "moe_expert_capacity_factor", "drop no tokens"),
     Refusal(
-        "padding to the capacity",
-        "moe_pad_expert_input_to_capacity",
-        _has("moe_pad_expert_input_to_capacity"),
-        "turn it off: balanced ranks need no capacity",
+        "padding to the capacity", "moe_pad_expert_input_to_capacity", "turn it off: balanced ranks need no capacity"
     ),
     Refusal(
         "padding for quantization",
         "moe_router_padding_for_quantization",
-        _has_any("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
         "turn it off",
+        _has_any("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     ),
-    Refusal("fp8", "fp8", _has("fp8"), "train in bf16"),
-    Refusal("fp4", "fp4", _has("fp4"), "train in bf16"),
+    Refusal("fp8", "fp8", "train in bf16"),
+    Refusal("fp4", "fp4", "train in bf16"),
     Refusal(
         "expert tensor parallelism",
         "expert_tensor_parallel_size",
-        _has("expert_tensor_parallel_size", 1),
         "use expert_tensor_parallel_size=1, with more expert parallelism",
+        _has("expert_tensor_parallel_size", 1),
     ),
     Refusal(
         "flex dispatcher (DeepEP, HybridEP)",
         "moe_token_dispatcher_type",
-        lambda config: config.moe_token_dispatcher_type == "flex",
         "use moe_token_dispatcher_type='alltoall'",
+        lambda config: config.moe_token_dispatcher_type == "flex",
     ),
-    Refusal(
-        "combined 1F1B overlap",
-        "overlap_moe_expert_parallel_comm",
-        _has("overlap_moe_expert_parallel_comm"),
-        "turn it off",
-    ),
+    Refusal("combined 1F1B overlap", "overlap_moe_expert_parallel_comm", "turn it off"),
     Refusal(
         "delayed weight gradients",
         "delay_wgrad_compute",
-        _has_any("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
         "turn it off",
+        _has_any("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
     ),
-    Refusal("shared-expert overlap", "moe_shared_expert_overlap", _has("moe_shared_expert_overlap"), "turn it off"),
+    Refusal("shared-expert overlap", "moe_shared_expert_overlap", "turn it off"),
     Refusal(
         "CUDA graphs",
         "cuda_graph_impl",
-        _has_any("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
         "use cuda_graph_impl='none'",
+        _has_any("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
     ),
-    Refusal("paged stash", "moe_paged_stash", _has("moe_paged_stash"), "turn it off"),
-    Refusal(
-        "interleaved halves of the first product",
-        "moe_mlp_glu_interleave_size",
-        _has("moe_mlp_glu_interleave_size"),
-        "leave it None",
-    ),
-    Refusal(
-        "grouped experts in one parameter",
-        "moe_single_grouped_weight",
-        _has("moe_single_grouped_weight"),
-        "turn it off: a parameter per expert",
-    ),
-    Refusal("latent experts", "moe_latent_size", _has("moe_latent_size"), "use experts of the hidden size"),
-    Refusal("gates on the input", "moe_apply_probs_on_input", _has("moe_apply_probs_on_input"), "turn it off"),
-    Refusal("biases of experts", "add_bias_linear", _has("add_bias_linear"), "use add_bias_linear=False"),
+    Refusal("paged stash", "moe_paged_stash", "turn it off"),
+    Refusal("interleaved halves of the first product", "moe_mlp_glu_interleave_size", "leave it None"),
+    Refusal("grouped experts in one parameter", "moe_single_grouped_weight", "turn it off: a parameter per expert"),
+    Refusal("latent experts", "moe_latent_size", "use experts of the hidden size"),
+    Refusal("gates on the input", "moe_apply_probs_on_input", "turn it off"),
+    Refusal("biases of experts", "add_bias_linear", "use add_bias_linear=False"),
     Refusal(
         "other activations than SwiGLU",
         "activation_func",
+        "use gated_linear_unit=True with torch.nn.functional.silu",
         lambda config: (
             config.activation_func is not torch.nn.functional.silu
             or not config.gated_linear_unit
@@ -136,7 +123,6 @@ REFUSED: tuple[Refusal, ...] = (
             or bool(getattr(config, "glu_linear_offset", 0.0))
             or _has("use_te_activation_func")(config)
         ),
-        "use gated_linear_unit=True with torch.nn.functional.silu",
     ),
 )
 """Refused by configuration; `REFUSED_MODULES` by what the model is made of."""
@@ -145,20 +131,20 @@ REACHES: tuple[Refusal, ...] = (
     Refusal(
         "auxiliary loss",
         "moe_aux_loss_coeff",
+        "set moe_aux_loss_coeff=0",
         lambda config: (
             bool(np.any(np.asarray(config.moe_aux_loss_coeff or 0.0) > 0))
             and _has("moe_router_load_balancing_type", "none", "sinkhorn")(config)
         ),
-        "set moe_aux_loss_coeff=0",
     ),
-    Refusal("z-loss", "moe_z_loss_coeff", _has("moe_z_loss_coeff", 0.0), "set moe_z_loss_coeff=None"),
+    Refusal("z-loss", "moe_z_loss_coeff", "set moe_z_loss_coeff=None", _has("moe_z_loss_coeff", 0.0)),
     Refusal(
         "bias of experts",
         "moe_router_bias_update_rate",
-        lambda config: _has("moe_router_enable_expert_bias")(config) and _has("moe_router_bias_update_rate", 0)(config),
         "set moe_router_bias_update_rate=0",
+        lambda config: _has("moe_router_enable_expert_bias")(config) and _has("moe_router_bias_update_rate", 0)(config),
     ),
-    Refusal("multi-token prediction", "mtp_num_layers", _has("mtp_num_layers", 0), "train without MTP layers"),
+    Refusal("multi-token prediction", "mtp_num_layers", "train without MTP layers", _has("mtp_num_layers", 0)),
 )
 """What every row reaches, whatever the loss mask says: the router's losses and bias count all rows."""
 
@@ -185,14 +171,6 @@ def expert_parameters(experts: Any) -> tuple[SlotTensors, SlotTensors]:
     """Return the parameters of both products of a layer's experts, expert by expert."""
     find = next(find for kind, find in KINDS.items() if isinstance(experts, kind))
     return SlotTensors(find(experts, "linear_fc1")), SlotTensors(find(experts, "linear_fc2"))
-
-
-def support_table() -> str:
-    """Return the table of docs/adapters.md: what is refused at install, how it shows, and what helps."""
-    rows = [(one.name, f"`{one.setting}`", one.fix) for one in REFUSED]
-    rows += [(name, "found in the model", fix) for name, fix in REFUSED_MODULES.items()]
-    lines = ["| refused | setting | instead |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines) + "\n"
 
 
 class FoundMoE(NamedTuple):

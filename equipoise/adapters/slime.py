@@ -82,7 +82,8 @@ def _begin(args: Any, model: Sequence[nn.Module], *, caller: str, stage: Stage) 
 
     def check() -> None:
         called_by = _caller(caller)
-        counts.extend(_micro_steps(called_by))
+        found = called_by["num_microbatches"]
+        counts.extend([found] if isinstance(found, int) else found)
         windows.extend(_replayed(args, model, counts))
         fills = fills_free(_given(args))
         free.extend(_free_rows(args, model, called_by, windows) if fills else [None] * len(windows))
@@ -109,12 +110,6 @@ def _caller(name: str) -> Mapping[str, Any]:
     if found.get("num_microbatches") is None:
         raise AdapterError(f"no function {name} with num_microbatches called this hook; use {READ}")
     return found
-
-
-def _micro_steps(called_by: Mapping[str, Any]) -> list[int]:
-    """Return the micro-steps of each coming call of Megatron's schedule, from the function that called the hook."""
-    found = called_by["num_microbatches"]
-    return [found] if isinstance(found, int) else list(found)
 
 
 class _Markers:

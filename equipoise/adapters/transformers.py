@@ -90,26 +90,17 @@ class _LentExperts:
 
     def __init__(self, module: Any, family: Family) -> None:
         self.module, self._family = module, family
-        self._full = {name: module._parameters[name] for name in family.tensors}
+        self.full = {name: module._parameters[name] for name in family.tensors}
+        """The parameters of all experts, without memory while balanced ones replace them; as in `ExpertWeights`."""
         self._config = module.config
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the parameters, in the order of `ExpertWeights`."""
-        return tuple(self._full)
-
-    @property
-    def full_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters of all experts, without memory while balanced ones replace them."""
-        return tuple(self._full.values())
 
     def cut(self, group: Any) -> ExpertWeights:
         """Return this rank's experts in the layout of `BalancedExperts`."""
-        return ExpertWeights(*(self.exchanged(cut(full, group)) for full in self._full.values()))
+        return ExpertWeights(*(self.exchanged(cut(full, group)) for full in self.full.values()))
 
     def swap(self, balanced: BalancedExperts, *, config: Any, layer: Any) -> None:
         """Put the balanced parameters under the module's names."""
-        for (name, full), parameter in zip(self._full.items(), balanced.home.tensors(), strict=True):
+        for (name, full), parameter in zip(self.full.items(), balanced.home.tensors(), strict=True):
             parameter.requires_grad_(full.requires_grad)
             self.module._parameters[name] = parameter
             full.data = full.data.new_empty(0)  # the same object, without memory until `restore`
@@ -118,7 +109,7 @@ class _LentExperts:
 
     def restore(self, group: Any) -> None:
         """Put the full parameters back, with the owners' values. Every rank must call this."""
-        for name, full in self._full.items():
+        for name, full in self.full.items():
             full.data = self.gathered(self.module._parameters[name], group)
             self.module._parameters[name] = full
         self.module.config = self._config
@@ -215,7 +206,7 @@ class Installed:
         experts = {
             f"{path}.{name}": lent.exchanged(tensor)
             for layer, (path, lent) in enumerate(self._lent.items())
-            for name, tensor in zip(lent.names, store.experts(layer).tensors(), strict=True)
+            for name, tensor in zip(lent.full, store.experts(layer).tensors(), strict=True)
         }
         return {name: experts.get(name, whole(tensor)) for name, tensor in self.model.state_dict().items()}
 
@@ -263,7 +254,7 @@ class Installed:
     def _check_wrapped(self) -> None:
         """In every forward: refuse wrappers that took experts, and divide experts' gradients as they divide others."""
         check_untouched(
-            self.model, self._installed, lent=(p for lent in self._lent.values() for p in lent.full_parameters)
+            self.model, self._installed, lent=(p for lent in self._lent.values() for p in lent.full.values())
         )
         self._divisor = gradient_divisor(self.model)
         if self._divisor == 1.0:

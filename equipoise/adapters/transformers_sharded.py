@@ -168,14 +168,12 @@ class _ShardedExperts(CopiedMoE):
 
     def _exchanged(self, weights: Any) -> Tensor:
         """Convert from transformers' layout to that of `BalancedExperts`, or back."""
-        exchanged: Tensor = weights.transpose(1, 2) if self._family.is_transposed and weights.ndim == 3 else weights
-        return exchanged
+        return weights.transpose(1, 2) if self._family.is_transposed and weights.ndim == 3 else weights
 
     def _compute(self, hidden_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Take the place of the experts' forward."""
         if self._hooks.balanced is None:
-            output: Tensor = self._forward(hidden_TD, ids_TK, gates_TK)
-            return output
+            return self._forward(hidden_TD, ids_TK, gates_TK)
         return self._hooks.compute(hidden_TD, ids_TK, gates_TK)
 
 
@@ -188,7 +186,9 @@ class ShardedHandle(CopyHandle):
         """Made by `install`."""
         self.found, family = found, FAMILIES[found.family]
         routers = Routers(model, found=found)
-        layer_options = LayerOptions(activation=family.activation, products=_products(model))
+        # On CPUs grouped products are a loop over the experts, too.
+        products: Any = "grouped" if next(model.parameters()).is_cuda else "loop"
+        layer_options = LayerOptions(activation=family.activation, products=products)
         layers = {
             one.experts_path: _ShardedExperts(
                 model.get_submodule(one.experts_path), family, hooks, index=at, options=layer_options
@@ -243,11 +243,6 @@ def inspect(model: nn.Module) -> Found:
 def ep_group(model: Any) -> Any:
     """Return the ranks that tokens of a sharded model are sent between."""
     return model._mesh_manager.get_mesh("ep").get_group()
-
-
-def _products(model: Any) -> Any:
-    """One product for all experts on GPUs, one for each on CPUs, where grouped products are a loop too."""
-    return "grouped" if next(model.parameters()).is_cuda else "loop"
 
 
 def _checked(model: nn.Module, cluster: Cluster) -> Found:

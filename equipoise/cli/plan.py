@@ -103,7 +103,7 @@ class PlanFlags:
                     "one of them out"
                 )
             from equipoise.engines.locations import read_placement
-            from equipoise.planner.placed import plan_placement
+            from equipoise.planner.plan import plan_placement
 
             found = read_placement(Path(self.policy), model=model, ranks=cluster.ep)
             options = PlanOptions(sends=self.sends, waves=waves)

@@ -28,11 +28,9 @@ class Value:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-            return False
-        return a.shape == b.shape and bool(np.array_equal(a, b))
-    return bool(a == b)
+    if isinstance(a, np.ndarray) != isinstance(b, np.ndarray):
+        return False
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
 
 
 def frozen_array(array: np.ndarray) -> np.ndarray:

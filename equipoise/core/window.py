@@ -256,8 +256,7 @@ class LoadMatrix(Value):
 
     def total_MLE(self) -> np.ndarray:
         """Return [M, L, E] rows of each expert, over all source ranks."""
-        total: np.ndarray = self.load_MLRE.sum(axis=2)
-        return total
+        return self.load_MLRE.sum(axis=2)
 
     def without_padding(self) -> "LoadMatrix":
         """Return the loads of real tokens alone, without saying which of their rows were filled."""

@@ -84,7 +84,9 @@ class Connection:
     def _ask(self, path: str, content: bytes | None, *, attempts: int) -> Any:
         last = attempts - 1
         for attempt in range(attempts):
-            self._wait_turn()
+            # Another thread may prolong a pause meanwhile.
+            while (left := self._not_before - time.monotonic()) > 0:
+                time.sleep(left)
             try:
                 return self._send(path, content)
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -100,11 +102,6 @@ class Connection:
         request = urllib.request.Request(self.url + path, data=content, headers={"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.patience.timeout_s) as answer:
             return json.loads(answer.read())
-
-    def _wait_turn(self) -> None:
-        """Wait until no pause is left; another thread may prolong it meanwhile."""
-        while (left := self._not_before - time.monotonic()) > 0:
-            time.sleep(left)
 
 
 def _is_passing(error: Exception) -> bool:

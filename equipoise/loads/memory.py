@@ -129,14 +129,12 @@ class WindowMemory(Value):
     def total_MLR(self) -> np.ndarray:
         """[M, L, R] all bytes."""
         parts = (self.activations_MLR, self.rows_MLR, self.tables_MLR, self.gradients_MLR)
-        total_MLR: np.ndarray = np.sum(parts, axis=0) + (self.slots_bytes + self.page_bytes)
-        return total_MLR
+        return np.sum(parts, axis=0) + (self.slots_bytes + self.page_bytes)
 
     @property
     def peak_R(self) -> np.ndarray:
         """[R] most bytes of each rank."""
-        peak_R: np.ndarray = self.total_MLR.max(axis=(0, 1))
-        return peak_R
+        return self.total_MLR.max(axis=(0, 1))
 
     def place(self, rank: int | None = None) -> tuple[int, int, int]:
         """Return where the peak of a rank is, or of the fullest one: (micro-step, layer index, rank)."""
@@ -260,19 +258,16 @@ def _sizes(rows: WindowRows, model: ModelShape) -> tuple[np.ndarray, np.ndarray,
 
 def _token_bytes(rows: WindowRows, model: ModelShape) -> np.ndarray:
     """[M, L, R] bytes of the ranks' own tokens: T of the module's docstring."""
-    tokens_MLR: np.ndarray = -(-rows.sent_MLR // model.top_k) * model.row_bytes
-    return tokens_MLR
+    return -(-rows.sent_MLR // model.top_k) * model.row_bytes
 
 
 def _tables(rows: WindowRows) -> np.ndarray:
     sent_bytes, received_bytes = DISPATCH_BYTES["mapped" if rows.is_mapped else "exchanged"]
     # Kept on the host as int32, used as int64.
-    tables_MLR: np.ndarray = 2 * (sent_bytes * rows.sent_MLR + received_bytes * rows.received_MLR)
-    return tables_MLR
+    return 2 * (sent_bytes * rows.sent_MLR + received_bytes * rows.received_MLR)
 
 
 def _saved(rows: WindowRows, model: ModelShape) -> np.ndarray:
     """What a forward visit saves of rows for its backward."""
     received, wide, sent = _sizes(rows, model)
-    saved_MLR: np.ndarray = received + 2 * wide + (received if rows.is_mapped else sent)
-    return saved_MLR
+    return received + 2 * wide + (received if rows.is_mapped else sent)

@@ -8,8 +8,6 @@ e // (experts / ranks).
    opposite micro-steps of skew s have mean skew s, not 1. An idle (micro-step, layer) has skew 1.
 3. `skew` describes the distribution of these ratios: mean, p50, p95, max, of all, per layer and per micro-step; with
    padding (what is dispatched) and without it (what the tokens chose).
-
-`fluctuation` says how much of it changes from micro-step to micro-step, which no placement for a whole window levels.
 """
 
 from collections.abc import Sequence
@@ -187,20 +185,3 @@ def skew_ML(rank_load_MLR: np.ndarray) -> np.ndarray:
     total_ML = load.sum(axis=2)
     busiest_ML = load.max(axis=2) * load.shape[2]
     return np.where(total_ML > 0, busiest_ML / np.maximum(total_ML, 1), 1.0)
-
-
-def fluctuation(loads: LoadMatrix) -> float:
-    """Return the coefficient of variation of an expert's share over micro-steps, a mean weighted by rows.
-
-    A share is of the rows of one layer in one micro-step. The mean is over experts and layers; idle micro-steps are
-    left out. 0: all micro-steps choose alike.
-    """
-    total_MLE = loads.total_MLE()
-    rows_ML1 = total_MLE.sum(axis=2, keepdims=True)
-    is_idle_ML1, share_MLE = rows_ML1 == 0, total_MLE / np.maximum(rows_ML1, 1)
-    used_L1 = np.maximum(1, (~is_idle_ML1).sum(axis=0))
-    mean_LE = share_MLE.sum(axis=0) / used_L1
-    square_LE = np.where(is_idle_ML1, 0.0, (share_MLE - mean_LE) ** 2).sum(axis=0) / used_L1
-    variation_LE = np.sqrt(square_LE) / np.where(mean_LE > 0, mean_LE, 1.0)
-    row_LE = total_MLE.sum(axis=0)
-    return float((variation_LE * row_LE).sum() / max(1, row_LE.sum()))

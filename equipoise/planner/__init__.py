@@ -7,7 +7,6 @@
     assemble.py   decisions to a checked Plan: itinerary, slots, paths, edges, seconds, bytes
     baselines.py  the other policies: static, lpt, eplb-history, eplb-oracle, lplb, reactive, balanced
     relibra.py    ReLibra's way to plan a layer, for the policy relibra
-    bounds.py     what no plan can beat
 
 Planning decides in integers: same input, same plan, on every machine; only the annealing of `relibra` has fractions.
 The compiled functions are specified by plain ones in `tests/planner`, and run as plain Python themselves with

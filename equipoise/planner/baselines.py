@@ -23,17 +23,19 @@ are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import optimize, sparse
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
 from equipoise.core.plan import Bytes
 from equipoise.core.split import BLIND
+from equipoise.core.value import numbered
 from equipoise.cost.kernels import COMPUTE, PULL, RETURN
 from equipoise.cost.window import Edges, ExpertLinks, edge_links, price_edges, price_level, price_window
 from equipoise.cost.work import REACTIVE_PUSH_NS
 from equipoise.planner.assemble import Draft, WindowTask, build_plan, home_slots_of
-from equipoise.planner.bounds import split_optimum
 from equipoise.planner.layer import layer_problem, plan_layer
 from equipoise.planner.replicas import LayerPlan
 
@@ -60,8 +62,8 @@ def draft_baseline(task: WindowTask, *, history: LoadMatrix | None) -> Draft:
         history: the previous window's loads, which "eplb-history" needs
     """
     drafts: dict[str, Callable[[], Draft]] = {
-        "static": lambda: draft_static(task),
-        "lpt": lambda: draft_lpt(task),
+        "static": lambda: replace(homes_draft(task, owner_homes(task)), executable=False),
+        "lpt": lambda: homes_draft(task, packed_homes(task)),
         "eplb-history": lambda: draft_eplb(task, predictor=history),
         "eplb-oracle": lambda: draft_eplb(task, predictor=task.loads),
         "lplb": lambda: draft_lplb(task),
@@ -70,16 +72,6 @@ def draft_baseline(task: WindowTask, *, history: LoadMatrix | None) -> Draft:
         "balanced": lambda: draft_balanced(task),
     }
     return drafts[task.policy.removesuffix("-blind")]()
-
-
-def draft_static(task: WindowTask) -> Draft:
-    """Contiguous homes, no replica."""
-    return replace(homes_draft(task, owner_homes(task)), executable=False)
-
-
-def draft_lpt(task: WindowTask) -> Draft:
-    """Homes packed by the window's loads, no replica."""
-    return homes_draft(task, packed_homes(task))
 
 
 def packed_homes(task: WindowTask) -> np.ndarray:
@@ -106,16 +98,20 @@ def homes_draft(task: WindowTask, home_LE: np.ndarray) -> Draft:
 def draft_reactive(task: WindowTask, *, push_ns: int) -> Draft:
     """Our own micro plan on contiguous homes; weights are pushed in the open instead of pulled ahead."""
     made = [_react(task, layer, push_ns) for layer in range(task.model.layers)]
-    home_LE = owner_homes(task)
+    return layers_draft(made, edges=Edges.none(task.model.layers), executable=False)
+
+
+def layers_draft(made: Sequence[LayerPlan], **more: Any) -> Draft:
+    """Stack the plans of all layers; `more` is what else a draft has."""
+    home_LE = np.stack([p.home_E for p in made])
     return Draft(
         home_LE=home_LE,
-        home_slot_LE=count_before(home_LE),
+        home_slot_LE=home_slots_of(home_LE, made[0].rep_expert_MRS.shape[1]),
         rep_expert_MLRS=np.stack([p.rep_expert_MRS for p in made], axis=1),
         rep_rows_MLRS=np.stack([p.rep_rows_MRS for p in made], axis=1),
         line_MLC=np.stack([p.line_MC for p in made], axis=1),
         closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
-        edges=Edges.none(task.model.layers),
-        executable=False,
+        **more,
     )
 
 
@@ -223,7 +219,7 @@ def fill_slots(home_LE: np.ndarray, quotas_L: Sequence[np.ndarray]) -> tuple[np.
         away_MRE = quota_MER.transpose(0, 2, 1).copy()
         away_MRE[:, home_E, np.arange(experts)] = 0
         m_P, r_P, e_P = np.nonzero(away_MRE)
-        slot_P = count_before((m_P * ranks + r_P)[None, :])[0]
+        slot_P = numbered(m_P * ranks + r_P)
         layers.append((m_P * ranks + r_P, slot_P, e_P, away_MRE[m_P, r_P, e_P]))
     width = max((int(slot_P.max(initial=-1)) + 1 for _, slot_P, _, _ in layers), default=0)
     expert = np.full((len(layers), micro_steps * ranks, width), -1)
@@ -237,15 +233,7 @@ def fill_slots(home_LE: np.ndarray, quotas_L: Sequence[np.ndarray]) -> tuple[np.
 
 def count_before(value_LX: np.ndarray) -> np.ndarray:
     """[L, X] how many earlier entries of its line have the same value: slots handed out in order."""
-    order = np.argsort(value_LX, axis=1, kind="stable")
-    ordered = np.take_along_axis(value_LX, order, axis=1)
-    place = np.broadcast_to(np.arange(value_LX.shape[1]), value_LX.shape)
-    is_first = np.ones_like(ordered, dtype=bool)
-    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    first = np.maximum.accumulate(np.where(is_first, place, 0), axis=1)
-    count = np.empty_like(value_LX)
-    np.put_along_axis(count, order, place - first, axis=1)
-    return count
+    return np.stack([numbered(value_X) for value_X in value_LX])
 
 
 def copy_edges(task: WindowTask, holds_LER: np.ndarray) -> Edges:
@@ -253,15 +241,11 @@ def copy_edges(task: WindowTask, holds_LER: np.ndarray) -> Edges:
     cost = task.cost
     edges = price_edges(cost, *_edges(task, holds_LER))
     if task.loads.stage == "update":
-        edges.ns_2L[1] += cost.add_ns(cost.edge_bytes("collect")) * _most_added(holds_LER)
+        # The busiest owner adds up all of its experts' copies but the first of each.
+        layers, _, ranks = holds_LER.shape
+        most_L = (holds_LER.sum(axis=2) - 1).reshape(layers, ranks, -1).sum(axis=2).max(axis=1)
+        edges.ns_2L[1] += cost.add_ns(cost.edge_bytes("collect")) * most_L
     return edges
-
-
-def _most_added(holds_LER: np.ndarray) -> np.ndarray:
-    """[L] gradients that the busiest owner adds up: all of an expert's copies but the first."""
-    layers, _, ranks = holds_LER.shape
-    most_L: np.ndarray = (holds_LER.sum(axis=2) - 1).reshape(layers, ranks, -1).sum(axis=2).max(axis=1)
-    return most_L
 
 
 def copy_bytes(task: WindowTask, holds_LER: np.ndarray) -> Bytes:
@@ -394,7 +378,7 @@ def draft_lplb(task: WindowTask) -> Draft:
     1. Slot j of rank r is an edge to another rank (`link_ranks`): the cube with its diagonals for two slots in nodes of
        8, else rings of growing stride. As a torus, the last slot leads to the next node.
     2. Each edge takes the heaviest expert of its other end that has no replica yet (`choose_replicas`).
-    3. `bounds.split_optimum` splits rows in every micro-step, rounded to whole rows.
+    3. `split_optimum` splits rows in every micro-step, rounded to whole rows.
     """
     graphs = [link_ranks(task.cluster, task.slots)]
     if task.cluster.num_ep_nodes > 1 and task.slots > 1:
@@ -440,8 +424,7 @@ def _link_node(size: int, slots: int) -> np.ndarray:
     place_R = np.arange(size)
     if (size, slots) == (8, 2):
         is_odd = np.array([bin(r).count("1") % 2 for r in range(size)])[:, None]
-        cube: np.ndarray = place_R[:, None] ^ np.where(is_odd, ODD_MASKS, EVEN_MASKS)
-        return cube
+        return place_R[:, None] ^ np.where(is_odd, ODD_MASKS, EVEN_MASKS)
     stride_S = np.arange(slots) % max(1, size - 1) + 1
     ring = (place_R[:, None] + stride_S) % size
     return np.where(ring == place_R[:, None], -1, ring)
@@ -478,3 +461,46 @@ def split(load_E: np.ndarray, home_E: np.ndarray, replicas: list[tuple[int, int]
         quota_ER[expert, rank] = min(rows, load_E[expert])
     quota_ER[np.arange(len(load_E)), home_E] += load_E - quota_ER.sum(axis=1)
     return quota_ER
+
+
+class SplitOptimum(NamedTuple):
+    """The best split of rows over given replicas."""
+
+    top: float
+    """Rows of the busiest rank."""
+    rows_P: np.ndarray
+    """[P] rows each replica takes, in the order given; fractions are possible."""
+
+
+def split_optimum(
+    load_E: np.ndarray, home_E: np.ndarray, replicas: Sequence[tuple[int, int]], *, ranks: int
+) -> SplitOptimum:
+    """Find the split over given replicas that makes the busiest rank least loaded, by a linear programme (HiGHS).
+
+    Rows may be split in whole rows without loss: the least busiest rank in whole rows is the optimum rounded up,
+    because the split is a flow and a flow with whole capacities has whole solutions.
+
+    Args:
+        load_E: [E] rows of each expert in one micro-step of one layer
+        home_E: [E] home rank of each expert
+        replicas: (expert, rank) of each replica
+        ranks: ranks of the EP group
+    """
+    base_R = np.bincount(home_E, weights=load_E, minlength=ranks)
+    if not len(replicas):
+        return SplitOptimum(float(base_R.max()), np.zeros(0))
+    expert_P, rank_P = np.array(replicas, dtype=np.int64).T
+    count = len(expert_P)
+    index_P, one_P = np.arange(count), np.ones(count)
+    # Variables: rows of each replica, then the busiest rank. Lines: every rank stays below it; no expert gives more
+    # than it has.
+    into = sparse.csr_array((one_P, (rank_P, index_P)), shape=(ranks, count))
+    out_of = sparse.csr_array((one_P, (home_E[expert_P], index_P)), shape=(ranks, count))
+    given = sparse.csr_array((one_P, (expert_P, index_P)), shape=(len(load_E), count))
+    top_R1 = sparse.csr_array(-np.ones((ranks, 1)))
+    lines = sparse.block_array([[into - out_of, top_R1], [given, None]], format="csr")
+    aim = np.append(np.zeros(count), 1.0)
+    solved = optimize.linprog(aim, A_ub=lines, b_ub=np.concatenate([-base_R, load_E]), method="highs")
+    if not solved.success:
+        raise InfeasiblePlanError(f"no optimum of the split over {count} replicas: {solved.message}")
+    return SplitOptimum(float(solved.fun), solved.x[:count])

@@ -64,10 +64,15 @@ def level(
             # All experts that could be swapped rest: wait.
             swap += 1
             continue
-        a, b = group_of(start_G, p), group_of(start_G, q)
+        a, b = np.searchsorted(start_G, np.array([p, q]), side="right") - 1
         e, f = order[p], order[q]
-        _move_rows(rows_GM, load_EM, e, f, a, b)
-        _move_pull(pull_GP, dot_EE, order, weight_G, e, f, a, b)
+        more_M = load_EM[f] - load_EM[e]
+        rows_GM[a] += more_M
+        rows_GM[b] -= more_M
+        # The products of every position with the two groups' sums.
+        more_P = dot_EE[f][order] - dot_EE[e][order]
+        pull_GP[a] += weight_G[a] * more_P
+        pull_GP[b] -= weight_G[b] * more_P
         cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
         away += more_away(owner_E, e, f, a, b)
         _swap_positions(order, tabu_P, square_P, swap_gain_PP, pull_GP, p, q)
@@ -76,7 +81,8 @@ def level(
             # An uphill swap is kept from being undone at once.
             low, high = (q, p) if e < f else (p, q)
             tabu_P[low], tabu_P[high] = rests(swap, tenure)
-    result = _groups_of(best_order, start_G)
+    result = np.empty_like(best_order)
+    result[best_order] = np.sort(group_E)
     polished = result.copy()
     work_GM = best_rows_GM * weight_M * weight_G.reshape(-1, 1)
     room = budget - best_away
@@ -100,43 +106,6 @@ def _state(
 
 
 @compiled
-def _move_rows(rows_GM: np.ndarray, load_EM: np.ndarray, e: int, f: int, a: int, b: int) -> None:
-    """Move expert e from group a to b, and f from b to a."""
-    for m in range(rows_GM.shape[1]):
-        d = load_EM[f, m] - load_EM[e, m]
-        rows_GM[a, m] += d
-        rows_GM[b, m] -= d
-
-
-@compiled
-def _move_pull(
-    pull_GP: np.ndarray,
-    dot_EE: np.ndarray,
-    order: np.ndarray,
-    weight_G: np.ndarray,
-    e: int,
-    f: int,
-    a: int,
-    b: int,
-) -> None:
-    """The same for the products of every position with the two groups' sums."""
-    for i in range(len(order)):
-        d = dot_EE[f, order[i]] - dot_EE[e, order[i]]
-        pull_GP[a, i] += weight_G[a] * d
-        pull_GP[b, i] -= weight_G[b] * d
-
-
-@compiled
-def _groups_of(order: np.ndarray, start_G: np.ndarray) -> np.ndarray:
-    """[E] group of each expert, from experts by position."""
-    group_E = np.empty(len(order), dtype=np.int64)
-    for g in range(len(start_G) - 1):
-        for p in range(start_G[g], start_G[g + 1]):
-            group_E[order[p]] = g
-    return group_E
-
-
-@compiled
 def rests(swap: int, tenure: int) -> tuple[int, int]:
     """Until which swap the lower and the higher expert of a pair rest. See `reference.rests`."""
     least = swap + 1 + tenure // 2
@@ -153,14 +122,9 @@ def more_away(owner_E: np.ndarray, e: int, f: int, a: int, b: int) -> int:
 @compiled
 def common_multiple(ranks_G: np.ndarray) -> int:
     """The least number that every group's ranks divide: groups of unlike sizes are compared in such parts of a row."""
-    common = ranks_G.max()
-    g = 0
-    while g < len(ranks_G):
-        if common % ranks_G[g]:
-            common += ranks_G.max()
-            g = 0
-        else:
-            g += 1
+    common = np.int64(1)
+    for ranks in ranks_G:
+        common = np.lcm(common, ranks)
     return common
 
 
@@ -338,15 +302,6 @@ def _before(e: int, f: int, e0: int, f0: int) -> bool:
     low, high = min(e, f), max(e, f)
     low0, high0 = min(e0, f0), max(e0, f0)
     return low < low0 or (low == low0 and high < high0)
-
-
-@compiled
-def group_of(start_G: np.ndarray, position: int) -> int:
-    """The group whose positions hold `position`."""
-    g = 0
-    while start_G[g + 1] <= position:
-        g += 1
-    return g
 
 
 @compiled
@@ -550,15 +505,9 @@ def _burden_after_swap(
 def _swap_nodes(load_EMR: np.ndarray, rows: NodeRows, e: int, f: int, a: int, b: int) -> None:
     """Move expert e from node a to b, and f from b to a."""
     start_N, _, _, total_EM, sent_MR, total_MN, across_MN = rows
-    for m in range(len(sent_MR)):
-        more = total_EM[f, m] - total_EM[e, m]
-        total_MN[m, a] += more
-        total_MN[m, b] -= more
-        across_MN[m, a] += more
-        across_MN[m, b] -= more
-        for r in range(start_N[a], start_N[a + 1]):
-            sent_MR[m, r] -= load_EMR[f, m, r] - load_EMR[e, m, r]
-            across_MN[m, a] -= load_EMR[f, m, r] - load_EMR[e, m, r]
-        for r in range(start_N[b], start_N[b + 1]):
-            sent_MR[m, r] -= load_EMR[e, m, r] - load_EMR[f, m, r]
-            across_MN[m, b] -= load_EMR[e, m, r] - load_EMR[f, m, r]
+    for node, gone, come in ((a, e, f), (b, f, e)):
+        here = slice(start_N[node], start_N[node + 1])
+        more_M, own_MR = total_EM[come] - total_EM[gone], load_EMR[come, :, here] - load_EMR[gone, :, here]
+        total_MN[:, node] += more_M
+        across_MN[:, node] += more_M - own_MR.sum(axis=1)
+        sent_MR[:, here] -= own_MR

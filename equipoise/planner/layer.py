@@ -172,8 +172,7 @@ def _patience(experts: int, *, by_skew: bool, crosses: bool) -> int:
 
 def owners(experts: int, ranks: int) -> np.ndarray:
     """[E] owner of each expert: contiguous, as in static expert parallelism."""
-    owner_E: np.ndarray = np.arange(experts) // (experts // ranks)
-    return owner_E
+    return np.arange(experts) // (experts // ranks)
 
 
 def candidates(
@@ -291,8 +290,7 @@ def affinity(share_EM: np.ndarray, pair_EE: np.ndarray) -> np.ndarray:
     mean_product = max(1, int((share_EM.sum(axis=0) ** 2).sum()) // experts**2)
     apart_EE = pair_EE * ~np.eye(experts, dtype=np.bool_)
     mean_pair = max(1, int(apart_EE.sum()) // max(1, experts * (experts - 1)))
-    worth_EE: np.ndarray = -(apart_EE * 64 // mean_pair) * (mean_product // 4096)
-    return worth_EE
+    return -(apart_EE * 64 // mean_pair) * (mean_product // 4096)
 
 
 def level_nodes(

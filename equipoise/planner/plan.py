@@ -1,4 +1,4 @@
-"""`plan` and `plan_step`: make plans from loads. Read this file of the planner first.
+"""`plan`, `plan_step`, `plan_placement`: make plans from loads. Read this file of the planner first.
 
 Steps of `plan`:
 1. Check that loads, cluster and model belong together; estimate unknown loads.
@@ -12,22 +12,29 @@ Steps of `plan`:
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix, LoadsError, ModelShape
 from equipoise.core.options import PlanOptions, TransferOptions
 from equipoise.core.plan import Bytes, Objective, Plan
-from equipoise.core.value import int64_array
+from equipoise.core.value import int64_array, require_choice
 from equipoise.cost.kernels import price
 from equipoise.cost.links import kept_permille
 from equipoise.cost.model import Tables
 from equipoise.cost.window import Edges
 from equipoise.loads.forecast import find_fixes, say_need, wider_groups
 from equipoise.loads.memory import WindowMemory, WindowRows, plan_memory
-from equipoise.planner.assemble import Draft, WindowTask, build_plan, choose_waves, home_slots_of, visits_of
-from equipoise.planner.baselines import POLICIES, draft_baseline
+from equipoise.planner.assemble import Draft, WindowTask, build_plan, choose_waves, visits_of
+from equipoise.planner.baselines import (
+    POLICIES,
+    choose_homes,
+    draft_baseline,
+    layers_draft,
+    persistent_draft,
+    share_evenly,
+)
 from equipoise.planner.layer import crossings, layer_problem, plan_layer
 from equipoise.planner.relibra import plan_as_relibra
 from equipoise.planner.replicas import LayerPlan, LayerProblem
@@ -70,9 +77,8 @@ def plan(
         planner: how one layer is planned; the reference gives the same plan, slowly
     """
     options = PlanOptions() if options is None else options
-    _check_kinds(loads=loads, cluster=cluster, model=model, options=options)
-    _check(loads, cluster=cluster, model=model, policy=policy, objective=objective, pair_LEE=pair_LEE)
-    _check_forecast(forecast, loads)
+    asked: dict[str, Any] = {"options": options, "policy": policy, "objective": objective}
+    _check(loads, cluster=cluster, model=model, forecast=forecast, pair_LEE=pair_LEE, **asked)
     completed, estimated = complete(loads, forecast=forecast)
     check_rows(completed)
     if options.limit_bytes is not None:
@@ -200,6 +206,57 @@ def plan_step(
     return tuple(plans)
 
 
+def plan_placement(
+    loads: LoadMatrix,
+    held_LER: np.ndarray,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Plan a window with experts that are placed already, as an engine's file or another planner decided.
+
+    Nothing is searched. Copies stay for the whole window, each expert's rows are shared evenly over its copies, as
+    EPLB's dispatch does, and everything is priced as in every other plan. So a placement can be compared with ours.
+
+    Args:
+        loads: of the window
+        held_LER: [L, E, R] copies of each expert on each rank, as many on every rank
+        cluster, model: as for `plan`
+        options: as for `plan`; those that guide a search have no effect
+    """
+    options = PlanOptions() if options is None else options
+    asked: dict[str, Any] = {"options": options, "policy": "static", "objective": "seconds"}
+    _check(loads, cluster=cluster, model=model, forecast=None, pair_LEE=None, **asked)
+    held_LER = int64_array("held_LER", held_LER, ndim=3, error=InfeasiblePlanError)
+    wanted = (loads.num_layers, loads.num_experts, loads.num_ranks)
+    if held_LER.shape != wanted:
+        raise InfeasiblePlanError(f"held_LER has shape {held_LER.shape}, the loads need {wanted}")
+    count_LR = held_LER.sum(axis=1)
+    if held_LER.min() < 0 or (held_LER.sum(axis=2) == 0).any() or (count_LR != count_LR[0, 0]).any():
+        raise InfeasiblePlanError(
+            f"ranks hold {count_LR.min()} to {count_LR.max()} experts of a layer, or an expert has no copy; every rank "
+            "must hold as many, and every expert be held"
+        )
+    completed, estimated = complete(loads)
+    check_rows(completed)
+    task = WindowTask(
+        loads=completed,
+        cluster=cluster,
+        model=model,
+        slots=int(count_LR[0, 0]) - cluster.home_slots(model),
+        objective="seconds",
+        options=options,
+        policy="placed",
+        estimated_share=estimated,
+        pair_LEE=None,
+    )
+    total_MLE, holds_LER = completed.total_MLE(), held_LER > 0
+    quotas = [share_evenly(total_MLE[:, layer], held_LER[layer]) for layer in range(model.layers)]
+    draft = persistent_draft(task, choose_homes(task, holds_LER), quotas_L=quotas, holds_LER=holds_LER)
+    return choose_waves(task, build_plan(task, draft))
+
+
 def complete(loads: LoadMatrix, *, forecast: LoadMatrix | None = None) -> tuple[LoadMatrix, float]:
     """Return loads with unknown rows estimated, and the share of all rows that is an estimate. Known rows stay.
 
@@ -255,23 +312,27 @@ def complete(loads: LoadMatrix, *, forecast: LoadMatrix | None = None) -> tuple[
     return completed, share
 
 
-def _check_kinds(**given: object) -> None:
-    kinds = {"loads": LoadMatrix, "cluster": Cluster, "model": ModelShape, "options": PlanOptions}
-    for name, value in given.items():
-        if not isinstance(value, kinds[name]):
-            kind = kinds[name].__name__
-            raise InfeasiblePlanError(f"{name} is a {type(value).__name__}; it must be a {kind}, made by eq.{kind}")
-
-
 def _check(
     loads: LoadMatrix,
     *,
     cluster: Cluster,
     model: ModelShape,
+    options: PlanOptions,
     policy: str,
     objective: str,
+    forecast: LoadMatrix | None,
     pair_LEE: np.ndarray | None,
 ) -> None:
+    for name, value, kind in (
+        ("loads", loads, LoadMatrix),
+        ("cluster", cluster, Cluster),
+        ("model", model, ModelShape),
+        ("options", options, PlanOptions),
+    ):
+        if not isinstance(value, kind):
+            raise InfeasiblePlanError(
+                f"{name} is a {type(value).__name__}; it must be a {kind.__name__}, made by eq.{kind.__name__}"
+            )
     if loads.num_experts != model.experts or loads.num_layers != model.layers:
         raise LoadsError(
             f"loads have {loads.num_layers} layers of {loads.num_experts} experts, {model.name!r} has {model.layers} "
@@ -286,14 +347,14 @@ def _check(
     known = ("equipoise", *POLICIES)
     if policy not in known:
         raise InfeasiblePlanError(f"no policy {policy!r}; known: {', '.join(known)}")
-    if objective not in get_args(Objective):
-        raise InfeasiblePlanError(f"objective is {objective!r}; it must be one of {', '.join(get_args(Objective))}")
-    wanted = (loads.num_layers, loads.num_experts, loads.num_experts)
+    require_choice("objective", objective, Objective, error=InfeasiblePlanError)
     if pair_LEE is not None:
-        _check_pairs(pair_LEE, wanted)
-
-
-def _check_forecast(forecast: LoadMatrix | None, loads: LoadMatrix) -> None:
+        wanted = (loads.num_layers, loads.num_experts, loads.num_experts)
+        pairs = int64_array("pair_LEE", pair_LEE, ndim=3, low=0, error=LoadsError)
+        if pairs.shape != wanted:
+            raise LoadsError(f"pair_LEE has shape {pairs.shape}, expected {wanted}")
+        if not np.array_equal(pairs, pairs.transpose(0, 2, 1)):
+            raise LoadsError("pair_LEE must count tokens that chose both experts: symmetric and not negative")
     if forecast is not None and forecast.load_MLRE.shape[1:] != loads.load_MLRE.shape[1:]:
         raise LoadsError(
             f"the forecast has {forecast.num_layers} layers, {forecast.num_ranks} ranks and {forecast.num_experts} "
@@ -311,14 +372,6 @@ def check_rows(loads: LoadMatrix) -> None:
             f"micro-step {micro_step}, layer index {layer} has {int(row_ML[micro_step, layer])} rows, estimated ones "
             f"included; at most 2^40 ({MOST_ROWS}) can be planned exactly: divide all loads by one number"
         )
-
-
-def _check_pairs(pair_LEE: np.ndarray, wanted: tuple[int, int, int]) -> None:
-    pairs = int64_array("pair_LEE", pair_LEE, ndim=3, error=LoadsError)
-    if pairs.shape != wanted:
-        raise LoadsError(f"pair_LEE has shape {pairs.shape}, expected {wanted}")
-    if pairs.min() < 0 or not np.array_equal(pairs, pairs.transpose(0, 2, 1)):
-        raise LoadsError("pair_LEE must count tokens that chose both experts: symmetric and not negative")
 
 
 def _budget(task: WindowTask) -> int:
@@ -371,20 +424,10 @@ def _draft(
         with ThreadPoolExecutor(task.options.workers) as pool:
             made = list(pool.map(one_layer, layers))
     made[0] = _check_first_visit(made[0], *inputs_of(0), problem, tables)
-    home_LE = np.stack([p.home_E for p in made])
     crossing_L2R = np.zeros((len(made), 2, ranks), dtype=np.int64)
     if len(problem.domain_DR) > 1:
         crossing_L2R = np.stack([crossings(p.rep_expert_MRS, p.home_E, problem.node_R) for p in made])
-    return Draft(
-        home_LE=home_LE,
-        home_slot_LE=home_slots_of(home_LE, ranks),
-        rep_expert_MLRS=np.stack([p.rep_expert_MRS for p in made], axis=1),
-        rep_rows_MLRS=np.stack([p.rep_rows_MRS for p in made], axis=1),
-        line_MLC=np.stack([p.line_MC for p in made], axis=1),
-        closed_MLC=np.stack([p.closed_MC for p in made], axis=1),
-        cross_node=bool(crossing_L2R.any()),
-        **_crossing_charges(task, crossing_L2R),
-    )
+    return layers_draft(made, cross_node=bool(crossing_L2R.any()), **_crossing_charges(task, crossing_L2R))
 
 
 def _without_replicas(task: WindowTask, draft: Draft) -> Draft:

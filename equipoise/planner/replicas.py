@@ -231,10 +231,7 @@ def rebalance_rows(
     via_R = np.empty(ranks, dtype=np.int64)
     queue = np.empty(ranks, dtype=np.int64)
     while True:
-        top = 0
-        for r in range(ranks):
-            if load_R[r] > load_R[top]:
-                top = r
+        top = load_R.argmax()
         if load_R[top] <= cap:
             return
         # Breadth first from the busiest rank along holders that share an expert.
@@ -537,14 +534,8 @@ def _least_enough(rows_E: np.ndarray, taken: Taken, homes_H: np.ndarray, want: i
 
 @compiled
 def homes_by_rank(home_E: np.ndarray, ranks: int) -> np.ndarray:
-    """[R, H] the experts whose home each rank is, ascending."""
-    experts = len(home_E)
-    homes_RH = np.zeros((ranks, experts // ranks), dtype=np.int64)
-    used_R = np.zeros(ranks, dtype=np.int64)
-    for e in range(experts):
-        homes_RH[home_E[e], used_R[home_E[e]]] = e
-        used_R[home_E[e]] += 1
-    return homes_RH
+    """[R, H] the experts whose home each rank is, ascending; all ranks are the home of equally many."""
+    return np.argsort(home_E, kind="mergesort").reshape(ranks, -1)
 
 
 class MicroPlan(NamedTuple):

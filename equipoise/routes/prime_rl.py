@@ -44,13 +44,12 @@ DTYPES = ("uint8", "uint16", "int16", "int32")
 
 def matches(source: Source) -> bool:
     """Whether a record is or carries a wire object; those of aborted requests may come before."""
-    return any(_carries_wire_object(record) for record in source.firsts())
-
-
-def _carries_wire_object(record: Any) -> bool:
-    choices = field(record, "choices")
-    carrier = choices[0] if isinstance(choices, list | tuple) and choices else record
-    return _is_wire_object(record) or _is_wire_object(field(carrier, "routed_experts"))
+    for record in source.firsts():
+        choices = field(record, "choices")
+        carrier = choices[0] if isinstance(choices, list | tuple) and choices else record
+        if _is_wire_object(record) or _is_wire_object(field(carrier, "routed_experts")):
+            return True
+    return False
 
 
 def read(source: Source, model: ModelShape) -> Iterator[Recording]:
@@ -60,21 +59,19 @@ def read(source: Source, model: ModelShape) -> Iterator[Recording]:
         if field(record, "choices") is not None:
             choices = items(record, "choices", place=place)
             for position, choice in enumerate(choices):
-                if field(choice, "routed_experts") is None:
-                    left_out.add(choice_name(place, choice, position=position, count=len(choices)), choice)
-                    continue
-                left_out.read += 1
                 where = choice_name(place, choice, position=position, count=len(choices))
+                if left_out.lacks(field(choice, "routed_experts"), where, choice):
+                    continue
                 response = http_response(record, choice, position=position, place=place)
                 yield from recordings(*_decode(field(choice, "routed_experts"), response, place=where))
         elif _is_wire_object(record):
             left_out.read += 1
             yield from recordings(*_decode(record, Response(name=place), place=place))
         else:
-            if field(record, "routed_experts") is None and field(record, "token_ids") is not None:
-                left_out.add(place, {"id": place})
+            # Of a training sample the routes may be missing; any other record without them is refused below.
+            held = record if field(record, "token_ids") is None else field(record, "routed_experts")
+            if left_out.lacks(held, place, {"id": place}):
                 continue
-            left_out.read += 1
             tokens = token_array(field(record, "token_ids"), "token_ids", place=place)
             response = Response(name=place, num_tokens=None if tokens is None else len(tokens), tokens=tokens)
             yield from recordings(*_decode(field(record, "routed_experts"), response, place=place))

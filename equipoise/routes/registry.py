@@ -55,19 +55,20 @@ def detect(dump: Any) -> Format:
             f"{source.name} can have several formats; choose one with --format (format=):\n{_listed(found)}"
         )
     # A broken container raises here and says what is wrong with it.
-    looked = source.peek()
-    if not looked:
+    looked = next(source.records(), None)
+    if looked is None:
         raise RoutesError(
             f"{source.name} holds no record; give a file with one, a folder of such files, or a quoted pattern"
         )
-    if all(isinstance(record, Mapping) and {"choices", "meta_info"} & set(record) for _, record in looked):
+    _, record = looked
+    if isinstance(record, Mapping) and {"choices", "meta_info"} & set(record):
         raise RoutesError(
             f"{source.name} holds responses of an engine without routed_experts. Record again: start vLLM or SGLang "
             "with --enable-return-routed-experts, and send SGLang return_routed_experts in each request "
             "(docs/recording.md)"
         )
     raise RoutesError(
-        f"{source.name} has no known format: its first record is {_described(looked[0][1])}. Were routes recorded "
+        f"{source.name} has no known format: its first record is {_described(record)}. Were routes recorded "
         "(docs/recording.md)? If you know the format, name it with --format (format=):\n"
         f"{_listed(FORMATS)}"
     )

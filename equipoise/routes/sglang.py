@@ -77,10 +77,8 @@ def read_native(source: Source, model: ModelShape) -> Iterator[Recording]:
     left_out = LeftOut()
     for place, record in source.nonempty_records():
         meta = field(record, "meta_info")
-        if field(meta, "routed_experts") is None:
-            left_out.add(place, record if meta is None else meta)
+        if left_out.lacks(field(meta, "routed_experts"), place, record if meta is None else meta):
             continue
-        left_out.read += 1
         rows = _decode_payload(field(meta, "routed_experts"), model, place=place)
         prompt, generated = find_field("input_ids", record, field(record, "request")), field(record, "output_ids")
         name = given_name(field(meta, "id"), place=place)
@@ -105,7 +103,7 @@ def read_openai(source: Source, model: ModelShape) -> Iterator[Recording]:
     left_out = LeftOut()
     for place, record in source.nonempty_records():
         if field(record, "choices") is None:
-            left_out.add(place, record)
+            left_out.lacks(None, place, record)
             continue
         choices = items(record, "choices", place=place)
         has_own = any(field(field(c, "meta_info"), "routed_experts") is not None for c in choices)
@@ -114,10 +112,8 @@ def read_openai(source: Source, model: ModelShape) -> Iterator[Recording]:
             where = choice_name(place, choice, position=position, count=len(choices))
             meta = field(choice, "meta_info")
             payload = field(meta if has_own else shared, "routed_experts")
-            if payload is None:
-                left_out.add(where, choice)
+            if left_out.lacks(payload, where, choice):
                 continue
-            left_out.read += 1
             rows = _decode_payload(payload, model, place=where)
             yield from recordings(rows, _openai_response(record, choice, position=position, place=place))
     left_out.finish(source.name, why=_WITHOUT_ROUTES)

@@ -27,6 +27,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -151,26 +152,16 @@ class Source:
         else:
             yield from _items(_load(self.path, self.suffix))
 
-    def peek(self, count: int = 1) -> list[tuple[str, Any]]:
-        """Return the first `count` records."""
-        return list(islice(self.records(), count))
-
     def first(self) -> Any:
         """Return the first record, which identifies a format; None if there is none or the container is broken."""
-        try:
-            found = self.peek()
-        except RoutesError:
-            return None
-        return found[0][1] if found else None
+        return next(iter(self.firsts(1)), None)
 
-    def firsts(self) -> list[Any]:
+    def firsts(self, count: int = _LOOKED) -> list[Any]:
         """Return the first few records, one of which identifies a format; of a broken container, those before it."""
         found: list[Any] = []
-        try:
-            for _, record in islice(self.records(), _LOOKED):
+        with suppress(RoutesError):
+            for _, record in islice(self.records(), count):
                 found.append(record)
-        except RoutesError:
-            return found
         return found
 
     def nonempty_records(self) -> Iterator[tuple[str, Any]]:

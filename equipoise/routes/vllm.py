@@ -170,10 +170,9 @@ def _read_request_output(record: Any, *, place: str, left_out: LeftOut) -> Itera
     owner = given_name(field(record, "request_id"), place=place)
     prompt = token_array(field(record, "prompt_token_ids"), "prompt_token_ids", place=place)
     for position, output in enumerate(outputs):
-        if field(output, "routed_experts") is None:
-            left_out.add(choice_name(place, output, position=position, count=len(outputs)), output)
+        where = choice_name(place, output, position=position, count=len(outputs))
+        if left_out.lacks(field(output, "routed_experts"), where, output):
             continue
-        left_out.read += 1
         generated = token_array(field(output, "token_ids"), "token_ids", place=place)
         tokens = join_ids(prompt, generated)
         response = Response(
@@ -200,16 +199,14 @@ def read_http(source: Source, model: ModelShape) -> Iterator[Recording]:
     left_out = LeftOut()
     for place, record in source.nonempty_records():
         if field(record, "choices") is None:  # an error, or the log of a request without a response
-            left_out.add(place, record)
+            left_out.lacks(None, place, record)
             continue
         choices = items(record, "choices", place=place)
         for position, choice in enumerate(choices):
             where = choice_name(place, choice, position=position, count=len(choices))
             payload = field(choice, "routed_experts")
-            if payload is None:
-                left_out.add(where, choice)
+            if left_out.lacks(payload, where, choice):
                 continue
-            left_out.read += 1
             rows = decode_npy(decode_base64(payload, place=where), place=where)
             yield from recordings(rows, http_response(record, choice, position=position, place=place))
     left_out.finish(source.name, why=f"{_WITHOUT_ROUTES}; record again")

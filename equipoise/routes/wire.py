@@ -251,14 +251,21 @@ class LeftOut:
     count: int = 0
     first: str = ""
 
-    def add(self, place: str, answer: Any) -> None:
-        """Leave out one answer of an engine, or raise if it is none: a damaged record must not go unnoticed."""
+    def lacks(self, payload: Any, place: str, answer: Any) -> bool:
+        """Count one answer of an engine, and return whether it has no routes.
+
+        One without routes is left out, or raises if it is no answer: a damaged record must not go unnoticed.
+        """
+        if payload is not None:
+            self.read += 1
+            return False
         known = ("id", "index", "finish_reason", "error", "request")
         # A list has a method called index.
         if isinstance(answer, str | list | tuple) or all(field(answer, name) is None for name in known):
             raise RoutesError(f"{place} has no routed_experts, and is no answer of an engine; is the file damaged?")
         self.first = self.first or place
         self.count += 1
+        return True
 
     def finish(self, name: str, *, why: str) -> None:
         """Warn of those left out, or raise if they are not the smaller part."""

@@ -111,7 +111,10 @@ def test_the_tested_versions_are_those_of_the_make_target_and_of_the_documentati
 
 
 def test_the_documented_table_is_the_one_that_refuses():
-    assert model.support_table() in DOCS.read_text()
+    rows = [(one.name, f"`{one.setting}`", one.fix) for one in model.REFUSED]
+    rows += [(name, "found in the model", fix) for name, fix in model.REFUSED_MODULES.items()]
+    lines = ["| refused | setting | instead |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    assert "\n".join(lines) + "\n" in DOCS.read_text()
 
 
 def test_an_expert_that_repeats_in_a_row_counts_once():

@@ -8,13 +8,12 @@ import pytest
 from benchmarks import paper_cases
 from benchmarks.paper import NOTE, RIVALS, _planned, _replayed, compare, limits_of, take_apart
 from benchmarks.paper_ablations import ablations, on_path, shared_evenly
-from benchmarks.paper_cases import Case, cluster_of
+from benchmarks.paper_cases import Case, cluster_of, fluctuation
 from benchmarks.paper_report import page_of, write_report
 from benchmarks.results import ROOT
 from benchmarks.simulator import DealtGroups
 from benchmarks.traces import FOLDER, Trace
 from equipoise.loads.generator import generate_counts
-from equipoise.loads.skew import fluctuation
 from equipoise.planner import plan
 from equipoise.sim.windows import joined
 from tests.sim.steps import MODEL, skewed_loads

@@ -8,7 +8,7 @@ import pytest
 import equipoise as eq
 from equipoise.core import InfeasiblePlanError
 from equipoise.engines.locations import Placement, read_placement, write_placement
-from equipoise.planner.placed import plan_placement
+from equipoise.planner.plan import plan_placement
 
 # One dense layer, so that the layer axis of SGLang differs from ours.
 MODEL = eq.ModelShape(

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from benchmarks.paper_cases import fluctuation
 from equipoise.core import LoadMatrix, LoadsError, ModelShape, Routes, SampleRoutes, Schedule
 from equipoise.loads.matrix import count_loads
-from equipoise.loads.skew import fluctuation, rank_loads, skew, skew_ML
+from equipoise.loads.skew import rank_loads, skew, skew_ML
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data"
 

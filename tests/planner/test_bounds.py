@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.bounds import exact_homes, node_bound_ML, node_bound_rows_ML, split_optimum
+from equipoise.planner.baselines import split_optimum
+from tests.planner.bounds import exact_homes, node_bound_ML, node_bound_rows_ML
 from tests.planner.cases import awkward_loads, cluster_of, model_of, skewed_loads
 
 TWO_NODES = Cluster.preset("h200", nodes=2, ranks_per_node=2)

@@ -6,8 +6,7 @@ import pytest
 from equipoise.core import Cluster
 from equipoise.cost.work import LPLB_PLAN_NS
 from equipoise.planner import plan
-from equipoise.planner.baselines import choose_replicas, link_ranks, split
-from equipoise.planner.bounds import split_optimum
+from equipoise.planner.baselines import choose_replicas, link_ranks, split, split_optimum
 from tests.planner.cases import cluster_of, model_of, skewed_loads
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.traces import joined, read_traces, scaled, stacked
 from equipoise.planner import PlanOptions, plan
-from equipoise.planner.bounds import node_bound_ML, node_bound_rows_ML
+from tests.planner.bounds import node_bound_ML, node_bound_rows_ML
 from tests.planner.cases import cluster_of
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data"

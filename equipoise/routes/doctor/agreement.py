@@ -84,12 +84,6 @@ class Agreement:
         seen = sum(self.seen[shift].values())
         return sum(self.same[shift].values()) / seen if seen else 0.0
 
-    @property
-    def rate_by_layer(self) -> dict[int, float]:
-        """Agreement without a shift, by global layer number, ascending."""
-        seen = self.seen[0]
-        return {n: self.same[0][n] / seen[n] for n in sorted(seen) if seen[n]}
-
     def findings(self) -> tuple[Finding, ...]:
         """Report what was found."""
         advice = "compare recordings of the same samples in the same order; join them by sample id first"
@@ -100,7 +94,8 @@ class Agreement:
         return (pairing, self._agreement(), self._token_order())
 
     def _agreement(self) -> Finding:
-        rates, total = self.rate_by_layer, sum(self.seen[0].values())
+        seen, total = self.seen[0], sum(self.seen[0].values())
+        rates = {n: self.same[0][n] / seen[n] for n in sorted(seen) if seen[n]}
         low = [n for n, rate in rates.items() if rate < self.min_agreement]
         worst = min(rates, key=lambda n: rates[n])
         advice = (

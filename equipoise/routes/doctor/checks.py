@@ -163,8 +163,7 @@ class EqualRows(Check):
 
     def look(self, reading: Reading) -> None:
         if len(reading.ids_KTL) > 1:
-            bad_TL = reading.equal_TL[: reading.num_judged]
-            self.counts.add_routes(bad_TL, reading)
+            self.counts.add_routes(reading.equal_TL[: reading.num_judged], reading)
 
 
 class Padding(Check):
@@ -352,9 +351,7 @@ class MissingRows(Check):
         before = f"{reading.title}, tokens {self.covered} to {recording.start - 1} have no row"
         self.counts.add(gap * layers, gap * layers, lambda: before)
         self.covered = max(self.covered, recording.start + reading.num_rows)
-
-        missing_TL = reading.missing_TL[: reading.num_judged]
-        self.counts.add_routes(missing_TL, reading)
+        self.counts.add_routes(reading.missing_TL[: reading.num_judged], reading)
 
 
 class TurnConflicts(Check):

@@ -137,17 +137,12 @@ class _Decode:
 
     def guard(self, recordings: Iterable[Recording], *, of: str = "") -> Iterator[Recording]:
         """Yield recordings until the reader raises, and keep its message."""
-        stream = iter(recordings)
-        while True:
-            try:
-                recording = next(stream, None)
-            except RoutesError as error:
-                self.counts.add(1, 1, partial(str, f"{of}: {error}" if of else error))
-                return
-            if recording is None:
-                return
-            self.counts.total += 1
-            yield recording
+        try:
+            for recording in recordings:
+                self.counts.total += 1
+                yield recording
+        except RoutesError as error:
+            self.counts.add(1, 1, partial(str, f"{of}: {error}" if of else error))
 
     def finding(self) -> Finding:
         """Report the decoding; a dump without a recording is a finding too."""

@@ -82,8 +82,7 @@ class Markers:
         """Return the [T, L, K] marker rows of these token numbers."""
         digit_TD = tokens_T[:, None] // self.base ** np.arange(self.num_digits) % self.base
         digit_TLK = digit_TD[:, self._digit_LK()] + self._turn_LK()
-        ids_TLK: np.ndarray = digit_TLK % self.base + self.base * np.arange(self.model.top_k)
-        return ids_TLK
+        return digit_TLK % self.base + self.base * np.arange(self.model.top_k)
 
     def read(self, ids_TLK: np.ndarray) -> np.ndarray:
         """Return [T] token numbers of rows with all layers, ids in any order; -1 if the row is no marker."""

@@ -59,7 +59,8 @@ class PromptRows(Check):
         count = min(recording.num_prompt - 1 - recording.start, reading.num_rows)
         if count < MIN_ROWS:
             return
-        filler_T = _filler_rows(reading)
+        # Rows without a route in any layer: missing, k equal ids, or zero throughout.
+        filler_T = ~reading.routed_TL.any(axis=1) | (reading.ids_KTL == 0).all(axis=(0, 2))
         generated_T = filler_T[count + 1 : reading.num_judged]
         place = f"{reading.title}, tokens {recording.start} to {recording.start + count - 1}"
         is_empty = filler_T[:count].mean() > MOST_FILLERS and len(generated_T) and generated_T.mean() <= MOST_FILLERS
@@ -80,20 +81,9 @@ class PromptRows(Check):
             return ""
         if before.ids_KTL.shape != here.ids_KTL.shape or not here.ids_KTL.size:
             return ""
-        share = float(_agreement(before.ids_KTL, here.ids_KTL))
+        # The share of experts that the other prompt has in the same row and layer.
+        share = float(np.mean([(ids_TL == here.ids_KTL).any(axis=0) for ids_TL in before.ids_KTL]))
         if share >= MIN_AGREEMENT:
             return ""
         # The second of two different answers is named; which of them is garbage cannot be told.
         return f"agree with those of {before.title}, which has the same prompt, in {share:.0%} of their experts"
-
-
-def _filler_rows(reading: Reading) -> np.ndarray:
-    """[T] bool, rows without a route in any layer: missing, k equal ids, or zero throughout."""
-    is_empty_T: np.ndarray = np.all(~reading.routed_TL, axis=1) | np.all(reading.ids_KTL == 0, axis=(0, 2))
-    return is_empty_T
-
-
-def _agreement(first_KTL: np.ndarray, second_KTL: np.ndarray) -> np.floating:
-    """Share of the first's experts that the second has in the same row and layer."""
-    has_KTL = np.stack([(ids_TL == second_KTL).any(axis=0) for ids_TL in first_KTL])
-    return has_KTL.mean()

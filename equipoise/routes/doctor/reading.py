@@ -8,6 +8,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -69,8 +70,7 @@ class Reading:
     @property
     def routed_TL(self) -> np.ndarray:
         """[T, L] bool, routes that are neither missing nor equal nor of a dead layer."""
-        routed: np.ndarray = ~(self.missing_TL | self.equal_TL | self.dead_L)
-        return routed
+        return ~(self.missing_TL | self.equal_TL | self.dead_L)
 
     @property
     def title(self) -> str:
@@ -122,16 +122,8 @@ def read(recording: Recording, *, sample: int, model: ModelShape) -> Reading:
 
 def read_samples(recordings: Iterable[Recording], *, model: ModelShape) -> Iterator[list[Reading]]:
     """Yield the readings of one sample after another: neighbours of one name are turns of one sample."""
-    turns: list[Reading] = []
-    number = -1
-    for recording in recordings:
-        if not turns or turns[-1].recording.name != recording.name:
-            if turns:
-                yield turns
-            turns, number = [], number + 1
-        turns.append(read(recording, sample=number, model=model))
-    if turns:
-        yield turns
+    for number, (_, turns) in enumerate(groupby(recordings, key=lambda recording: recording.name)):
+        yield [read(recording, sample=number, model=model) for recording in turns]
 
 
 def _dead_layers(ids_KTL: np.ndarray, missing_TL: np.ndarray) -> np.ndarray:
@@ -139,8 +131,7 @@ def _dead_layers(ids_KTL: np.ndarray, missing_TL: np.ndarray) -> np.ndarray:
     used_L = ((ids_KTL != 0).any(axis=0) & ~missing_TL).any(axis=0)
     recorded_L = (~missing_TL).sum(axis=0)
     enough = 2 if len(ids_KTL) > 1 else _DEAD_ROWS_TOP1
-    dead_L: np.ndarray = ~used_L & (recorded_L >= enough) & bool(used_L.any())
-    return dead_L
+    return ~used_L & (recorded_L >= enough) & bool(used_L.any())
 
 
 Verdict = Literal["good", "finding", "skipped"]

@@ -1,35 +1,18 @@
-"""Bounds: what no plan can beat, found by other means than the planner's own.
+"""Bounds: what no plan can beat, found by other means than the planner's own; slow and obvious.
 
 1. Node bound of given homes: replicas inside nodes can level a node's ranks, never its total. The busiest rank has at
    least the fullest node's rows over its ranks.
-2. Split optimum of given replicas: a linear programme (HiGHS) over how many rows each replica takes.
-3. Exact homes for small cases: a mixed-integer programme (HiGHS) that assigns experts to nodes.
+2. Exact homes for small cases: a mixed-integer programme (HiGHS) that assigns experts to nodes.
 
-Slow and obvious; used by tests and benchmarks, and by the `lplb` baseline.
-
-Invariants (asserted by the tests):
-1. No plan whose replicas stay inside nodes has a busiest rank below the node bound of its homes.
-2. Rows may be split in whole rows without loss: the least busiest rank in whole rows is the optimum rounded up, because
-   the split is a flow and a flow with whole capacities has whole solutions.
-3. `exact_homes` is the best of all assignments, as counted out on tiny cases.
+`equipoise.planner.baselines.split_optimum` is the third one: the best split over given replicas.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize, sparse
 
 from equipoise.core import Cluster, InfeasiblePlanError, LoadMatrix
-
-
-class SplitOptimum(NamedTuple):
-    """The best split of rows over given replicas."""
-
-    top: float
-    """Rows of the busiest rank."""
-    rows_P: np.ndarray
-    """[P] rows each replica takes, in the order given; fractions are possible."""
 
 
 class ExactHomes(NamedTuple):
@@ -58,37 +41,6 @@ def _node_loads(loads: LoadMatrix, home_LE: np.ndarray, cluster: Cluster) -> np.
     node_LE = cluster.node_array_R[home_LE]
     in_node_LEN = (node_LE[:, :, None] == np.arange(cluster.num_ep_nodes)).astype(np.int64)
     return np.einsum("mle,len->mln", loads.total_MLE(), in_node_LEN)
-
-
-def split_optimum(
-    load_E: np.ndarray, home_E: np.ndarray, replicas: Sequence[tuple[int, int]], *, ranks: int
-) -> SplitOptimum:
-    """Find the split over given replicas that makes the busiest rank least loaded.
-
-    Args:
-        load_E: [E] rows of each expert in one micro-step of one layer
-        home_E: [E] home rank of each expert
-        replicas: (expert, rank) of each replica
-        ranks: ranks of the EP group
-    """
-    base_R = np.bincount(home_E, weights=load_E, minlength=ranks)
-    if not len(replicas):
-        return SplitOptimum(float(base_R.max()), np.zeros(0))
-    expert_P, rank_P = np.array(replicas, dtype=np.int64).T
-    count = len(expert_P)
-    index_P, one_P = np.arange(count), np.ones(count)
-    # Variables: rows of each replica, then the busiest rank. Lines: every rank stays below it; no expert gives more
-    # than it has.
-    into = sparse.csr_array((one_P, (rank_P, index_P)), shape=(ranks, count))
-    out_of = sparse.csr_array((one_P, (home_E[expert_P], index_P)), shape=(ranks, count))
-    given = sparse.csr_array((one_P, (expert_P, index_P)), shape=(len(load_E), count))
-    top_R1 = sparse.csr_array(-np.ones((ranks, 1)))
-    lines = sparse.block_array([[into - out_of, top_R1], [given, None]], format="csr")
-    aim = np.append(np.zeros(count), 1.0)
-    solved = optimize.linprog(aim, A_ub=lines, b_ub=np.concatenate([-base_R, load_E]), method="highs")
-    if not solved.success:
-        raise InfeasiblePlanError(f"no optimum of the split over {count} replicas: {solved.message}")
-    return SplitOptimum(float(solved.fun), solved.x[:count])
 
 
 def exact_homes(load_ME: np.ndarray, ranks_N: np.ndarray, *, weight_M: np.ndarray | None = None) -> ExactHomes:
