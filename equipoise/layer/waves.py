@@ -144,7 +144,7 @@ class _WavedBlock(torch.autograd.Function):
         task.transfers.wait_for(now)
         holders = task.holders(now, home)
         rows_PD = rows_ND.new_empty((task.dispatch.groups.num_rows, rows_ND.shape[1]))
-        returned_ND, pres, going = torch.empty_like(rows_ND), list[Tensor](), list[Exchange]()
+        returned_ND, pre_parts, going = torch.empty_like(rows_ND), list[Tensor](), list[Exchange]()
         for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
             gather_rows(coming[index].wait(), source_P, out=rows_PD[wave.rows])
             outs = []
@@ -152,22 +152,22 @@ class _WavedBlock(torch.autograd.Function):
                 part = holder.in_wave(wave).part(rows_PD, gates_P, rows_PD)
                 out_ND, pre_NF = apply_experts(part.rows_ND, part.weights, part.end_S, task.options, part.gates_N)
                 outs.append(out_ND)
-                pres.append(pre_NF)
+                pre_parts.append(pre_NF)
             back_ND = gather_rows(_joined(outs), place_N)
             going.append(start_all_to_all(back_ND, wave.receive_R, wave.send_R, task.group, returned_ND[sent]))
             # Two of each wave, whether home and replicas are one tensor or two.
-            pres += [pre_NF[:0]] * (2 - len(outs))
+            pre_parts += [pre_NF[:0]] * (2 - len(outs))
         for exchange in going:
             exchange.wait()
-        ctx.save_for_backward(rows_PD, gates_P, *pres, *tensors)
+        ctx.save_for_backward(rows_PD, gates_P, *pre_parts, *tensors)
         ctx.task = task._replace(home=task.home.map(lambda tensor: tensor.detach()))
         return returned_ND
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        task, num_pres = ctx.task, 2 * len(ctx.task.dispatch.waves)
+        task, num_kept = ctx.task, 2 * len(ctx.task.dispatch.waves)
         rows_PD, gates_P, *saved = ctx.saved_tensors
-        pres, tensors = saved[:num_pres], saved[num_pres:]
+        pre_parts, tensors = saved[:num_kept], saved[num_kept:]
         coming = task.depart(grad_ND)
         visit, home = task.visit._replace(phase="backward"), task.home.filled(tensors)
         task.transfers.wait_for(visit)
@@ -179,7 +179,7 @@ class _WavedBlock(torch.autograd.Function):
             grads = []
             for at, holder in enumerate(holders):
                 here = holder.in_wave(wave)
-                part = here.part(rows_PD, gates_P, pres[2 * index + at])
+                part = here.part(rows_PD, gates_P, pre_parts[2 * index + at])
                 grad_part_ND, grad_gates_N, sums = row_gradients(grad_PD[here.rows], part, task.options)
                 grads.append(grad_part_ND)
                 grad_gates.append(grad_gates_N)
