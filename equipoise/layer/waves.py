@@ -145,8 +145,9 @@ class _WavedBlock(torch.autograd.Function):
         holders = task.holders(now, home)
         rows_PD = rows_ND.new_empty((task.dispatch.groups.num_rows, rows_ND.shape[1]))
         returned_ND, pre_parts, going = torch.empty_like(rows_ND), list[Tensor](), list[Exchange]()
-        for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
-            gather_rows(coming[index].wait(), source_P, out=rows_PD[wave.rows])
+        for wave, sent, place_N, source_P in task.dispatch.by_wave():
+            # What was received goes as soon as it is ordered by slot.
+            gather_rows(coming.pop(0).wait(), source_P, out=rows_PD[wave.rows])
             outs = []
             for holder in holders:
                 part = holder.in_wave(wave).part(rows_PD, gates_P, rows_PD)
@@ -173,26 +174,26 @@ class _WavedBlock(torch.autograd.Function):
         task.transfers.wait_for(visit)
         holders = task.holders(visit, home)
         grad_rows_ND, going = torch.empty_like(grad_ND, memory_format=torch.contiguous_format), list[Exchange]()
-        grad_PD, grad_gates, done = torch.empty_like(rows_PD), list[Tensor | None](), list[Sums]()
+        # What gradients of weights are summed from is kept of all waves, slot by slot.
+        is_trained, (num_rows, width) = any(ctx.needs_input_grad[3:]), (len(rows_PD), pre_parts[0].shape[1])
+        grad_pre_PF, act_PF = (rows_PD.new_empty((num_rows * is_trained, size)) for size in (width, width // 2))
+        kept, grad_gates = Sums(torch.empty_like(rows_PD), grad_pre_PF, act_PF, rows_PD), list[Tensor | None]()
         for index, (wave, sent, place_N, source_P) in enumerate(task.dispatch.by_wave()):
-            gather_rows(coming[index].wait(), source_P, out=grad_PD[wave.rows])
+            gather_rows(coming.pop(0).wait(), source_P, out=kept.grad_ND[wave.rows])
             grads = []
             for at, holder in enumerate(holders):
                 here = holder.in_wave(wave)
                 part = here.part(rows_PD, gates_P, pre_parts[2 * index + at])
-                grad_part_ND, grad_gates_N, sums = row_gradients(grad_PD[here.rows], part, task.options)
+                grad_part_ND, grad_gates_N, sums = row_gradients(kept.grad_ND[here.rows], part, task.options)
                 grads.append(grad_part_ND)
                 grad_gates.append(grad_gates_N)
-                done.append(sums)
+                if is_trained:
+                    grad_pre_PF[here.rows], act_PF[here.rows] = sums.grad_pre_NF, sums.act_NF
             back_ND = gather_rows(_joined(grads), place_N)
             going.append(start_all_to_all(back_ND, wave.receive_R, wave.send_R, task.group, grad_rows_ND[sent]))
         own_flat: list[Tensor | None] = [None] * len(tensors)
-        if any(ctx.needs_input_grad[3:]):
-            # Parts follow one another as their rows do in the buffer, so that a slot's rows are together.
-            grad_pre_PF, act_PF = (
-                torch.cat([getattr(sums, name) for sums in done]) for name in ("grad_pre_NF", "act_NF")
-            )
-            own_flat = _sum_weights(task, Sums(grad_PD, grad_pre_PF, act_PF, rows_PD), holders[-1]).flat(task.home)
+        if is_trained:
+            own_flat = _sum_weights(task, kept, holders[-1]).flat(task.home)
         for exchange in going:
             exchange.wait()
         return grad_rows_ND, None if gates_P is None else torch.cat(grad_gates), None, *own_flat
