@@ -73,7 +73,9 @@ def compare_seconds(ranks: Sequence[Any], clock: str) -> dict[str, Any]:
 def compare_counts(ranks: Sequence[Any], what: str) -> dict[str, Any]:
     """Return the sums over ranks of what both models call."""
     plain, closed = (sum(COUNTS[what](rank[name]) for rank in ranks) for name in ("plain", "closed"))
-    return {"what": what, "plain": plain, "closed": closed, "over_pct": 100 * (closed / plain - 1)}
+    # One round has no spread; a table has the same columns in every row.
+    over = dict.fromkeys(("over_pct", "from_pct", "to_pct"), 100 * (closed / plain - 1))
+    return {"what": what, "plain": plain, "closed": closed, **over}
 
 
 def differing_operators(rank: Any) -> list[str]:
