@@ -74,7 +74,7 @@ WavesOption = Annotated[
     typer.Option(
         "--waves",
         metavar="N|auto",
-        help="Cut every layer's slots into waves, so that experts compute while rows are exchanged; auto: the fastest "
+        help="Cut every rank's rows into waves, so that experts compute while rows are exchanged; auto: the fastest "
         "of 1 to 4, by prices. Never run on a GPU.",
     ),
 ]

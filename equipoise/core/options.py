@@ -47,7 +47,7 @@ class PlanOptions:
     activations: Activations | None = None
     """What the limit counts of activations; None: as `order` says, kept unless it is `recompute`."""
     waves: int | Literal["auto"] = 1
-    """Into how many waves every layer's slots are cut, so that the experts of one compute while the rows of another are
+    """Into how many waves every rank's rows are cut, so that the experts of one compute while the rows of another are
     exchanged; only where all rows travel by collectives. "auto": the planner takes the fastest of 1 to 4 by the prices
     of the cost model. Simulated and tested on CPUs; this has never run on a GPU."""
     effort: int = 1

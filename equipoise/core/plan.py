@@ -258,7 +258,7 @@ class Plan(Value):
     cross_node: bool = False
     persistent: bool = False
     waves: int = 1
-    """Into how many waves every layer's slots are cut, so that one wave computes while another is exchanged."""
+    """Into how many waves every rank's rows are cut, so that one wave computes while another is exchanged."""
     home_slots: int = field(init=False, compare=False)
     """Experts each rank owns, and so home slots each rank has."""
     rank_load_MLR: np.ndarray = field(init=False, compare=False)

@@ -8,7 +8,7 @@ File, format "equipoise-plan-2"; all integers are stored in the narrowest dtype 
         slots              replica slots per rank
         cross_node         whether replicas may be outside their home's node
         persistent         whether replicas stay for the whole window (EPLB)
-        waves              into how many waves every layer's slots are cut; 1 in older files, which leave it out
+        waves              into how many waves every rank's rows are cut; 1 in older files, which leave it out
         estimated_share    share of the planned rows that was estimated
         static_seconds     predicted seconds of contiguous expert parallelism
         seconds            predicted seconds by part: compute, all_to_all, pull, return_, publish, collect, planning;

@@ -1,5 +1,5 @@
 """How an expert's rows split over its holders, by source rank: the one rule that plans, prices and replays share.
-And how a rank's slots are cut into waves (`cut_rows`).
+And how a rank's rows are cut into waves (`cut_rows`).
 
 Plans are dispatched local first, whoever made them. The policies in `BLIND` draw a copy for each token without asking
 where the token is: every source splits its rows over the holders in proportion to their quotas.

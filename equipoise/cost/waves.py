@@ -1,4 +1,4 @@
-"""`in_waves`: what layers take if the experts of one wave of slots compute while the rows of another are exchanged.
+"""`in_waves`: what layers take if the experts of one wave compute while the rows of another are exchanged.
 
 `core.plan.wave_cuts` cuts every rank's rows into waves, slot by slot. A layer forward: the parts of the dispatch are
 exchanged one after another; the experts of a wave begin when its part has arrived; its outputs are exchanged when all

@@ -8,6 +8,7 @@ In the order in which a row meets them:
     mapped.py        inside a node: rows are read where they are, through mapped memory; triton_rows.py has its kernels
     ops.py           the autograd ops: enter home, spread, exchange, reorder, combine
     expert_block.py  the experts' products over home and replica slots, and the activations between them
+    waves.py         exchange and products wave by wave: the experts of one compute while rows of another travel
     triton_ops.py    Triton kernels of combine and activation, for CUDA devices
     checkpoint.py    experts and optimizer state under names that no number of ranks changes; the gradient norm
 

@@ -6,7 +6,7 @@
 3. Each rank learns how many rows every source has for each of its slots: `exchange_counts`, or the plan's own split.
 4. `build_dispatch`: received rows, source by source, get a place in a buffer that is slot by slot, home slots first;
    inside a slot sources ascend, and each source's rows keep their token order.
-A plan may cut every rank's slots into waves, whose rows travel one after another: rows are then ordered by wave first.
+A plan may cut every rank's rows into waves, which travel one after another: rows are then ordered by wave first.
 Where the plan knows every route, `prepare_dispatch` does all of that without communication, and `WindowDispatches` for
 a whole window, in the background. With `with_relay` tokens are sent in two levels (`relay`); where ranks map each
 other's memory, tables of `mapped` say where rows are read.

@@ -4,7 +4,7 @@ Steps of a forward pass. Adapters may call the last three one by one; `VisitRows
 1. `enter`: add the home weights to the autograd graph, best before the layer's attention.
 2. `send`: use the dispatch that the window prepared, or exchange counts and make it. Copy tokens into rows, send rows
    to the ranks that compute them, and order them by slot. Ranks of a node read each other's tokens instead (`mapped`).
-3. `compute`: apply the experts (`expert_block`). If the plan cuts slots into waves, rows travel in this stage, those of
+3. `compute`: apply the experts (`expert_block`). If the plan cuts rows into waves, rows travel in this stage, those of
    one wave while another computes (`waves`).
 4. `receive`: send rows back, or read them where they are, and combine them into tokens.
 

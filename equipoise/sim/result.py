@@ -36,7 +36,7 @@
                            busy is the first four, idle the last two; all six add up to the group's seconds
             paths          list of {path, moved_s, exposed_s, hidden_s, bytes}; path is peer, host, return or
                            edges (publish and collect together)
-            waves, waves_saved_s   into how many waves its layers' slots are cut, and the seconds that this saves
+            waves, waves_saved_s   into how many waves its ranks' rows are cut, and the seconds that this saves
             after          a `Balance` of the shown group with this policy
             byte_RR        [R][R] bytes of all-to-all from rank to rank, shown group, in one micro-step: the shown one
                            (or the last, where the window has fewer), all layers and exchanges. Where tokens cross once
@@ -221,7 +221,7 @@ class WindowResult(Value):
     after: Balance
     byte_RR: np.ndarray
     waves: int = 1
-    """Into how many its layers' slots are cut, by the slowest group's plans."""
+    """Into how many its ranks' rows are cut, by the slowest group's plans."""
     waves_saved_s: float = 0.0
     """What these save against one wave."""
 
